@@ -17,6 +17,7 @@ TABLES = [
     "sft",
     "preference",
     "data",
+    "chats",
     "loss",
     "scale",
     "links",

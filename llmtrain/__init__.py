@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.config import PairConfig as PairConfig
-    from llmtrain.data.prepare import Tokenized as Tokenized
     from llmtrain.data.prepare import tokenize as tokenize
+    from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
     from llmtrain.training.optim import make_optimizer as make_optimizer
+    from llmtrain.training.packing import resolve_packing as resolve_packing
     from llmtrain.training.run import open_run as open_run
     from llmtrain.training.settings import LoopConfig as LoopConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
@@ -49,8 +50,8 @@ _MODULES = {
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
     "PairConfig": "llmtrain.data.config",
-    "Tokenized": "llmtrain.data.prepare",
     "tokenize": "llmtrain.data.prepare",
+    "Tokenized": "llmtrain.data.tokenized",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",
@@ -64,6 +65,7 @@ _MODULES = {
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
     "make_optimizer": "llmtrain.training.optim",
+    "resolve_packing": "llmtrain.training.packing",
     "open_run": "llmtrain.training.run",
     "LoopConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",

@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
@@ -49,15 +49,24 @@ class Config:
 
         Args:
             name: the name of the flag.
-            value: a number.
+            value: the value.
             why: the remark after the value in the log.
         """
         if not self.is_set(name):
             setattr(self, name, value)
-            say("default", f"--{name} {value:g} ({why})")
+            shown = f"{value:g}" if isinstance(value, float) else value
+            say("default", f"--{name} {shown} ({why})")
 
 
-def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = False) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    affects: str | None = None,
+    hidden: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    alias: str | None = None,
+) -> Any:
     """Return a dataclass field that is a command-line flag.
 
     Args:
@@ -79,8 +88,17 @@ def flag(default: Any, help: str, *, affects: str | None = None, hidden: bool = 
             - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
         hidden: show the flag only in ``--help_all``.
+        parse: turns the word on the command line into the value, or raises
+            ``argparse.ArgumentTypeError``. By default, the type of the field does.
+        alias: another name of the flag, which ``--help`` does not show.
     """
-    metadata = {"help": help.replace("%", "%%"), "affects": affects, "hidden": hidden}
+    metadata = {
+        "help": help.replace("%", "%%"),
+        "affects": affects,
+        "hidden": hidden,
+        "parse": parse,
+        "alias": alias,
+    }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -258,8 +276,16 @@ class _Parser(HfArgumentParser):
     ) -> None:
         # HF passes the metadata on to argparse, which accepts only its own arguments.
         plain_field = copy.copy(field)
-        plain_field.metadata = {"help": field.metadata["help"]}  # type: ignore[assignment]
-        HfArgumentParser._parse_dataclass_field(parser, plain_field)
+        metadata: dict[str, Any] = {"help": field.metadata["help"]}
+        if field.metadata["alias"] is not None:
+            metadata["aliases"] = [f"--{field.metadata['alias']}"]
+        plain_field.metadata = metadata  # type: ignore[assignment]
+        if field.metadata["parse"] is not None:
+            plain_field.type = field.metadata["parse"]
+        if field.type == bool | None:
+            _add_three_way_switch(parser, plain_field)
+        else:
+            HfArgumentParser._parse_dataclass_field(parser, plain_field)
 
     @property
     def flags(self) -> list[str]:
@@ -289,9 +315,45 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
         message = message.removeprefix("argument ")
-        # A flag has two names, such as --max_steps/--max-steps. Show the first.
-        message = re.sub(r"(--\w+)/--[\w-]+", r"\1", message)
+        # A flag has several names, such as --max_steps/--max-steps. Show the first.
+        message = re.sub(r"(--\w+)(/--[\w-]+)+", r"\1", message)
         raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
+
+
+def _add_three_way_switch(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+    """Add the flags of a field that is ``True``, ``False``, or ``None`` for auto.
+
+    They are ``--name``, ``--name auto`` and ``--no_name``. HF's parser has no flag for ``None``.
+    """
+    dashed = field.name.replace("_", "-")
+    parser.add_argument(
+        *dict.fromkeys([f"--{field.name}", f"--{dashed}"]),
+        nargs="?",
+        const=True,
+        default=field.default,
+        type=_bool_or_auto,
+        help=field.metadata["help"],
+    )
+    parser.add_argument(
+        f"--no_{field.name}",
+        f"--no-{dashed}",
+        action="store_false",
+        dest=field.name,
+        default=field.default,
+        help=argparse.SUPPRESS,  # the help of --name explains it
+    )
+
+
+def _bool_or_auto(text: str) -> bool | None:
+    """Parse the value of a switch that may be ``auto``, which is ``None``."""
+    if text.lower() == "auto":
+        return None
+    try:
+        return bool(string_to_bool(text))  # type: ignore[no-untyped-call]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a value of this switch: use true, false or auto"
+        ) from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,9 +1,17 @@
-"""Data sheets of devices: arithmetic, memory, and the links between them."""
+"""The CPU cores of this process, and data sheets of GPUs: arithmetic, memory and links."""
 
+import os
 import re
 from typing import NamedTuple
 
 from llmtrain.errors import UserError
+
+
+def cpu_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Device(NamedTuple):

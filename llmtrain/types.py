@@ -32,12 +32,29 @@ Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torc
 TensorConverter: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
 
 
+class Trimming(NamedTuple):
+    """How much of their rows micro-batches keep. An unpacked row ends in padding.
+
+    A row of preference data has two halves, one for each answer, and each half ends in padding.
+
+    Attributes:
+        columns: the names of the columns of tokens, [rows, length], which are trimmed.
+        parts: 2 if rows have two halves, otherwise 1.
+        widths: for each micro-batch, the number of tokens that it keeps of each part.
+    """
+
+    columns: tuple[str, ...]
+    parts: int
+    widths: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class LocalBatch:
     """This rank's share of a global batch, as micro-batches.
 
     Attributes:
         columns: the columns of all rows, one micro-batch after the other. They go to the device.
+            Rows are not trimmed here.
         micro_batch: rows of a micro-batch.
         rows: int64 [rows], the number of each row in the data set; -1 if the row is padding.
         targets: int64 [rows], the number of target tokens of each row.
@@ -45,6 +62,7 @@ class LocalBatch:
             global batch.
         label_fingerprint: the same for the labels.
         prepared: what the model's ``prepare_batch`` returned for each micro-batch.
+        trimming: how much of their rows the micro-batches keep; ``None`` if they keep everything.
     """
 
     columns: dict[str, torch.Tensor]
@@ -54,24 +72,43 @@ class LocalBatch:
     token_fingerprint: int
     label_fingerprint: int
     prepared: tuple[Batch, ...] = ()
+    trimming: Trimming | None = None
 
     @property
     def batches(self) -> list[Batch]:
         """The micro-batches."""
-        starts = range(0, len(self.columns["labels"]), self.micro_batch)
-        slices = [self._rows_from(start) for start in starts]
+        count = -(-len(self.columns["labels"]) // self.micro_batch)
+        slices = [self._micro_batch(index) for index in range(count)]
         if not self.prepared:
             return slices
         return [batch | prepared for batch, prepared in zip(slices, self.prepared, strict=True)]
 
-    def _rows_from(self, start: int) -> Batch:
+    def _micro_batch(self, index: int) -> Batch:
+        start = index * self.micro_batch
         end = start + self.micro_batch
-        return {name: column[start:end] for name, column in self.columns.items()}
+        batch = {name: column[start:end] for name, column in self.columns.items()}
+        if self.trimming is None:
+            return batch
+
+        width = self.trimming.widths[index]
+        for name in self.trimming.columns:
+            column = batch[name]
+            parts = column.reshape(len(column), self.trimming.parts, -1)
+            batch[name] = parts[:, :, :width].flatten(1).contiguous()
+        return batch
 
     @property
     def positions(self) -> int:
         """Number of positions that the model computes, with or without a loss."""
-        return self.columns["labels"][:, 1:].numel()
+        labels = self.columns["labels"]
+        if self.trimming is None:
+            return labels[:, 1:].numel()
+
+        positions = 0
+        for index, width in enumerate(self.trimming.widths):
+            rows = min(self.micro_batch, len(labels) - index * self.micro_batch)
+            positions += rows * (self.trimming.parts * width - 1)
+        return positions
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LocalBatch:
         """Return the batch on a device; Accelerate calls this."""
@@ -147,7 +184,8 @@ class Objective:
 
         Args:
             model: the unwrapped model.
-            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T].
+            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T]. If rows
+                are not packed, they are trimmed, so T differs between micro-batches.
             extra: what :meth:`prepass` returned for the global batch.
         """
         return LossSums(model.nll(**batch), metrics={})

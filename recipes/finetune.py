@@ -14,7 +14,7 @@ import llmtrain as lt
 Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
 DEFAULTS = lt.Settings(
-    model=lt.ModelConfig(from_config="llama", block_size=256),
+    model=lt.ModelConfig(from_config="llama"),
     lora=lt.LoraConfig(),
     data=lt.DataConfig(
         dataset=["builtin:python-functions"],
@@ -23,7 +23,7 @@ DEFAULTS = lt.Settings(
         global_batch_size=8,
     ),
     chat=lt.ChatConfig(),
-    optim=lt.OptimConfig(max_steps=600, learning_rate=5e-3, warmup_steps=30, weight_decay=0.01),
+    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=20, weight_decay=0.01),
     run=lt.RunConfig(output_dir="runs/finetune"),
 )
 
@@ -31,15 +31,19 @@ DEFAULTS = lt.Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     model = settings.model
-    model.fit_block_size()
+    model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    return lt.tokenize(
+    lt.resolve_packing(settings)
+    rows = lt.tokenize(
         settings.data,
-        model.block_size,
+        model.max_length,
         chat=settings.chat,
         trust_remote_code=model.trust_remote_code,
+        max_positions=model.max_positions(),
     )
+    model.max_length = rows.metadata.block_size
+    return rows
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

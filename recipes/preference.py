@@ -12,7 +12,7 @@ import llmtrain as lt
 Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
 DEFAULTS = lt.Settings(
-    model=lt.ModelConfig(block_size=256),
+    model=lt.ModelConfig(),
     lora=lt.LoraConfig(),
     data=lt.DataConfig(
         dataset=["builtin:python-preferences"],
@@ -22,7 +22,7 @@ DEFAULTS = lt.Settings(
     ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
-    optim=lt.OptimConfig(max_steps=300, learning_rate=1e-6, warmup_steps=30, weight_decay=0.0),
+    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=10, weight_decay=0.0),
     run=lt.RunConfig(output_dir="runs/preference"),
 )
 
@@ -35,16 +35,20 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
         model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")
-    model.fit_block_size()
+    model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    return lt.tokenize(
+    lt.resolve_packing(settings)
+    rows = lt.tokenize(
         settings.data,
-        model.block_size,
+        model.max_length,
         chat=settings.chat,
         trust_remote_code=model.trust_remote_code,
         unpaired=settings.preference is not None and settings.preference.is_unpaired,
+        max_positions=model.max_positions(),
     )
+    model.max_length = rows.metadata.block_size
+    return rows
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

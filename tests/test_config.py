@@ -347,7 +347,7 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
     assert "--secret" in help_text(capsys, monkeypatch, together(Toy()), flag="--help_all")
 
 
-@pytest.mark.parametrize(("recipe", "shown"), [("gpt", 43), ("finetune", 56)])
+@pytest.mark.parametrize(("recipe", "shown"), [("gpt", 48), ("finetune", 61)])
 def test_help_shows_no_more_flags_than_a_person_can_use(capsys, monkeypatch, recipe, shown):
     defaults = runpy.run_path(str(RECIPES[0].with_name(f"{recipe}.py")))["DEFAULTS"]
     few, every = (

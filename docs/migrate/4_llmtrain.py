@@ -24,7 +24,7 @@ DEFAULTS = lt.Settings(
 
 
 def build(s, rows, precision):
-    where = lt.ModelConfig(model_name_or_path=base_model(), block_size=BLOCK)
+    where = lt.ModelConfig(model_name_or_path=base_model(), max_length=BLOCK)
     return lt.load_model(where, None, rows, s.loop.seed, precision, s.loop.bitwise)
 
 

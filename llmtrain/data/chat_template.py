@@ -30,8 +30,9 @@ OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # If the prompt has already begun the reasoning, an answer may leave out the first tag.
 _REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
+NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 _CHATML = Path(__file__).with_name("chatml.jinja")
-_GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+GENERATION_BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 # A conversation that shows how a template renders. It has two turns, because many templates render
 # the last turn differently.
@@ -72,34 +73,48 @@ class BadRow(ValueError):  # noqa: N818 - the row is bad
 
 
 def template_text(name: str) -> str:
-    """Read the template of ``--chat_template``.
+    """Read the template of ``--chat_template``; ``none`` is an empty one.
 
     Raises:
         UserError: if there is no such template.
     """
+    if name == NO_TEMPLATE:
+        return ""
     try:
         path = _CHATML if name == "chatml" else Path(name).expanduser()
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"--chat_template {name} is neither chatml nor a readable file ({first_line(error)})."
+            f"--chat_template {name} is neither chatml, none nor a readable file "
+            f"({first_line(error)})."
         ) from None
 
 
-def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[int]:
+def set_template(
+    tokenizer: FastTokenizer, chat_template: str | None, is_plain_text: bool = False
+) -> list[int]:
     """Set the chat template of a tokenizer, and check that it can show a conversation.
 
     Args:
         tokenizer: the tokenizer.
-        chat_template: the value of ``--chat_template``: ``chatml`` or a file; ``None`` keeps the
-            tokenizer's own template.
+        chat_template: the value of ``--chat_template``: ``chatml`` or a file; ``none`` removes the
+            tokenizer's own template, and ``None`` keeps it.
+        is_plain_text: the data are prompts and completions of plain text, which can be trained
+            without a template.
 
     Returns:
         The tokens that were added to the vocabulary. A model needs rows for them.
 
     Raises:
-        UserError: if there is no such template, or if it cannot show a conversation.
+        UserError: if there is no such template, if it cannot show a conversation, or if the
+            tokenizer has none and the data are conversations.
     """
+    if chat_template == NO_TEMPLATE:
+        tokenizer.chat_template = None
+        return []
+    if chat_template is None and tokenizer.chat_template is None and is_plain_text:
+        return []
+
     vocabulary_before = tokenizer.get_vocab()
     if chat_template is not None:
         name = f"--chat_template {chat_template}"
@@ -108,12 +123,13 @@ def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[in
         name = "the tokenizer's own chat template"
     else:
         raise UserError(
-            "the tokenizer has no chat template; give --chat_template chatml or a file."
+            "the tokenizer has no chat template, which conversations need; use --chat_template "
+            "chatml, or give a Jinja file."
         )
 
     if chat_template == "chatml":
         # A model that was trained with a BOS before each text gets one before a conversation, too.
-        if tokenizer.bos_token is not None and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]:
+        if begins_with_bos(tokenizer):
             tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
 
@@ -126,6 +142,12 @@ def set_template(tokenizer: FastTokenizer, chat_template: str | None) -> list[in
 
     vocabulary = tokenizer.get_vocab()
     return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
+
+
+def begins_with_bos(tokenizer: FastTokenizer) -> bool:
+    """Return whether a tokenizer puts BOS before every text."""
+    has_bos = tokenizer.bos_token is not None
+    return has_bos and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
 
 
 def render(
@@ -157,7 +179,7 @@ def render(
     render_all = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
     try:
         template = tokenizer.get_chat_template(tools=tools)
-        has_marks = _GENERATION.search(template) is not None
+        has_marks = GENERATION_BLOCK.search(template) is not None
         texts, spans = render_all(
             conversations=[messages],
             tools=tools,
@@ -190,8 +212,8 @@ class ChatTemplate:
         stop_token_ids: the tokens at which an answer ends: the end of a text, those in
             ``generation_config.json``, and the token that the template puts after an answer or a
             call.
-        control_tokens: the id and the text of each token that no message may hold.
-        end_pattern: matches one stop token or several in a row.
+        control_tokens: the id and the text of each special token, of the stop tokens and of EOS.
+            Only the template may write them: in a message they are text.
         reasoning_field: the field in which the template looks for reasoning; ``None`` if it shows
             none.
         opens_reasoning: whether a prompt already begins the reasoning.
@@ -215,8 +237,8 @@ class ChatTemplate:
         self._end_of_call = self._find_end_of_call()
         self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
         self.control_tokens = self._find_control_tokens()
-        stop_tokens = any_of(self.control_tokens[id] for id in self.stop_token_ids)
-        self.end_pattern = re.compile(f"(?:{stop_tokens.pattern})+")
+        self._stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
+        self._stop_tokens = re.compile(f"(?:{self._stop_token.pattern})+")
 
     def switches(self, with_reasoning: bool) -> list[Switch]:
         """Return the options with which to prompt for a turn, in the order in which to try them."""
@@ -225,6 +247,17 @@ class ChatTemplate:
     def end_token_of(self, message: Message) -> str:
         """Return the token that ends a turn with this last message, if the template shows none."""
         return self._end_of_call if "tool_calls" in message else self._end_of_answer
+
+    def find_end(self, text: str, start: int, stop: int) -> re.Match[str] | None:
+        """Find the first stop token in a part of a text, with the stop tokens that follow it.
+
+        Args:
+            text: the text.
+            start: the first character of the part.
+            stop: the character after the part.
+        """
+        first = self._stop_token.search(text, start, stop)
+        return first and self._stop_tokens.match(text, first.start(), stop)
 
     def adapt(self, messages: list[Message]) -> tuple[list[Message], list[str]]:
         """Bring calls and reasoning into the form that the template takes.

@@ -1,10 +1,15 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+
+_MOST_DEFAULT_PROCESSES = 16  # that render conversations
+_MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
 
 
 @dataclass
@@ -28,6 +33,24 @@ class BatchConfig(Config):
     def __post_init__(self) -> None:
         require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
 
+    def fit_micro_batch(self, row_tokens: int) -> None:
+        """Lower the default micro-batch to 4,096 tokens, and log it.
+
+        It becomes a power of two, which divides most numbers of rows.
+
+        Args:
+            row_tokens: the number of positions of a row.
+        """
+        rows = self.per_device_train_batch_size
+        while rows > 1 and rows * row_tokens > _MICRO_BATCH_TOKENS:
+            rows = 1 << ((rows - 1).bit_length() - 1)
+        if rows < self.per_device_train_batch_size:
+            self.set_default(
+                "per_device_train_batch_size",
+                rows,
+                f"at most {_MICRO_BATCH_TOKENS:,} tokens in a micro-batch",
+            )
+
     @property
     def proportions(self) -> list[float]:
         """The sampling weight of each data set; empty to draw every row once per epoch."""
@@ -40,24 +63,54 @@ class DataConfig(BatchConfig):
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "training data: a file, folder or glob of .txt, .md, .jsonl, .parquet or .csv; a data set "
-        "on the Hugging Face hub (NAME or NAME:CONFIGURATION); or, with no download, "
-        "builtin:python-docs, builtin:python-functions or builtin:python-preferences; name several "
-        "to train on all of them",
+        "training data: a file, folder or glob of .txt, .md, .json, .jsonl, .csv or .tsv (each "
+        "also with .gz, .zst, .bz2 or .xz), .parquet or .arrow; a folder of "
+        "datasets.save_to_disk; a data set on the Hugging Face hub (NAME, NAME:CONFIGURATION, "
+        "NAME@REVISION or NAME@REVISION:CONFIGURATION) or a folder in its layout; or, with no "
+        "download, builtin:python-docs, builtin:python-functions or builtin:python-preferences; "
+        "name several to train on all of them",
+    )
+    dataset_train_split: str | None = flag(
+        None,
+        "split to train on, for data sets that have splits (default: train); with this flag or "
+        "the next, a folder of files is read as a data set of the hub would be",
+    )
+    dataset_test_split: str | None = flag(
+        None,
+        "split of the data sets in --dataset that becomes the eval data, instead of "
+        "--eval_fraction; with --eval_dataset, the split of the data sets named there "
+        "(default: test)",
+    )
+    eval_dataset: list[str] = flag(
+        [],
+        "eval data, named as in --dataset, instead of --eval_fraction; name several to get an eval "
+        "loss of each",
+    )
+    columns: list[str] = flag(
+        [],
+        "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
+        "the field question as the prompt; text=body does the same as --text_field body",
     )
     mixture: list[float] = flag(
         [],
-        "sampling weight of each data set, in the order of --dataset "
-        "(default: every row once per epoch)",
+        "sampling weight of each data set, in the order of --dataset: its share of the rows; the "
+        "log shows its share of the target tokens, too (default: every row once per epoch)",
     )
     text_field: str = flag(
-        "text", "name of the field that holds the text in .jsonl, .parquet, .csv and hub data sets"
+        "text",
+        "name of the field that holds the text, in files of records and in hub data sets",
+    )
+    isolate_documents: bool = flag(
+        False,
+        "plain text: keep the documents in a row apart, so that each attends to itself alone and "
+        "has positions from 0; otherwise a token sees all earlier tokens of its row, also those "
+        "of other documents (text beside packed conversations is always kept apart)",
     )
     eval_fraction: float = flag(
         0.1,
         "share of the documents or conversations kept for evaluation, chosen by a hash of their "
         "content; if there are too few documents for that, the end of the longest one; "
-        "0: no eval data",
+        "0: no eval data; not used with --eval_dataset or --dataset_test_split",
     )
     tokenizer: str | None = flag(
         "bpe:4096",
@@ -79,6 +132,12 @@ class DataConfig(BatchConfig):
             )
         if not all(self.dataset):
             raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
+        if not all(self.eval_dataset):
+            raise UserError("--eval_dataset is empty: name a file, a folder or a hub data set.")
+        for name in ("dataset_train_split", "dataset_test_split"):
+            if getattr(self, name) == "":
+                raise UserError(f"--{name} is empty: name a split of the data set, such as test.")
+        parse_columns(self.columns)
 
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
@@ -95,6 +154,45 @@ class DataConfig(BatchConfig):
     def proportions(self) -> list[float]:
         return self.mixture
 
+    @property
+    def text_column(self) -> str:
+        """The field that holds the text: ``text=...`` in ``--columns``, or ``--text_field``."""
+        return parse_columns(self.columns).get("text", self.text_field)
+
+    @property
+    def renamed_columns(self) -> dict[str, str]:
+        """The fields of records to rename: ``--columns`` without ``text``."""
+        columns = parse_columns(self.columns)
+        columns.pop("text", None)
+        return columns
+
+    @property
+    def has_own_eval_data(self) -> bool:
+        """Whether the eval data are other data sets or splits, not a share of ``--dataset``."""
+        return bool(self.eval_dataset) or self.dataset_test_split is not None
+
+
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """Parse the value of ``--columns``.
+
+    Returns:
+        The name of a field in the data, by the name that the formats of this package have for it.
+
+    Raises:
+        UserError: if a word is not ``OURS=THEIRS``, or if a name is used twice.
+    """
+    names: dict[str, str] = {}
+    for word in columns:
+        ours, _, theirs = word.partition("=")
+        if not ours or not theirs:
+            raise UserError(f"--columns {word}: write OURS=THEIRS, such as prompt=question.")
+        if ours in names:
+            raise UserError(f"--columns {word}: {ours} is set twice; remove one of them.")
+        if theirs in names.values():
+            raise UserError(f"--columns {word}: the field {theirs} is used twice; remove one.")
+        names[ours] = theirs
+    return names
+
 
 @dataclass
 class RowConfig(Config):
@@ -106,25 +204,56 @@ class RowConfig(Config):
     chat_template: str | None = flag(
         None,
         "chatml or the path of a Jinja file; replaces the tokenizer's own chat template, and is "
-        "required if it has none",
+        "required for conversations if it has none; none: train prompts with completions of plain "
+        "text as they are, followed by EOS (the default if the tokenizer has no template)",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",
-        "what to do with a conversation that is longer than --block_size: leave it out, keep its "
-        "beginning, or stop",
+        "what to do with a conversation that is longer than --max_length: leave it out; keep the "
+        "turns that fit (of an answer to compare, its beginning); or stop",
     )
     on_bad_row: Literal["error", "skip"] = flag(
         "error",
         "what to do with a record that cannot be trained on: stop and name its line, or leave it "
         "out and count it",
     )
-    # --help shows a switch that is on as its negation, --no_packing. So this text describes that.
-    packing: bool = flag(
-        True,
-        "put each conversation in a row of its own (each answer of a pair in half a row) instead "
-        "of packing several into one row; slower, and needed only by models that cannot keep "
-        "packed documents apart",
+    packing: bool | None = flag(
+        None,
+        "put several conversations (or pairs of answers) into one row; --no_packing puts each into "
+        "a row of its own, which is slower (default: auto, which packs if the model keeps packed "
+        "documents apart)",
     )
+
+    dataset_num_proc: int | None = flag(
+        None,
+        "processes that render conversations, if there are thousands (default: the CPU cores, and "
+        "at most 16)",
+        affects="nowhere",
+        hidden=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.dataset_num_proc is not None:
+            require_at_least(self, 1, "dataset_num_proc")
+
+    @property
+    def rendering_processes(self) -> int:
+        """The number of processes that render conversations."""
+        return self.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row may hold several conversations or pairs."""
+        return self.packing is not False
+
+    def resolve_packing(self, can_pack: bool) -> None:
+        """Decide whether rows are packed, unless the user has decided.
+
+        Args:
+            can_pack: whether the model keeps packed documents apart.
+        """
+        if self.packing is None:
+            self.packing = can_pack
 
 
 @dataclass
@@ -146,9 +275,23 @@ class ChatConfig(RowConfig):
 class PairConfig(RowConfig):
     """How preference data becomes rows. Each field is a flag."""
 
-    # --help shows this switch as --no_share_prompts, like --no_packing above.
-    share_prompts: bool = flag(
-        True,
-        "store the prompt of a pair twice, once for each answer, instead of once for both; slower, "
-        "and needed only by models that cannot share it (--no_packing does this, too)",
+    share_prompts: bool | None = flag(
+        None,
+        "store the prompt of a pair once for both answers; --no_share_prompts stores it for each, "
+        "which is slower, and so does --no_packing (default: auto, which shares prompts if the "
+        "model keeps the answers apart)",
     )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether two answers follow one copy of their prompt."""
+        return self.is_packed and self.share_prompts is not False
+
+    def resolve_sharing(self, can_share: bool) -> None:
+        """Decide whether answers share a prompt, unless the user has decided.
+
+        Args:
+            can_share: whether the model keeps two answers to one prompt apart.
+        """
+        if self.share_prompts is None:
+            self.share_prompts = can_share

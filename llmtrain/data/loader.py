@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmtrain.data.packing import Rows, as_matrices
+from llmtrain.data.grouping import LengthGrouping
+from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
-from llmtrain.types import IGNORED, Batch, LocalBatch
+from llmtrain.shapes import padded_size
+from llmtrain.types import IGNORED, Batch, LocalBatch, Trimming
 
 _POSITIONS_PER_CALL = 4096  # for which one call computes the order
+_MIN_POSITIONS = 8  # that the model computes of a trimmed row
 
 
 class Slot(NamedTuple):
@@ -41,21 +44,29 @@ class RowBatch(NamedTuple):
     Attributes:
         slots: the slots.
         columns: each [slots, block_size + 1], by name.
+        lengths: int [slots, parts], the number of tokens of unpacked rows, or of the halves of such
+            rows. It is 0 for an empty slot. ``None`` if rows are packed.
     """
 
     slots: list[Slot]
     columns: dict[str, np.ndarray]
+    lengths: np.ndarray | None = None
 
 
 def slots_of(
-    step: int, n: int, global_batch_size: int, seed: int | None, mixture: Mixture | None = None
+    step: int,
+    n: int,
+    global_batch_size: int,
+    seed: int | None,
+    mixture: Mixture | None = None,
+    grouping: LengthGrouping | None = None,
 ) -> list[Slot]:
     """Return the global batch of a step.
 
     An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
     With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
-    empty. A mixture needs a seed: without one, the rows of all sources follow in their stored
-    order, and the mixture is not used.
+    empty. A mixture or a grouping needs a seed: without one, the rows of all sources follow in
+    their stored order, and neither is used.
 
     Args:
         step: the number of the step, from 0.
@@ -63,9 +74,12 @@ def slots_of(
         global_batch_size: the number of slots.
         seed: chooses the order; ``None`` keeps the stored order.
         mixture: assigns positions of the run to sources, if there is a seed.
+        grouping: gives each batch rows of similar length, if there is a seed.
     """
     first_position = step * global_batch_size
-    if mixture is not None and seed is not None:
+    if grouping is not None and seed is not None:
+        rows = grouping.rows_of_step(step, global_batch_size, seed, mixture)
+    elif mixture is not None and seed is not None:
         positions = np.arange(first_position, first_position + global_batch_size)
         rows = mixture.rows_at(positions, seed)
     else:
@@ -108,19 +122,28 @@ class GlobalBatchSampler(Sampler[list[Slot]]):
         steps: range,
         seed: int | None,
         mixture: Mixture | None = None,
+        grouping: LengthGrouping | None = None,
     ) -> None:
         self.n = n
         self.batch_size = global_batch_size
         self.steps = steps
         self.seed = seed
         self.mixture = mixture
+        self.grouping = grouping
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[list[Slot]]:
         for step in self.steps:
-            yield slots_of(step, self.n, self.batch_size, self.seed, self.mixture)
+            yield slots_of(
+                step,
+                self.n,
+                self.batch_size,
+                self.seed,
+                mixture=self.mixture,
+                grouping=self.grouping,
+            )
 
 
 class EvalSampler(Sampler[list[Slot]]):
@@ -185,13 +208,54 @@ class SlotRows(Dataset[RowBatch]):
         for name, matrices in self.columns.items():
             places = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
             columns[name] = np.stack([matrices[chunk][row] for chunk, row in places])
+        is_empty = [slot.row is None for slot in slots]
+        lengths = columns.pop(LENGTHS, None)
+        if lengths is not None:
+            lengths[is_empty] = 0
 
         # Rows of plain text have no column of labels: their tokens are the labels, too, and are
         # -100 after the end of the text. Both names then stand for the same array, which is not
         # copied. So an empty slot gets -100 as its inputs, too; Collate replaces them.
         labels = columns.setdefault("labels", columns["input_ids"])
-        labels[[slot.row is None for slot in slots]] = IGNORED
-        return RowBatch(slots, columns)
+        labels[is_empty] = IGNORED
+        return RowBatch(slots, columns, lengths)
+
+
+def row_lengths(rows: Rows) -> np.ndarray | None:
+    """Return the number of tokens in each unpacked row, int [rows]; ``None`` if rows are packed.
+
+    If rows hold pairs of answers, it is the number of tokens in the longer answer.
+    """
+    if LENGTHS not in rows.column_names:
+        return None
+    matrices = as_matrices(rows.data.column(LENGTHS))
+    return np.concatenate([matrix.max(axis=1) for matrix in matrices])
+
+
+def trimmed_width(longest: int, full_width: int) -> int:
+    """Return the number of tokens that a micro-batch of unpacked rows keeps of each row.
+
+    The model computes all positions but the last, and their number is one of a few sizes. So
+    compiled code meets few shapes.
+
+    Args:
+        longest: the number of tokens in the longest row.
+        full_width: the number of tokens in a row with its padding.
+    """
+    return min(_padded_positions(longest) + 1, full_width)
+
+
+def _padded_positions(length: int) -> int:
+    """Return how many positions of a row with ``length`` tokens are computed: all but the last."""
+    return padded_size(length - 1, smallest=_MIN_POSITIONS)
+
+
+def count_shapes(rows: Rows) -> int:
+    """Return how many shapes full micro-batches of some rows can have; 1 if rows are packed."""
+    lengths = row_lengths(rows)
+    if lengths is None:
+        return 1
+    return len({_padded_positions(length) for length in np.unique(lengths).tolist()})
 
 
 class Collate:
@@ -200,11 +264,14 @@ class Collate:
     Each has ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]. Labels are not
     shifted. Packed rows also have ``position_ids`` of that shape, which restart at each document.
 
+    Unpacked rows are trimmed to the longest of their micro-batch, up to one of a few sizes.
+
     Args:
         micro_batch: the number of rows in a micro-batch.
         dropout_seed: from it, each row gets a key in the column ``dropout_keys``, int64
             [micro_batch]. ``None``: there is no such column.
         prepare: is called with each micro-batch, on the host.
+        one_shape: trim all micro-batches of a step to the same width, as a pipeline requires.
     """
 
     def __init__(
@@ -212,10 +279,12 @@ class Collate:
         micro_batch: int,
         dropout_seed: int | None = None,
         prepare: Callable[[Batch], Batch] | None = None,
+        one_shape: bool = False,
     ) -> None:
         self.micro_batch = micro_batch
         self.dropout_seed = dropout_seed
         self.prepare = prepare
+        self.one_shape = one_shape
 
     def __call__(self, row_batch: RowBatch) -> LocalBatch:
         arrays = {name: _with_wide_integers(column) for name, column in row_batch.columns.items()}
@@ -238,11 +307,29 @@ class Collate:
             targets=torch.from_numpy(targets),
             token_fingerprint=fingerprint(arrays["input_ids"][is_row]),
             label_fingerprint=fingerprint(arrays["labels"][is_row]),
+            trimming=self._trimming(row_batch),
         )
         if self.prepare is None:
             return local_batch
         prepared = tuple(self.prepare(batch) for batch in local_batch.batches)
         return replace(local_batch, prepared=prepared)
+
+    def _trimming(self, row_batch: RowBatch) -> Trimming | None:
+        """Return how much of their rows the micro-batches keep; ``None`` if rows are packed."""
+        if row_batch.lengths is None:
+            return None
+        rows, parts = row_batch.lengths.shape
+        full_width = row_batch.columns["labels"].shape[1] // parts
+
+        widths = []
+        for start in range(0, rows, self.micro_batch):
+            longest = int(row_batch.lengths[start : start + self.micro_batch].max())
+            widths.append(trimmed_width(longest, full_width))
+        if self.one_shape:
+            widths = [max(widths)] * len(widths)
+
+        token_columns = [name for name in PREFERENCE_COLUMNS if name in row_batch.columns]
+        return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
 
 
 def _with_wide_integers(column: np.ndarray) -> np.ndarray:
@@ -276,10 +363,12 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
+    one_shape: bool = False,
 ) -> DataLoader[RowBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
-    Starting at a late step costs nothing.
+    Starting at a late step costs nothing. Unpacked rows are grouped by length, unless they keep the
+    stored order.
 
     Args:
         rows: the training rows.
@@ -291,9 +380,18 @@ def train_loader(
         mixture: assigns positions of the run to sources.
         prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
+        one_shape: see :class:`Collate`.
     """
-    sampler = GlobalBatchSampler(len(rows), global_batch_size, steps, seed, mixture)
-    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare)
+    lengths = row_lengths(rows)
+    sampler = GlobalBatchSampler(
+        len(rows),
+        global_batch_size,
+        steps,
+        seed,
+        mixture=mixture,
+        grouping=None if lengths is None else LengthGrouping(lengths),
+    )
+    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare, one_shape)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 

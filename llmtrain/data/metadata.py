@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.packing import SplitStats
@@ -29,13 +30,20 @@ class DataMetadata:
         eval_rows: rows of the eval split.
         eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
         source_rows: training rows of each data set. They are stored one data set after the other.
-        eval_source_rows: eval rows of each data set.
-        task: ``text``, ``conversations`` or ``preferences``.
-        audit: counts of the training conversations or pairs; ``None`` for text.
+        source_targets: target tokens of each data set's training rows.
+        eval_source_rows: eval rows of each data set that has eval data. These are the data sets of
+            ``source_rows``, unless ``--eval_dataset`` or ``--dataset_test_split`` chooses others.
+        task: ``text``, ``conversations`` or ``preferences``. It is ``conversations`` if there is
+            text, too.
+        audit: counts of the training conversations or pairs; ``None`` for text alone.
         eval_audit: counts of the eval conversations or pairs.
         ends: the tokens at which an answer ends; empty for text.
         pairs: the largest number of pairs in a row.
         shared: whether the answers of a pair share one copy of their prompt.
+        covering_length: the smallest ``--max_length``, in multiples of 64, that is long enough for
+            99.5 % of the training conversations; 0 for text.
+        length_histogram: how many training conversations there are in each bin of lengths; see
+            :class:`llmtrain.data.lengths.LengthSummary`.
     """
 
     dataset: str
@@ -53,12 +61,15 @@ class DataMetadata:
     eval_bytes: int
     source_rows: list[int]
     eval_source_rows: list[int]
+    source_targets: list[int]
     task: str = "text"
-    audit: dict[str, int] | None = None
-    eval_audit: dict[str, int] | None = None
+    audit: dict[str, Any] | None = None
+    eval_audit: dict[str, Any] | None = None
     ends: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
+    covering_length: int = 0
+    length_histogram: list[int] = field(default_factory=list)
 
 
 def metadata_of(
@@ -80,7 +91,11 @@ def metadata_of(
         eval: the counts of each source's eval split.
     """
     both = [*train, *eval]
-    hashes = "".join(stats.sha256 for stats in both)
+    hashes = "".join(stats.sha256 for stats in train)
+    if len(train) != len(eval):
+        # The eval data have sources of their own, so the hash must say where they begin.
+        hashes += " eval "
+    hashes += "".join(stats.sha256 for stats in eval)
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,
@@ -97,6 +112,7 @@ def metadata_of(
         eval_bytes=sum(stats.bytes for stats in eval),
         source_rows=[stats.rows for stats in train],
         eval_source_rows=[stats.rows for stats in eval],
+        source_targets=[stats.targets for stats in train],
         task=_task_of(train),
         audit=_summed_audit(train),
         eval_audit=_summed_audit(eval),
@@ -113,7 +129,7 @@ def _task_of(train: Sequence[SplitStats]) -> str:
     return "text"
 
 
-def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, int] | None:
-    """Return the sums of the sources' audits, or ``None`` if the sources are text."""
+def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, Any] | None:
+    """Return the sums of the sources' audits, or ``None`` if all sources are text."""
     audits = [stats.audit for stats in splits if stats.audit]
     return asdict(total_audit(audits)) if audits else None

@@ -13,10 +13,14 @@ answer each position belongs:
 - 2 more if the first answer is undesirable,
 - -1 for padding.
 
+An unpacked row holds one document, or a pair with each answer in half of the row. Its column
+``lengths`` has the number of tokens in the row, or in each half. The rest is padding.
+
 The second answer of a pair may share the prompt of the first. Then its ``position_ids`` continue
 those of the prompt, and its first token is a copy of the last token of the prompt.
 """
 
+import array
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +40,10 @@ Split: TypeAlias = Literal["train", "eval"]
 Rows: TypeAlias = "TokenRows | datasets.Dataset"
 RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
 
-# Unpacked rows have all columns except the last one.
+# Unpacked rows have the column `lengths` instead of the last one.
 TOKEN_COLUMNS = ["input_ids", "labels", "position_ids"]
 PREFERENCE_COLUMNS = ["input_ids", "labels", "answers", "position_ids"]
+LENGTHS = "lengths"
 # The tokens that are written at a time: 16 MiB for each column. A reader needs some kilobytes for
 # each batch.
 TOKENS_PER_BATCH = 1 << 22
@@ -50,7 +55,8 @@ class Counts:
 
     Attributes:
         bad: records that ``--on_bad_row skip`` has left out.
-        overlong: records that were dropped or truncated, as ``--overlong`` says.
+        overlong: documents or pairs that were dropped or truncated, as ``--overlong`` says.
+        lost: tokens of these that were dropped or cut off.
         kept: documents or pairs that are in the rows.
         tokens: tokens of the documents or pairs that are kept.
         rows: rows that were written.
@@ -59,10 +65,23 @@ class Counts:
 
     bad: int = 0
     overlong: int = 0
+    lost: int = 0
     kept: int = 0
     tokens: int = 0
     rows: int = 0
     places: int = 0
+
+    def describe_overlong(self, overlong: str) -> str:
+        """Return how many documents or pairs are overlong, and how many tokens that has cost.
+
+        Args:
+            overlong: the value of ``--overlong``.
+        """
+        if not self.overlong:
+            return "0 overlong"
+        outcome = {"drop": "dropped", "truncate": "truncated", "error": ""}[overlong]
+        share = self.lost / (self.tokens + self.lost)
+        return f"{self.overlong:,} overlong {outcome} ({share:.1%} of the tokens)"
 
 
 class SplitStats(NamedTuple):
@@ -88,21 +107,25 @@ class SplitStats(NamedTuple):
 
 
 @contextlib.contextmanager
-def create_row_file(path: Path, columns: Sequence[str], width: int) -> Iterator[RowWriter]:
+def create_row_file(path: Path, widths: Mapping[str, int]) -> Iterator[RowWriter]:
     """Create a file of rows, and yield a function that appends rows to it.
 
     The function takes the values of each column, int32 [rows, width], by the column's name.
+
+    Args:
+        path: the file.
+        widths: the number of values that a row has in each column, by the column's name.
     """
     import pyarrow
 
-    list_type = pyarrow.list_(pyarrow.int32(), width)
-    schema = pyarrow.schema([(name, list_type) for name in columns])
+    list_types = {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
+    schema = pyarrow.schema([*list_types.items()])
 
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write(values: Mapping[str, np.ndarray]) -> None:
             arrays = []
-            for name in columns:
+            for name, list_type in list_types.items():
                 flat = np.ascontiguousarray(values[name], np.int32).ravel()
                 arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=list_type))
             writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
@@ -111,7 +134,7 @@ def create_row_file(path: Path, columns: Sequence[str], width: int) -> Iterator[
 
 
 class TokenRows:
-    """Rows of tokens: columns of integer lists that all have one length.
+    """Rows of tokens: columns of integer lists. All lists of a column have the same length.
 
     A run reads them without ``datasets``, whose import would take half a second at every start.
     """
@@ -202,22 +225,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-class SecondAnswer(NamedTuple):
-    """The second answer of a pair, whose tokens are stored after those of the first.
-
-    Attributes:
-        start: the index of its first token.
-        position: the position id of its first token.
-        is_first_desirable: whether the first answer is desirable.
-    """
-
-    start: int
-    position: int
-    is_first_desirable: bool
-
-
 class _Part(NamedTuple):
-    """Stored tokens that are contiguous in a row and have ascending positions.
+    """Tokens of one document that are contiguous in a row.
 
     Attributes:
         tokens: int32 [n], as they are stored.
@@ -230,101 +239,212 @@ class _Part(NamedTuple):
     answer: int
 
 
+@dataclass
+class Examples:
+    """The tokens of a :class:`TokenStore` that go to the rows, example by example.
+
+    An example is a conversation or a pair of answers. It has one or two parts. Each part is a
+    stretch of a stored document, and its position ids begin at ``starts``.
+
+    Attributes:
+        documents: int64 [examples, parts], the number of the document of each part.
+        starts: int64 [examples, parts], its first token that is written.
+        stops: int64 [examples, parts], the token after the last one.
+        is_first_desirable: bool [examples], whether the first answer of each pair is desirable;
+            ``None`` for conversations.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    is_first_desirable: np.ndarray | None = None
+
+    @classmethod
+    def of_documents(cls, documents: np.ndarray, lengths: np.ndarray) -> "Examples":
+        """Return examples that have one part each.
+
+        Args:
+            documents: int64 [examples], the number of each document in the store.
+            lengths: int64 [examples], how many of its tokens are written.
+        """
+        return cls(
+            documents=documents[:, None],
+            starts=np.zeros((len(documents), 1), np.int64),
+            stops=lengths[:, None],
+        )
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether the examples are pairs of answers."""
+        return self.is_first_desirable is not None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each example, int64 [examples]."""
+        lengths: np.ndarray = (self.stops - self.starts).sum(axis=1)
+        return lengths
+
+
+class WrittenRows(NamedTuple):
+    """Rows that were written.
+
+    Attributes:
+        rows: how many there are.
+        pairs: the largest number of pairs in a row; 0 for conversations.
+        digest: a hash of the tokens, of their loss mask and of how they became rows.
+    """
+
+    rows: int
+    pairs: int
+    digest: "hashlib._Hash"
+
+
 class TokenStore:
-    """Documents of tokens, or pairs, kept in a file until it is decided which of them share a row.
+    """Documents of tokens in a temporary file, until it is decided which of them share a row.
 
     A token that is not a target is stored as its bitwise complement, which is negative.
 
-    Attributes:
-        lengths: the number of tokens of each document or pair.
-        seconds: the second answer of each pair; empty if the store holds documents.
-        pairs: the largest number of pairs in a row, once the rows are written.
-        digest: a hash of the content, and later also of how it became rows.
+    Args:
+        path: the file. It is deleted when the store is closed.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path.with_suffix(".tokens")
-        self._file = self._path.open("wb")
-        self.lengths: list[int] = []
-        self.seconds: list[SecondAnswer] = []
-        self.pairs = 0
-        self.digest = hashlib.sha256()
+        self._path = path
+        self._file = path.open("wb")
+        self._ends = array.array("q")  # the index in the file after each document
 
-    def add(
-        self, ids: np.ndarray, loss_mask: np.ndarray, second: SecondAnswer | None = None
-    ) -> None:
-        """Add a document or a pair.
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> int:
+        """Add a document, and return its number.
 
         Args:
             ids: int32 [n], the tokens.
             loss_mask: bool [n], whether each token is a target.
-            second: the second answer of a pair.
         """
         self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32).tobytes())
-        self.digest.update(ids.astype("<i4").tobytes() + np.packbits(loss_mask).tobytes())
-        self.lengths.append(len(ids))
-        if second is not None:
-            self.seconds.append(second)
-            self.digest.update(" ".join(map(str, second)).encode())
+        begin = self._ends[-1] if self._ends else 0
+        self._ends.append(begin + len(ids))
+        return len(self._ends) - 1
 
-    def write_rows(self, path: Path, width: int, packing: bool) -> int:
-        """Write all documents as rows, and delete the file of the store.
+    def close(self) -> None:
+        """Delete the file."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each document, int64 [documents]."""
+        return np.diff(np.array(self._ends, np.int64), prepend=0)
+
+    def read(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a document, int32 [n], and its loss mask, bool [n]."""
+        self._file.flush()
+        begin = self._ends[document - 1] if document else 0
+        count = self._ends[document] - begin
+        tokens = np.fromfile(self._path, np.int32, count, offset=begin * 4)
+        return np.maximum(tokens, ~tokens), tokens >= 0
+
+    def write_rows(self, path: Path, examples: Examples, width: int, packing: bool) -> WrittenRows:
+        """Write examples as rows.
 
         Args:
             path: the file to write.
+            examples: the tokens to write.
             width: the number of tokens in a row.
-            packing: pack several documents or pairs into a row. Otherwise each document gets a row
-                of its own, and each answer of a pair half a row.
-
-        Returns:
-            The number of rows.
+            packing: pack several examples into a row. Otherwise each conversation gets a row of its
+                own, and each answer of a pair half a row.
         """
-        self._file.close()
-        if packing:
-            rows = best_fit(np.array(self.lengths, np.int64), width)
+        self._file.flush()
+        writer = _RowWriter(self._path, self._ends, examples, width, packing)
+        return writer.write(path)
+
+
+class _RowWriter:
+    """Writes examples as rows; see :meth:`TokenStore.write_rows`."""
+
+    def __init__(
+        self,
+        store: Path,
+        ends: Sequence[int],
+        examples: Examples,
+        width: int,
+        packing: bool,
+    ) -> None:
+        # An empty file cannot be mapped.
+        self.stored = np.memmap(store, np.int32, "r") if len(ends) else np.empty(0, np.int32)
+        self.ends = ends
+        self.examples = examples
+        self.width = width
+        self.packing = packing
+
+    def write(self, path: Path) -> WrittenRows:
+        """Write all rows."""
+        if self.packing:
+            rows = best_fit(self.examples.lengths, self.width)
         else:
-            rows = [[i] for i in range(len(self.lengths))]
+            rows = [[number] for number in range(len(self.examples))]
 
-        columns = PREFERENCE_COLUMNS if self.seconds else TOKEN_COLUMNS
-        if not packing:
-            columns = columns[:-1]  # a row with one document needs no position_ids
-        if self.seconds:
-            self.pairs = max(map(len, rows), default=0)
+        columns = PREFERENCE_COLUMNS if self.examples.are_pairs else TOKEN_COLUMNS
+        widths = dict.fromkeys(columns, self.width)
+        if not self.packing:
+            widths.pop("position_ids")  # a row with one document needs none
+            widths[LENGTHS] = 2 if self.examples.are_pairs else 1
 
-        with create_row_file(path, columns, width) as write:
-            count = max(TOKENS_PER_BATCH // width, 1)
+        with create_row_file(path, widths) as write:
+            count = max(TOKENS_PER_BATCH // self.width, 1)
             for start in range(0, len(rows), count):
-                write(self._columns(rows[start : start + count], width, packing))
-        self._path.unlink()
-        self.digest.update(f"{width} {packing}".encode())
-        return len(rows)
+                write(self._columns(rows[start : start + count]))
 
-    def _columns(self, rows: list[list[int]], width: int, packing: bool) -> dict[str, np.ndarray]:
+        pairs = max(map(len, rows), default=0) if self.examples.are_pairs else 0
+        return WrittenRows(rows=len(rows), pairs=pairs, digest=self._digest())
+
+    def _digest(self) -> "hashlib._Hash":
+        """Hash the tokens of all examples, in their order, and how they become rows."""
+        digest = hashlib.sha256()
+        for number in range(len(self.examples)):
+            parts = self._parts(number, number_in_row=0)
+            tokens = np.concatenate([part.tokens for part in parts])
+            digest.update(np.maximum(tokens, ~tokens).astype("<i4").tobytes())
+            digest.update(np.packbits(tokens >= 0).tobytes())
+            if self.examples.is_first_desirable is not None:
+                first, second = parts
+                is_desirable = bool(self.examples.is_first_desirable[number])
+                digest.update(
+                    f"{len(first.tokens)} {second.first_position} {is_desirable}".encode()
+                )
+        digest.update(f"{self.width} {self.packing}".encode())
+        return digest
+
+    def _columns(self, rows: list[list[int]]) -> dict[str, np.ndarray]:
         """Return the columns of some rows, each int32 [rows, width].
 
-        Args:
-            rows: the numbers of each row's documents.
-            width: the number of tokens in a row.
-            packing: whether rows are packed; see :meth:`write_rows`.
-        """
-        stored = np.memmap(self._path, np.int32, "r")
-        ends = np.cumsum(self.lengths)
-        half = width // 2
-        longest = half if self.seconds else width  # of a document
+        The column ``lengths`` is int32 [rows, 1 or 2]. It is only right if rows are not packed.
 
-        shape = (len(rows), width)
+        Args:
+            rows: the numbers of each row's examples.
+        """
+        half = self.width // 2
+        longest = half if self.examples.are_pairs else self.width  # of a document
+
+        shape = (len(rows), self.width)
         ids = np.full(shape, 0, np.int32)
         labels = np.full(shape, IGNORED, np.int32)
         positions = np.full(shape, 0, np.int32)
         answers = np.full(shape, -1, np.int32)
-        for i, documents in enumerate(rows):
+        lengths = np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32)
+        for i, row in enumerate(rows):
             end = 0  # of the tokens in the row so far
-            for number, document in enumerate(documents):
-                tokens = stored[ends[document] - self.lengths[document] : ends[document]]
-                for part_number, part in enumerate(self._parts(document, number, tokens)):
-                    is_second_half = part_number == 1 and not packing
+            for number_in_row, example in enumerate(row):
+                for part_number, part in enumerate(self._parts(example, number_in_row)):
+                    is_second_half = part_number == 1 and not self.packing
                     start = half if is_second_half else end
                     end = start + len(part.tokens)
+                    lengths[i, part_number] = len(part.tokens)
 
                     ids[i, start:end] = np.maximum(part.tokens, ~part.tokens)
                     labels[i, start:end] = np.where(part.tokens < 0, IGNORED, part.tokens)
@@ -333,17 +453,28 @@ class TokenStore:
                     positions[i, start:end] = np.arange(part.first_position, end_position)
                     answers[i, start:end] = part.answer
             # Padding is a document of its own, or several if it is longer than any document may be.
-            positions[i, end:] = np.arange(width - end) % longest
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, "answers": answers}
+            positions[i, end:] = np.arange(self.width - end) % longest
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "position_ids": positions,
+            "answers": answers,
+            LENGTHS: lengths,
+        }
 
-    def _parts(self, document: int, number_in_row: int, tokens: np.ndarray) -> list[_Part]:
-        """Divide the stored tokens of a pair into its two answers; a document has one part."""
-        if not self.seconds:
-            return [_Part(tokens, first_position=0, answer=0)]
+    def _parts(self, example: int, number_in_row: int) -> list[_Part]:
+        """Return the parts of an example: the two answers of a pair, or one conversation."""
+        first_answer = 0
+        if self.examples.is_first_desirable is not None:
+            is_desirable = self.examples.is_first_desirable[example]
+            first_answer = 4 * number_in_row + (0 if is_desirable else 2)
 
-        second = self.seconds[document]
-        answer = 4 * number_in_row + (0 if second.is_first_desirable else 2)
-        return [
-            _Part(tokens[: second.start], first_position=0, answer=answer),
-            _Part(tokens[second.start :], first_position=second.position, answer=answer + 1),
-        ]
+        parts = []
+        documents = self.examples.documents[example].tolist()
+        starts = self.examples.starts[example].tolist()
+        stops = self.examples.stops[example].tolist()
+        for i, document in enumerate(documents):
+            begin = self.ends[document - 1] if document else 0
+            tokens = self.stored[begin + starts[i] : begin + stops[i]]
+            parts.append(_Part(tokens, first_position=starts[i], answer=first_answer + i))
+        return parts

@@ -7,21 +7,23 @@ Unpaired answers (KTO) are stored in pairs, too: each with an answer to another 
 the loss estimates how far the model has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
 """
 
-import itertools
+import array
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from llmtrain.data.chat_template import BadRow, Message
+from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
-from llmtrain.data.packing import Counts, SecondAnswer, Split, SplitStats, TokenStore
-from llmtrain.data.render import Document, Renderer
-from llmtrain.data.sft import OVERLONG_OUTCOMES, Records
+from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.parallel_rendering import render_all
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.records import ReadRecord, Records
+from llmtrain.data.render import Document
+from llmtrain.data.sft import add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
@@ -40,6 +42,8 @@ class PairAudit(Counts):
         judged: target tokens, which are those of the answers.
         shared: tokens that are not stored, because the answers of a pair share a prompt.
         desirable: single answers that are labelled desirable.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     records: int = 0
@@ -48,6 +52,8 @@ class PairAudit(Counts):
     judged: int = 0
     shared: int = 0
     desirable: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many pairs are kept, and why the rest is not.
@@ -57,7 +63,7 @@ class PairAudit(Counts):
         """
         return (
             f"{self.kept:,} of {self.pairs:,} kept: "
-            f"{self.overlong:,} overlong {OVERLONG_OUTCOMES[overlong]}, "
+            f"{self.describe_overlong(overlong)}, "
             f"{self.same:,} without a difference and {self.bad:,} bad ones left out"
         )
 
@@ -71,6 +77,7 @@ class PairAudit(Counts):
             f"{self.judged:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
             f"{self.shared:,} positions saved by sharing prompts ({shared_share:.1%}), "
             f"{self.rows:,} rows are {fill:.1%} full",
+            *lines_about_messages(self.special_as_text, self.other_fields),
         ]
 
 
@@ -78,33 +85,55 @@ class _RenderedRecord(NamedTuple):
     """A record with its rendered answers.
 
     Attributes:
-        place: the file and the line or row.
-        record: the record.
+        read: the record and its place.
         answers: each answer, rendered after the prompt.
     """
 
-    place: str
-    record: PreferenceRecord
+    read: ReadRecord[PreferenceRecord]
     answers: list[Document]
 
 
-class _RenderedPair(NamedTuple):
-    """Two rendered answers that are stored together.
+class _Pair(NamedTuple):
+    """Two answers that are stored together, as numbers.
 
     Attributes:
-        place: the file and the line or row of the record.
-        first: an answer.
-        second: the other answer of a pair, or an answer to compare an unpaired one with.
+        record: the number of their record.
+        shared: the number of tokens of which one copy would do: the prompt without its last token.
         is_first_desirable: whether the first answer is desirable.
+        are_same: whether both answers have the same tokens.
+        first_targets: the targets of the first answer.
+        second_targets: the targets of the second answer.
+        first_bytes: UTF-8 bytes of the first answer's targets, without control tokens.
+        second_bytes: the same for the second answer.
     """
 
-    place: str
-    first: Document
-    second: Document
-    is_first_desirable: bool
+    record: int
+    shared: int
+    is_first_desirable: int
+    are_same: int
+    first_targets: int
+    second_targets: int
+    first_bytes: int
+    second_bytes: int
+
+    @classmethod
+    def of(
+        cls, record: int, first: Document, second: Document, is_first_desirable: bool
+    ) -> "_Pair":
+        """Measure two rendered answers."""
+        return cls(
+            record=record,
+            shared=_shared_length(first, second),
+            is_first_desirable=int(is_first_desirable),
+            are_same=int(np.array_equal(first.ids, second.ids)),
+            first_targets=int(first.loss_mask.sum()),
+            second_targets=int(second.loss_mask.sum()),
+            first_bytes=first.target_bytes,
+            second_bytes=second.target_bytes,
+        )
 
 
-class Pairs(Records[PreferenceRecord]):
+class Pairs:
     """The preference data of a source.
 
     Args:
@@ -114,6 +143,7 @@ class Pairs(Records[PreferenceRecord]):
         stop_token_ids: the tokens at which the model stops generating.
         unpaired: the loss takes single answers with a label, not only pairs. Each answer of a pair
             is then a single answer, too.
+        only_split: the split of all records; ``None`` divides them by the hashes of their prompts.
     """
 
     def __init__(
@@ -123,190 +153,358 @@ class Pairs(Records[PreferenceRecord]):
         chat: PairConfig,
         stop_token_ids: Collection[int],
         unpaired: bool,
+        only_split: Split | None = None,
     ) -> None:
-        super().__init__(
+        self.source = source
+        self.only_split = only_split
+        self.records = Records[PreferenceRecord](
             source,
-            read=preference_of if unpaired else _pair_of,
+            read=lambda fields: _record_of(fields, source.has_artificial_nulls, unpaired),
             config=config,
             chat=chat,
-            stop_token_ids=stop_token_ids,
+            only_split=only_split,
         )
-        self.share_prompts = chat.share_prompts and chat.packing
+        self.chat = chat
+        self.stop_token_ids = stop_token_ids
+        self.processes = chat.rendering_processes
         self.unpaired = unpaired
 
-    def write(
-        self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
-    ) -> SplitStats:
-        """Render a split and write its rows.
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the text of every message in one split, or in both."""
+        return self.records.texts(split)
+
+    def encode(self, tokenizer: FastTokenizer, folder: Path) -> "EncodedPairs":
+        """Render all records, and write the tokens of their answers to temporary files.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
-            block_size: the largest length of an answer with its prompt. A row holds twice as many
-                tokens.
-            path: the file to write.
-            split: the split.
+            tokenizer: a tokenizer. If it has no chat template, the records are plain text.
+            folder: the folder of the temporary files.
 
         Raises:
-            UserError: with the place of a pair that cannot be rendered or is too long, if the flags
-                do not say to go on without it; or if no training data are left.
+            UserError: with the place of a record that cannot be read or rendered, if the flags do
+                not say to go on without it.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids)
-        store = TokenStore(path)
-        audit = PairAudit()
-        width = 2 * block_size
-        target_bytes = 0
-        total = self.documents[split]
+        renderer = make_renderer(tokenizer, self.stop_token_ids)
+        encoded = self._encode_once(renderer, folder)
+        if self.records.settle_limit():
+            # The splits are others than this pass assumed. That happens to few records, or to many
+            # copies of one.
+            encoded.close()
+            encoded = self._encode_once(renderer, folder)
+        return encoded
 
-        pairs = self._rendered_pairs(renderer, split, audit)
-        for full_pair in tqdm(pairs, total=total, desc="rendering", leave=False):
-            audit.pairs += 1
-            pair = self._fitted(renderer, full_pair, block_size, audit)
-            if pair is None:
+    def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedPairs":
+        encoded = EncodedPairs(self.records, self.chat, self.unpaired, renderer, folder)
+        items = ((read, read.record) for read in self.records)
+        results = render_all(renderer, items, self.processes)
+        for read, _, rendered in self.records.progress(results):
+            split = encoded.splits[read.split]
+            split.audit.records += 1
+            if isinstance(rendered, BadRow):
+                self.records.refuse(read.place, rendered)
+                split.audit.bad += 1
                 continue
-            if self._is_useless(pair):
-                audit.same += 1
-                continue
+            split.audit.special_as_text += rendered.special_as_text
+            add_counts(split.audit.other_fields, rendered.other_fields)
+            if self.unpaired:
+                self._add_unpaired(renderer, split, _RenderedRecord(read, rendered.documents))
+            else:
+                chosen, rejected = rendered.documents
+                split.add(read.number, chosen, rejected, read.record.desirable)
 
-            first = pair.first
-            second = pair.second
-            shared = _shared_length(first, second) if self.share_prompts else 0
-            ids = np.concatenate([first.ids, second.ids[shared:]])
-            loss_mask = np.concatenate([first.loss_mask, second.loss_mask[shared:]])
-            second_answer = SecondAnswer(
-                start=len(first.ids),
-                position=shared,
-                is_first_desirable=pair.is_first_desirable,
-            )
-            store.add(ids, loss_mask, second_answer)
+        if self.unpaired:
+            # The first record of a split is compared with the last one.
+            for split in encoded.splits.values():
+                if split.first is not None:
+                    self._compare(renderer, split, split.first)
+        return encoded
 
-            audit.kept += 1
-            audit.tokens += len(first.ids) + len(second.ids)
-            audit.shared += shared
-            audit.judged += int(loss_mask.sum())
-            audit.desirable += self.unpaired and pair.is_first_desirable
-            target_bytes += first.target_bytes + second.target_bytes
+    def _add_unpaired(
+        self, renderer: AnyRenderer, split: "_EncodedSplit", rendered: _RenderedRecord
+    ) -> None:
+        """Add single answers, each with an answer to another prompt.
 
-        audit.rows = store.write_rows(path, width, self.chat.packing)
-        audit.places = audit.rows * width
-        store.digest.update(f" {self.unpaired}".encode())
-        audit.records = total
+        That is the first answer of the record before their own in the split, rendered after their
+        own prompt.
+        """
+        if split.first is None:
+            split.first = rendered
+        else:
+            self._compare(renderer, split, rendered)
+        split.previous = rendered.read.record
+
+    def _compare(
+        self, renderer: AnyRenderer, split: "_EncodedSplit", rendered: _RenderedRecord
+    ) -> None:
+        """Add the answers of a record, each with an answer of the record before it."""
+        assert split.previous is not None
+        record = rendered.read.record
+        answer_to_other = record._replace(answers=split.previous.answers[:1])
+        try:
+            compared = renderer.render_answers(answer_to_other)
+        except BadRow as error:
+            self.records.refuse(rendered.read.place, error)
+            split.audit.bad += 1
+            return
+        for number, answer in enumerate(rendered.answers):
+            # Of two answers, the first is the chosen one.
+            is_desirable = record.desirable and number == 0
+            split.add(rendered.read.number, answer, compared.documents[0], is_desirable)
+
+
+class _EncodedSplit:
+    """The pairs of a split, whose tokens are in a temporary file.
+
+    Attributes:
+        store: the tokens of the answers with their prompts, two documents for each pair.
+        audit: the counts that do not depend on ``--max_length``.
+        first: the first record, if answers are unpaired: it is compared with the last one.
+        previous: the last record so far, if answers are unpaired.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.store = TokenStore(path)
+        self.audit = PairAudit()
+        self.first: _RenderedRecord | None = None
+        self.previous: PreferenceRecord | None = None
+        self._pairs = array.array("q")
+
+    def add(self, record: int, first: Document, second: Document, is_first_desirable: bool) -> None:
+        """Add two answers.
+
+        Args:
+            record: the number of their record.
+            first: an answer.
+            second: the other answer of a pair, or an answer to compare an unpaired one with.
+            is_first_desirable: whether the first answer is desirable.
+        """
+        self.audit.pairs += 1
+        self.store.add(first.ids, first.loss_mask)
+        self.store.add(second.ids, second.loss_mask)
+        self._pairs.extend(_Pair.of(record, first, second, is_first_desirable))
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """The :class:`_Pair` of each pair, int64 [pairs, 8]."""
+        return np.array(self._pairs, np.int64).reshape(-1, len(_Pair._fields))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each answer with its prompt, int64 [pairs, 2]."""
+        return self.store.lengths.reshape(-1, 2)
+
+
+class EncodedPairs:
+    """The preference data of a source as tokens, which do not fit into rows yet.
+
+    Args:
+        records: the source's records.
+        chat: says how records become rows.
+        unpaired: the loss takes single answers.
+        renderer: the renderer of the tokens.
+        folder: the folder of the temporary files.
+    """
+
+    def __init__(
+        self,
+        records: Records[PreferenceRecord],
+        chat: PairConfig,
+        unpaired: bool,
+        renderer: AnyRenderer,
+        folder: Path,
+    ) -> None:
+        self.records = records
+        self.chat = chat
+        self.unpaired = unpaired
+        self.renderer = renderer
+        self.splits: dict[Split, _EncodedSplit] = {
+            "train": _EncodedSplit(folder / "train.tokens"),
+            "eval": _EncodedSplit(folder / "eval.tokens"),
+        }
+
+    def close(self) -> None:
+        """Delete the temporary files."""
+        for split in self.splits.values():
+            split.store.close()
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each pair, int64 [pairs].
+
+        The second answer of an unpaired one is only there for comparison, so it does not count.
+        """
+        lengths = self.splits[split].lengths
+        longest: np.ndarray = lengths[:, 0] if self.unpaired else lengths.max(axis=1)
+        return longest
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split.
+
+        Args:
+            path: the file to write.
+            split: the split.
+            max_length: the largest length of an answer with its prompt. A row holds twice as many
+                tokens.
+
+        Raises:
+            UserError: with the place of a pair that is too long, if the flags do not say to go on
+                without it; or if no training data are left.
+        """
+        encoded = self.splits[split]
+        audit = replace(encoded.audit)
+        pairs = encoded.pairs
+        is_kept = self._fit(encoded, pairs, max_length, audit)
+
+        kept = np.flatnonzero(is_kept)
+        pairs = pairs[kept]
+        columns = _columns(pairs)
+        stops = encoded.lengths[kept].clip(max=max_length)
+        starts = np.zeros_like(stops)
+        if self.chat.shares_prompts:
+            starts[:, 1] = columns["shared"]
+
+        examples = Examples(
+            documents=np.stack([2 * kept, 2 * kept + 1], axis=1),
+            starts=starts,
+            stops=stops,
+            is_first_desirable=columns["is_first_desirable"].astype(bool),
+        )
+        width = 2 * max_length
+        written = encoded.store.write_rows(path, examples, width, self.chat.is_packed)
+        written.digest.update(f" {self.unpaired}".encode())
+
+        audit.kept = len(kept)
+        audit.tokens = int(stops.sum())
+        audit.shared = int(starts.sum())
+        audit.judged = int((columns["first_targets"] + columns["second_targets"]).sum())
+        if self.unpaired:
+            audit.desirable = int(columns["is_first_desirable"].sum())
+        audit.rows = written.rows
+        audit.places = written.rows * width
+
+        documents = audit.records
+        # Unreadable records have no hash. If records are divided, they count as training data.
+        if split == (self.records.only_split or "train"):
+            audit.records += self.records.unreadable
+            audit.bad += self.records.unreadable
         if split == "train":
-            # Unreadable records have no hash, so they are all counted as training data.
-            audit.records += self._bad
-            audit.bad += self._bad
             self._check(audit)
         return SplitStats(
-            documents=total,
-            rows=audit.rows,
+            documents=documents,
+            rows=written.rows,
             targets=audit.judged,
-            bytes=target_bytes,
-            sha256=store.digest.hexdigest(),
+            bytes=int((columns["first_bytes"] + columns["second_bytes"]).sum()),
+            sha256=written.digest.hexdigest(),
             audit=audit,
-            pairs=store.pairs,
+            pairs=written.pairs,
         )
 
     def _check(self, audit: PairAudit) -> None:
         """Raise :class:`UserError` if there is nothing to train on."""
         if not audit.kept:
             raise UserError(
-                f"--dataset {self.source.name}: none of {audit.records:,} records can be compared "
-                f"({audit.overlong:,} are overlong, {audit.bad:,} bad, {audit.same:,} without a "
-                "difference); check --block_size and the chat template."
+                f"--dataset {self.records.source.name}: none of {audit.records:,} records can be "
+                f"compared ({audit.overlong:,} are overlong, {audit.bad:,} bad, {audit.same:,} "
+                "without a difference); check --max_length and the chat template."
             )
 
-    def _fitted(
-        self, renderer: Renderer, pair: _RenderedPair, block_size: int, audit: PairAudit
-    ) -> _RenderedPair | None:
-        """Return a pair whose answers fit in half a row, or ``None`` if it is left out.
+    def _fit(
+        self, encoded: _EncodedSplit, pairs: np.ndarray, max_length: int, audit: PairAudit
+    ) -> np.ndarray:
+        """Choose the pairs that become rows, bool [pairs].
 
-        The second answer of an unpaired one is only there for comparison. It is cut without being
-        counted as overlong.
+        Args:
+            encoded: the pairs of a split.
+            pairs: their numbers. Those of truncated answers are replaced.
+            max_length: the largest length of an answer with its prompt.
+            audit: counts the pairs that are left out.
         """
-        lengths = [len(pair.first.ids)]
-        if not self.unpaired:
-            lengths.append(len(pair.second.ids))
-        if max(lengths) > block_size:
-            complaint = (
-                f"{pair.place}: an answer with its prompt is longer than --block_size {block_size}"
-            )
-            if not self._truncates(audit, complaint):
-                return None
+        is_kept = np.ones(len(pairs), bool)
+        longest = encoded.lengths.max(axis=1)
+        for number in np.flatnonzero(longest > max_length).tolist():
+            pair = _Pair._make(pairs[number].tolist())
+            cut = self._cut(encoded, number, pair, max_length, audit)
+            if cut is None:
+                is_kept[number] = False
+            else:
+                pairs[number] = cut
 
-        first = pair.first
-        if len(first.ids) > block_size:
-            first = renderer.cut(first, block_size)
-        second = pair.second
-        if len(second.ids) > block_size:
-            second = renderer.cut(second, block_size)
-        return pair._replace(first=first, second=second)
+        is_useless = is_kept & self._are_useless(pairs)
+        audit.same += int(is_useless.sum())
+        is_kept &= ~is_useless
+        return is_kept
 
-    def _is_useless(self, pair: _RenderedPair) -> bool:
-        """Return whether an answer has no target left, or both answers have the same tokens."""
-        if not pair.first.loss_mask.any():
-            return True
-        if self.unpaired:
-            return False
-        return not pair.second.loss_mask.any() or np.array_equal(pair.first.ids, pair.second.ids)
-
-    def _rendered_pairs(
-        self, renderer: Renderer, split: Split, audit: PairAudit
-    ) -> Iterator[_RenderedPair]:
-        """Render the records of a split, as pairs.
-
-        If answers are unpaired, each one is stored with the first answer of the record before its
-        own, rendered after its own prompt. The first record is stored with an answer of the last
-        one, so it comes last.
-        """
-        rendered = self._rendered_records(renderer, split, audit)
-        if not self.unpaired:
-            for place, record, (chosen, rejected) in rendered:
-                yield _RenderedPair(place, chosen, rejected, record.desirable)
-            return
-
-        first = next(rendered, None)
-        if first is None:
-            return
-        previous = first.record
-        for place, record, answers in itertools.chain(rendered, [first]):
-            compared = self._render(renderer, place, record, previous.answers[:1], audit)
-            previous = record
-            if not compared:
-                continue
-            for number, answer in enumerate(answers):
-                # Of two answers, the first is the chosen one.
-                is_desirable = record.desirable and number == 0
-                yield _RenderedPair(place, answer, compared[0], is_desirable)
-
-    def _rendered_records(
-        self, renderer: Renderer, split: Split, audit: PairAudit
-    ) -> Iterator[_RenderedRecord]:
-        """Render each record of a split that is not bad."""
-        for place, record in self._read(split):
-            documents = self._render(renderer, place, record, record.answers, audit)
-            if documents:
-                yield _RenderedRecord(place, record, documents)
-
-    def _render(
+    def _cut(
         self,
-        renderer: Renderer,
-        place: str,
-        record: PreferenceRecord,
-        answers: list[list[Message]],
+        encoded: _EncodedSplit,
+        number: int,
+        pair: _Pair,
+        max_length: int,
         audit: PairAudit,
-    ) -> list[Document]:
-        """Render answers after the prompt of a record; return an empty list if one is bad."""
-        try:
-            return [renderer.render_answer(record, answer) for answer in answers]
-        except BadRow as error:
-            self._refuse(place, error)
-            audit.bad += 1
-            return []
+    ) -> _Pair | None:
+        """Truncate the answers of a pair, or return ``None`` if the pair is left out."""
+        lengths = encoded.lengths[number]
+        is_overlong = bool(lengths[0] > max_length)
+        if not self.unpaired:
+            is_overlong = bool(lengths.max() > max_length)
+        if is_overlong:
+            audit.overlong += 1
+            if self.chat.overlong == "error":
+                raise UserError(
+                    f"{self.records.place_of(pair.record)}: an answer with its prompt is longer "
+                    f"than --max_length {max_length}; raise it, or set --overlong drop or truncate."
+                )
+            if self.chat.overlong == "drop":
+                audit.lost += int(lengths.sum())
+                return None
+            audit.lost += int((lengths - max_length).clip(0).sum())
+
+        first = self._truncated(encoded, 2 * number, pair.first_bytes, max_length)
+        second = self._truncated(encoded, 2 * number + 1, pair.second_bytes, max_length)
+        cut = _Pair.of(pair.record, first, second, bool(pair.is_first_desirable))
+        is_left_without_target = pair.first_targets and not cut.first_targets
+        if not self.unpaired:
+            is_left_without_target = is_left_without_target or (
+                pair.second_targets and not cut.second_targets
+            )
+        if is_left_without_target:
+            if self.chat.on_bad_row == "error":
+                raise UserError(
+                    f"{self.records.place_of(pair.record)}: the prompt alone fills --max_length "
+                    f"{max_length}, so truncation would leave no answer; raise it, set --overlong "
+                    "drop, or leave such records out with --on_bad_row skip."
+                )
+            audit.same += 1
+            return None
+        return cut
+
+    def _truncated(
+        self, encoded: _EncodedSplit, number: int, target_bytes: int, max_length: int
+    ) -> Document:
+        """Return the beginning of a stored document, or all of it if it is short enough."""
+        ids, loss_mask = encoded.store.read(number)
+        document = Document(ids, loss_mask, target_bytes)
+        if len(ids) <= max_length:
+            return document
+        return self.renderer.cut(document, max_length)
+
+    def _are_useless(self, pairs: np.ndarray) -> np.ndarray:
+        """Return whether an answer has no target, or both have the same tokens, bool [pairs]."""
+        columns = _columns(pairs)
+        are_useless: np.ndarray = columns["first_targets"] == 0
+        if not self.unpaired:
+            are_useless |= (columns["second_targets"] == 0) | (columns["are_same"] == 1)
+        return are_useless
 
 
-def _pair_of(fields: Fields) -> PreferenceRecord:
-    """Read a record that must have two answers."""
-    record = preference_of(fields)
-    if len(record.answers) < 2:
+def _columns(pairs: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the fields of pairs [pairs, 8], by their names in :class:`_Pair`."""
+    return {name: pairs[:, i] for i, name in enumerate(_Pair._fields)}
+
+
+def _record_of(fields: Fields, has_artificial_nulls: bool, unpaired: bool) -> PreferenceRecord:
+    """Read a record, which must have two answers unless the loss takes single ones."""
+    record = preference_of(fields, has_artificial_nulls)
+    if not unpaired and len(record.answers) < 2:
         raise BadRow("the record has one answer with a label, but this loss compares two answers")
     return record
 
@@ -331,13 +529,13 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
         raise UserError(
-            f"--dataset {source.name} is not preference data: its first record has {names}. "
+            f"{source.flag} {source.name} is not preference data: its first record has {names}. "
             "Records need prompt, chosen and rejected, or prompt, completion and label."
         )
     if format == "examples" and not unpaired:
         raise UserError(
-            f"--dataset {source.name} has single answers with a label, but this loss compares two "
-            "answers: use --loss_type kto."
+            f"{source.flag} {source.name} has single answers with a label, but this loss compares "
+            "two answers: use --loss_type kto."
         )
     return format
 

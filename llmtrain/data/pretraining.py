@@ -4,12 +4,38 @@ The stream is: end-of-text, document, end-of-text, document, ..., end-of-text. W
 row ``i`` holds the tokens ``i * B`` to ``i * B + B`` of the stream. That is B + 1 tokens, of which
 the last one is also the first of the next row. So every token except the first is a target exactly
 once. Positions of the last row after the end of the stream hold -100.
+
+By default each token attends to all earlier tokens of its row, also to those of other documents.
+If the rows have ``position_ids``, these restart at each document, so that attention stays inside
+it. A document begins with the end-of-text token (E) in front of it::
+
+    input          E  a  b  E  c  E  d
+    position_ids   0  1  2  0  1  0  1
+    target         a  b  E  c  E  d  E
+
+The target E is predicted from the document that ends. The input E belongs to the next document, so
+its first token is predicted from E alone. No target is lost: the same token is the last target of
+one document and the first input of the next.
+
+If the tokenizer puts a BOS (S) before every text, the document begins with that instead, and the
+end-of-text token belongs to the document before it::
+
+    input          S  a  b  E  S  c  E
+    position_ids   0  1  2  3  0  1  2
+    target         a  b  E  S  c  E
+
+The target S is then the only one that is predicted from another document. It is the same for all
+documents, so nothing is learnt about one from another.
+
+A document that crosses the border of a row is cut there. Its rest has positions from 0, too. The
+padding of the last row is a document of its own.
 """
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -18,6 +44,7 @@ from tqdm import tqdm
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.packing import (
+    LENGTHS,
     TOKENS_PER_BATCH,
     Split,
     SplitStats,
@@ -50,6 +77,22 @@ class _Cut(NamedTuple):
     start: int
 
 
+@dataclass(slots=True)
+class _Piece:
+    """A part of the stream.
+
+    Attributes:
+        tokens: int32 [n].
+        begins_document: whether its first token begins a document.
+    """
+
+    tokens: np.ndarray
+    begins_document: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 class Texts:
     """The documents of a source, divided into training and eval data.
 
@@ -57,15 +100,30 @@ class Texts:
     not move it to the other split. If a split is then almost empty, as with a handful of documents,
     the eval data are the end of the longest document instead.
 
+    Args:
+        source: the documents.
+        config: the name of the text's field, the share of the eval data and the tokenizer.
+        columns: the columns of the rows. The labels of text are its tokens, so rows of text alone
+            need no column of labels. With ``position_ids``, documents do not attend to each other.
+        only_split: the split of all documents; ``None`` to divide them.
+
     Attributes:
         documents: the number of documents in each split.
         bytes: UTF-8 bytes of each split.
     """
 
-    def __init__(self, source: Source, config: DataConfig) -> None:
+    def __init__(
+        self,
+        source: Source,
+        config: DataConfig,
+        columns: Sequence[str] = ("input_ids",),
+        only_split: Split | None = None,
+    ) -> None:
         self.source = source
         self.config = config
-        self.fraction = config.eval_fraction
+        self.columns = columns
+        self.only_split = only_split
+        self.fraction = 0.0 if only_split else config.eval_fraction
         self.documents: dict[Split, int] = {"train": 0, "eval": 0}
         self.bytes: dict[Split, int] = {"train": 0, "eval": 0}
         self._cut: _Cut | None = None
@@ -82,7 +140,7 @@ class Texts:
 
         total_bytes = sum(self.bytes.values())
         if not total_bytes:
-            raise UserError(f"--dataset {source.name} holds no text.")
+            raise UserError(f"{source.flag} {source.name} holds no text.")
 
         largest_share = max(0.5, 2 * self.fraction)
         is_balanced = 0 < self.bytes["eval"] <= total_bytes * largest_share
@@ -91,19 +149,21 @@ class Texts:
             eval_bytes = sum(len(text.encode()) for text in self.texts("eval"))
             self.documents = {"train": sum(self.documents.values()) - 1, "eval": 1}
             self.bytes = {"train": total_bytes - eval_bytes, "eval": eval_bytes}
-        if not self.bytes["train"]:
+        if not self.bytes["train"] and only_split is None:
             raise UserError(
                 f"--eval_fraction {self.fraction} leaves no text to train on; lower it, or set it "
                 "to 0."
             )
 
     def _split_of(self, text: str) -> Split:
-        """Return the split that the hash of a document chooses."""
+        """Return the split that the hash of a document chooses, if documents are divided."""
+        if self.only_split is not None:
+            return self.only_split
         return "eval" if hash_fraction(text) < self.fraction else "train"
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of one split, or of both."""
-        for number, text in enumerate(documents(self.source, self.config.text_field)):
+        for number, text in enumerate(documents(self.source, self.config.text_column)):
             if split is None:
                 yield text
             elif self._cut is None:
@@ -113,6 +173,10 @@ class Texts:
                 yield text[self._cut.start :] if split == "eval" else text[: self._cut.start]
             elif split == "train":
                 yield text
+
+    def encode(self, tokenizer: FastTokenizer, folder: Path) -> "EncodedTexts":
+        """Return the texts with a tokenizer. They are tokenised when their rows are written."""
+        return EncodedTexts(self, tokenizer)
 
     def write(
         self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
@@ -127,9 +191,28 @@ class Texts:
             desc="tokenising",
             leave=False,
         ) as bar:
-            token_arrays = _encoded(tokenizer, texts, splits_texts=has_trained_tokenizer, bar=bar)
-            stats = _write_rows(path, token_arrays, block_size)
+            pieces = _encoded(tokenizer, texts, splits_texts=has_trained_tokenizer, bar=bar)
+            stats = _write_rows(path, pieces, block_size, self.columns)
         return stats._replace(documents=self.documents[split], bytes=self.bytes[split])
+
+
+class EncodedTexts:
+    """The texts of a source with a tokenizer, ready to be written as rows."""
+
+    def __init__(self, texts: Texts, tokenizer: FastTokenizer) -> None:
+        self.texts = texts
+        self.tokenizer = tokenizer
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return no lengths: text is cut into rows of any length."""
+        return np.empty(0, np.int64)
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Tokenise a split and write its rows, which hold ``max_length + 1`` tokens."""
+        return self.texts.write(self.tokenizer, max_length, path, split)
+
+    def close(self) -> None:
+        """Do nothing: there are no temporary files."""
 
 
 def _encoded(
@@ -137,11 +220,11 @@ def _encoded(
     texts: Iterable[str],
     splits_texts: bool,
     bar: "tqdm[NoReturn]",
-) -> Iterator[np.ndarray]:
-    """Yield documents as int32 arrays of token ids, each document followed by end-of-text.
+) -> Iterator[_Piece]:
+    """Yield the stream: documents, with end-of-text before the first and after each of them.
 
-    The first document is also preceded by end-of-text. If the tokenizer puts a BOS before every
-    text, each document is preceded by that instead, because its model was trained that way.
+    If the tokenizer puts a BOS before every text, each document is preceded by that instead,
+    because its model was trained that way.
 
     Args:
         tokenizer: the tokenizer.
@@ -151,10 +234,10 @@ def _encoded(
             because it begins a new word wherever white space follows something else.
         bar: shows how many bytes of text were tokenised.
     """
-    end = [tokenizer.eos_token_id]
+    end_of_text = np.array([tokenizer.eos_token_id], np.int32)
     bos = tokenizer.bos_token_id
     puts_bos = bos is not None and tokenizer.encode("")[:1] == [bos]
-    begin = [bos] if puts_bos else []
+    first_token = np.array([bos], np.int32) if puts_bos else end_of_text
 
     # These come after the call of encode() above, which changes the same settings.
     backend = tokenizer.backend_tokenizer
@@ -162,7 +245,7 @@ def _encoded(
     backend.no_padding()
     backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
 
-    prefix = begin or end
+    has_documents = False
     for batch in _batches(texts, _ENCODE_CHARACTERS):
         if splits_texts:
             documents_of_batch = [list(_segments(text)) for text in batch]
@@ -177,12 +260,15 @@ def _encoded(
             ) from None
 
         for document in documents_of_batch:
-            yield np.array(prefix, np.int32)
+            if puts_bos and has_documents:
+                yield _Piece(end_of_text)
+            yield _Piece(first_token, begins_document=True)
             for _ in document:
-                yield np.array(next(encodings).ids, np.int32)
-            yield np.array(end, np.int32)
-            prefix = begin
+                yield _Piece(np.array(next(encodings).ids, np.int32))
+            has_documents = True
         bar.update(sum(len(text.encode()) for text in batch))
+    if has_documents:
+        yield _Piece(end_of_text)
 
 
 def _batches(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
@@ -209,13 +295,16 @@ def _segments(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _write_rows(path: Path, token_arrays: Iterable[np.ndarray], block_size: int) -> SplitStats:
+def _write_rows(
+    path: Path, pieces: Iterable[_Piece], block_size: int, columns: Sequence[str]
+) -> SplitStats:
     """Write the stream as rows that overlap by one token.
 
     Args:
         path: the file to write.
-        token_arrays: the stream, in pieces of any length.
+        pieces: the stream.
         block_size: a row holds one token more.
+        columns: the columns of the rows.
 
     Returns:
         The counts of rows and targets, and the hash. Documents and bytes are not counted here.
@@ -223,26 +312,40 @@ def _write_rows(path: Path, token_arrays: Iterable[np.ndarray], block_size: int)
     tokens = 0
     rows = 0
     digest = hashlib.sha256()
+    are_isolated = "position_ids" in columns
 
-    def padded_stream() -> Iterator[np.ndarray]:
+    def padded_stream() -> Iterator[_Piece]:
         nonlocal tokens
-        for array in token_arrays:
-            digest.update(array.astype("<i4").tobytes())
-            tokens += len(array)
-            yield array
-        yield np.full((1 - tokens) % block_size, IGNORED, np.int32)
+        for piece in pieces:
+            if are_isolated and piece.begins_document:
+                digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
+            digest.update(piece.tokens.astype("<i4").tobytes())
+            tokens += len(piece)
+            yield piece
+        padding = np.full((1 - tokens) % block_size, IGNORED, np.int32)
+        yield _Piece(padding, begins_document=True)
 
-    rest = np.empty(0, np.int32)
-    with create_row_file(path, ["input_ids"], block_size + 1) as write:
+    ids = np.empty(0, np.int32)
+    is_begin = np.empty(0, np.bool_)
+    widths = dict.fromkeys(columns, block_size + 1)
+    if LENGTHS in widths:
+        widths[LENGTHS] = 1
+    with create_row_file(path, widths) as write:
         for batch in _batches(padded_stream(), max(TOKENS_PER_BATCH, block_size)):
-            stream = np.concatenate([rest, *batch])
-            count = (len(stream) - 1) // block_size
+            ids = np.concatenate([ids, *[piece.tokens for piece in batch]])
+            if are_isolated:
+                is_begin = np.concatenate([is_begin, _begins(batch)])
+            count = (len(ids) - 1) // block_size
             if count > 0:
-                windows = np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)
-                write({"input_ids": windows[::block_size]})
+                row_ids = _overlapping_rows(ids, block_size)
+                row_lengths = (row_ids != IGNORED).sum(axis=1, keepdims=True)
+                values = {"input_ids": row_ids, "labels": row_ids, LENGTHS: row_lengths}
+                if are_isolated:
+                    values["position_ids"] = _positions(_overlapping_rows(is_begin, block_size))
+                write(values)
                 rows += count
-                stream = stream[count * block_size :]
-            rest = stream
+                ids = ids[count * block_size :]
+                is_begin = is_begin[count * block_size :]
 
     return SplitStats(
         documents=0,
@@ -251,3 +354,30 @@ def _write_rows(path: Path, token_arrays: Iterable[np.ndarray], block_size: int)
         bytes=0,
         sha256=digest.hexdigest(),
     )
+
+
+def _begins(pieces: Sequence[_Piece]) -> np.ndarray:
+    """Return for each token of some pieces whether it begins a document, bool [tokens]."""
+    is_begin = np.zeros(sum(map(len, pieces)), np.bool_)
+    start = 0
+    for piece in pieces:
+        if piece.begins_document and len(piece) > 0:
+            is_begin[start] = True
+        start += len(piece)
+    return is_begin
+
+
+def _overlapping_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the full rows [rows, block_size + 1] at the beginning of a stream."""
+    return np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size]
+
+
+def _positions(is_begin: np.ndarray) -> np.ndarray:
+    """Return position ids [rows, width] that restart at each document and at each row.
+
+    Args:
+        is_begin: bool [rows, width], whether a token begins a document.
+    """
+    indices = np.arange(is_begin.shape[1])
+    starts = np.maximum.accumulate(np.where(is_begin, indices, 0), axis=1)
+    return indices - starts

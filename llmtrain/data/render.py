@@ -3,10 +3,12 @@
 The assistant's turns are the targets, exactly as the model would have to generate them.
 """
 
-import copy
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,14 +20,36 @@ from llmtrain.data.chat_template import (
     Message,
     Span,
     Switch,
-    any_of,
-    render,
 )
-from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.formats import (
+    Conversation,
+    PreferenceRecord,
+    other_fields_of,
+    trained_messages,
+    without_weights,
+)
+from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
 from llmtrain.data.sources import Fields
+from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, texts_of
 from llmtrain.data.tokenizer import FastTokenizer
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
+
+
+class TurnEnd(NamedTuple):
+    """The part of a document up to the end of one of its assistant turns.
+
+    Attributes:
+        length: the number of tokens.
+        targets: the number of targets.
+        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        ended: the number of turns whose last target token ends a turn.
+    """
+
+    length: int
+    targets: int
+    target_bytes: int
+    ended: int
 
 
 class Document(NamedTuple):
@@ -35,15 +59,24 @@ class Document(NamedTuple):
         ids: int32 [n].
         loss_mask: bool [n], whether a token is a target.
         target_bytes: UTF-8 bytes of the targets' text, without control tokens.
-        turns: the number of assistant turns that are targets.
-        ended: the number of these whose last target token ends a turn.
+        turn_ends: the end of each assistant turn that is a target. The last one is the end of the
+            document.
     """
 
     ids: np.ndarray
     loss_mask: np.ndarray
     target_bytes: int
-    turns: int
-    ended: int
+    turn_ends: tuple[TurnEnd, ...] = ()
+
+    @property
+    def turns(self) -> int:
+        """The number of assistant turns that are targets."""
+        return len(self.turn_ends)
+
+    @property
+    def ended(self) -> int:
+        """The number of these whose last target token ends a turn."""
+        return self.turn_ends[-1].ended if self.turn_ends else 0
 
 
 class Rendered(NamedTuple):
@@ -57,6 +90,9 @@ class Rendered(NamedTuple):
         unshown: turns whose reasoning, or whose text next to a call, the template does not show.
         remade: turns that are trained in full, because ``{% generation %}`` marks text that their
             prompt does not lead to.
+        unweighted: turns that are not trained, because their weight is 0.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that is not read here.
     """
 
     documents: list[Document]
@@ -64,22 +100,30 @@ class Rendered(NamedTuple):
     left_calls: int = 0
     unshown: int = 0
     remade: int = 0
+    unweighted: int = 0
+    special_as_text: int = 0
+    other_fields: Counter[str] = Counter()  # noqa: RUF012 - nobody changes it
 
 
 class _Turn(NamedTuple):
     """An assistant turn.
 
     Attributes:
-        history: the messages before it.
+        start: the number of messages before it.
+        stop: the number of messages up to its end.
         messages: its own messages.
-        tools: the tools of the conversation.
         thoughts: the reasoning of its messages.
     """
 
-    history: list[Message]
+    start: int
+    stop: int
     messages: list[Message]
-    tools: list[Fields] | None
     thoughts: list[str]
+
+    @property
+    def is_call(self) -> bool:
+        """Whether the turn ends with a call."""
+        return "tool_calls" in self.messages[-1]
 
 
 class _PromptedTurn(NamedTuple):
@@ -89,11 +133,27 @@ class _PromptedTurn(NamedTuple):
         prompt: the text before it.
         target: its own text.
         end: the token that ends it if the target does not end with one; otherwise empty.
+        text: a text that begins with the prompt and the target.
     """
 
     prompt: str
     target: str
     end: str
+    text: str
+
+
+class _TrainedTurn(NamedTuple):
+    """An assistant turn as text, and the parts of it that are trained.
+
+    Attributes:
+        prompt: the text before it.
+        target: its own text, with the token that ends it.
+        spans: the parts of the target that are trained.
+    """
+
+    prompt: str
+    target: str
+    spans: list[Span]
 
 
 class _TargetTokens(NamedTuple):
@@ -109,7 +169,95 @@ class _TargetTokens(NamedTuple):
     ids: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    controls: np.ndarray
+    controls: list[int]
+
+
+class _TargetMask(NamedTuple):
+    """The tokens of a target that are trained.
+
+    Attributes:
+        is_trained: bool [n], or ``True`` if all are.
+        target_bytes: UTF-8 bytes of their text, without control tokens.
+        has_end: whether the last one ends a turn.
+    """
+
+    is_trained: np.ndarray | bool
+    target_bytes: int
+    has_end: bool
+
+
+@dataclass
+class _TurnCounts:
+    """Counts of the turns of a conversation; see :class:`Rendered`."""
+
+    left_answers: int = 0
+    left_calls: int = 0
+    unshown: int = 0
+    remade: int = 0
+    unweighted: int = 0
+
+
+class _Texts:
+    """The texts of a conversation and of its beginnings, each rendered once.
+
+    Args:
+        template: the chat template.
+        messages: the messages, as the template takes them.
+        tools: the tools.
+        has_escapes: whether special tokens in the messages are escaped.
+    """
+
+    def __init__(
+        self,
+        template: JinjaTemplate,
+        messages: list[Message],
+        tools: list[Fields] | None,
+        has_escapes: bool,
+    ) -> None:
+        self.messages = messages
+        self.has_escapes = has_escapes
+        self._template = template
+        self._data = template.plain_data(messages, tools)
+        self._renderings: dict[tuple[tuple[str, bool], ...], Rendering] = {}
+        self._texts: dict[tuple[int, tuple[tuple[str, bool], ...]], str] = {}
+        self._prompts: dict[tuple[int, tuple[tuple[str, bool], ...]], str] = {}
+
+    def complete(self, switch: Switch) -> Rendering:
+        """Return the complete conversation."""
+        key = tuple(switch.items())
+        if key not in self._renderings:
+            self._renderings[key] = self._template.render_completely(self._data, switch)
+        return self._renderings[key]
+
+    def text(self, stop: int, switch: Switch) -> str:
+        """Return the text of the first messages, up to number ``stop``."""
+        if stop == len(self.messages):
+            return self.complete(switch).text
+        key = stop, tuple(switch.items())
+        if key not in self._texts:
+            self._texts[key] = self._template.render(self._beginning(stop), switch=switch)
+        return self._texts[key]
+
+    def prompt(self, stop: int, switch: Switch) -> str:
+        """Return the first messages, up to number ``stop``, with the request for an answer."""
+        key = stop, tuple(switch.items())
+        if key not in self._prompts:
+            self._prompts[key] = self._template.render(
+                self._beginning(stop), add_generation_prompt=True, switch=switch
+            )
+        return self._prompts[key]
+
+    def altered_text(self, turn: _Turn, switch: Switch) -> str:
+        """Return the text up to the end of a turn whose messages differ from the first letter."""
+        altered = [_altered(message) for message in turn.messages]
+        data = self._template.plain_data(altered, None)
+        history = self._data.messages[: turn.start]
+        return self._template.render(
+            PlainData(history + data.messages, self._data.tools), switch=switch
+        )
+
+    def _beginning(self, stop: int) -> PlainData:
+        return PlainData(self._data.messages[:stop], self._data.tools)
 
 
 class Renderer:
@@ -121,6 +269,12 @@ class Renderer:
     changes what came before (it may drop earlier reasoning), a turn gets its own document. If the
     template has ``{% generation %}`` blocks, only their text is trained. A token is trained if all
     its characters are in a block.
+
+    Special tokens in messages are encoded as ordinary text.
+
+    Most conversations are rendered completely only once, and encoded once; see
+    :class:`JinjaTemplate` and :meth:`TextEncoder.count_before`. Where that cannot be shown to give
+    the same text and the same tokens, each turn is rendered and encoded by itself.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -138,16 +292,42 @@ class Renderer:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, stop_token_ids)
         self.only_last_turns = only_last_turns
-        self.control_ids = np.array(list(self.template.control_tokens))
-        self._controls = any_of(self.template.control_tokens.values())
+        self.encoder = TextEncoder(tokenizer, self.template.control_tokens)
+        self._jinja = JinjaTemplate(tokenizer)
+        self._arguments = (tokenizer, tuple(stop_token_ids), only_last_turns)
 
-        # A copy, because other code sets up the tokenizer so that "<|im_end|>" is text. Without a
-        # post-processor, which would add nothing here, but may remove white space from the offsets.
-        self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.backend.encode_special_tokens = False
-        self.backend.post_processor = None
+        # All texts after which a stop token may go on.
+        stop_tokens = [self.template.control_tokens[id] for id in self.template.stop_token_ids]
+        self._longest_stop = max(map(len, stop_tokens))
+        self._stop_beginnings = {
+            token[:length] for token in stop_tokens for length in range(len(token))
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A compiled template cannot be pickled, so another process makes it again.
+        return type(self), self._arguments
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        """The tokens at which an answer ends."""
+        return self.template.stop_token_ids
+
+    def render_answers(self, record: PreferenceRecord) -> Rendered:
+        """Render the prompt of a record with each of its answers. Only the answer is trained.
+
+        Returns:
+            A document for each answer.
+
+        Raises:
+            BadRow: if an answer cannot be rendered.
+        """
+        documents = [self.render_answer(record, answer) for answer in record.answers]
+        _, special_as_text = self.encoder.escape([record.messages, record.tools])
+        return Rendered(
+            documents,
+            special_as_text=special_as_text,
+            other_fields=other_fields_of(record.messages),
+        )
 
     def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> Document:
         """Render the prompt of a record and an answer to it. Only the answer is trained."""
@@ -172,71 +352,55 @@ class Renderer:
                 text cannot be used.
         """
         tools = conversation.tools
-        messages, thoughts = self.template.adapt(conversation.messages)
-        self._check_text(messages, tools)
-        full_text, marks = render(self.tokenizer, messages, tools)
+        is_trained = trained_messages(conversation.messages)
+        messages, thoughts = self.template.adapt(without_weights(conversation.messages))
+        # The template shows the messages. Some targets are made of reasoning that is not in them.
+        shown: list[Any] = [messages, tools]
+        if self.template.opens_reasoning and self.template.reasoning_field is None:
+            shown.append(thoughts)
+        _check_text(shown, messages, thoughts)
+        escaped, special_as_text = self.encoder.escape(shown)
+        if special_as_text:
+            messages, tools = escaped[:2]
+            thoughts, _ = self.encoder.escape(thoughts)
+
+        texts = _Texts(self._jinja, messages, tools, has_escapes=special_as_text > 0)
+        rendering = texts.complete({})
+        if texts.has_escapes:
+            self.encoder.check_json(rendering.text)
+        marks = rendering.marks
         if marks is not None and all(start == end for start, end in marks):
             raise BadRow("the chat template's {% generation %} marks nothing in it")
 
-        documents: list[Document] = []
-        left_answers = 0
-        left_calls = 0
-        unshown = 0
-        remade = 0
+        counts = _TurnCounts()
+        trained_turns: list[_TrainedTurn] = []
         first_trained = self._first_trained(messages) if after is None else after
         for start, stop in _turns_of(messages):
             if stop <= first_trained:
                 continue
+            if not is_trained[start]:
+                counts.unweighted += 1
+                continue
             turn = _Turn(
-                history=messages[:start],
+                start=start,
+                stop=stop,
                 messages=messages[start:stop],
-                tools=tools,
                 thoughts=[thought for thought in thoughts[start:stop] if thought],
             )
-            prompted = self._prompted(turn)
-            if prompted is None:
-                if "tool_calls" in turn.messages[-1]:
-                    left_calls += 1
-                else:
-                    left_answers += 1
-                continue
-            prompt, target, end = prompted
-
-            contents = [message["content"].strip() for message in turn.messages]
-            unshown += any(text not in target for text in [*turn.thoughts, *contents])
-
-            spans = [(0, len(target))]
-            if marks is not None:
-                if full_text.startswith(prompt + target):
-                    spans = _clipped(marks, start=len(prompt), length=len(target))
-                else:
-                    remade += 1
-            if spans:
-                spans.append((len(target), len(target + end)))
-                self._add(documents, prompt, target + end, spans)
+            trained_turn = self._trained_turn(texts, turn, counts)
+            if trained_turn is not None:
+                trained_turns.append(trained_turn)
 
         return Rendered(
-            documents,
-            left_answers=left_answers,
-            left_calls=left_calls,
-            unshown=unshown,
-            remade=remade,
+            self._documents(trained_turns, texts.has_escapes),
+            left_answers=counts.left_answers,
+            left_calls=counts.left_calls,
+            unshown=counts.unshown,
+            remade=counts.remade,
+            unweighted=counts.unweighted,
+            special_as_text=special_as_text,
+            other_fields=other_fields_of(messages),
         )
-
-    def _check_text(self, messages: list[Message], tools: list[Fields] | None) -> None:
-        """Raise :class:`BadRow` if a message or tool holds a control token or is not valid text."""
-        places: list[tuple[str, object]] = [
-            (f"message {number} ({message['role']})", message)
-            for number, message in enumerate(messages, start=1)
-        ]
-        places.append(("field 'tools'", tools))
-        for place, content in places:
-            for text in _strings(content):
-                control = self._controls.search(text)
-                if control:
-                    raise BadRow(f"{place} holds the control token {control[0]}")
-                if _HALF.search(text):
-                    raise BadRow(f"{place} holds half of a surrogate pair, which is not valid text")
 
     def _first_trained(self, messages: list[Message]) -> int:
         """Return the number of messages that come before the first turn to train."""
@@ -246,61 +410,118 @@ class Renderer:
         return max(questions, default=0)
 
     def cut(self, document: Document, width: int) -> Document:
-        """Return the first ``width`` tokens of a document. Its turns are not counted."""
-        ids = document.ids[:width]
-        loss_mask = document.loss_mask[:width]
-        target_ids = ids[loss_mask & ~np.isin(ids, self.control_ids)].tolist()
-        text = self.backend.decode(target_ids, skip_special_tokens=False)
-        return Document(ids, loss_mask, target_bytes=len(text.encode()), turns=0, ended=0)
+        """Return the first ``width`` tokens of a document, without the ends of its turns."""
+        return cut(document, width, self.encoder)
 
     # --- from a turn to its prompt and its target
 
-    def _render(
-        self,
-        messages: list[Message],
-        tools: list[Fields] | None,
-        switch: Switch,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        text, _ = render(
-            self.tokenizer,
-            messages,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            switch=switch,
-        )
-        return text
+    def _trained_turn(self, texts: _Texts, turn: _Turn, counts: _TurnCounts) -> _TrainedTurn | None:
+        """Return a turn with the parts of it that are trained, or ``None`` if nothing is.
 
-    def _prompted(self, turn: _Turn) -> _PromptedTurn | None:
+        Args:
+            texts: the texts of the conversation.
+            turn: the turn.
+            counts: counts of the turns, which are updated.
+        """
+        prompted = self._prompted(texts, turn)
+        if prompted is None:
+            if turn.is_call:
+                counts.left_calls += 1
+            else:
+                counts.left_answers += 1
+            return None
+        prompt, target, end, text = prompted
+
+        contents = [message["content"].strip() for message in turn.messages]
+        counts.unshown += any(content not in target for content in [*turn.thoughts, *contents])
+
+        complete = texts.complete({})
+        spans = [(0, len(target))]
+        if complete.marks is not None:
+            if text is complete.text or complete.text.startswith(prompt + target):
+                spans = _clipped(complete.marks, start=len(prompt), length=len(target))
+            else:
+                counts.remade += 1
+        if not spans:
+            return None
+        if end:
+            spans.append((len(target), len(target + end)))
+        return _TrainedTurn(prompt, target + end, spans)
+
+    def _prompted(self, texts: _Texts, turn: _Turn) -> _PromptedTurn | None:
         """Return a turn as text, or ``None`` if the template does not show it after any prompt.
 
         Several ways to prompt are tried. If the turn has reasoning, a prompt that asks for
         reasoning comes first, and is taken only if the target shows some of the reasoning.
         """
+        prompted = self._prompted_in_conversation(texts, turn)
+        if prompted is not None:
+            return prompted
+
         choices = [True, False] if turn.thoughts else [False]
         for with_reasoning in choices:
             for switch in self.template.switches(with_reasoning):
-                prompt = self._render(turn.history, turn.tools, switch, add_generation_prompt=True)
-                target = self._target(turn, prompt, switch)
+                prompt = texts.prompt(turn.start, switch)
+                target = self._target(texts, turn, prompt, switch)
                 if target is None:
                     continue
                 shows_reasoning = any(thought in target for thought in turn.thoughts)
                 if shows_reasoning or not with_reasoning:
-                    return self._with_end(turn, prompt, target, switch)
+                    return self._with_end(texts, turn, prompt, target, switch)
         return None
 
-    def _target(self, turn: _Turn, prompt: str, switch: Switch) -> str | None:
+    def _prompted_in_conversation(self, texts: _Texts, turn: _Turn) -> _PromptedTurn | None:
+        """Find a turn in the text of the complete conversation.
+
+        Returns:
+            The same as :meth:`_prompted`, or ``None`` if the text of the turn may depend on the
+            messages after it.
+        """
+        if len(turn.messages) > 1:
+            return None
+        switch = self.template.switches(bool(turn.thoughts))[0]
+        text = texts.complete(switch).text
+        known = texts.complete(switch).known[turn.stop]
+        prompt = texts.prompt(turn.start, switch)
+        if known < len(prompt) or not text.startswith(prompt):
+            return None
+
+        end = self.template.find_end(text, len(prompt), known)
+        is_last = turn.stop == len(texts.messages)
+        if end is None or not (is_last or self._is_final(text, end.end(), known)):
+            return None
+        target = text[len(prompt) : end.end()]
+        is_empty = end.start() == len(prompt) or text[len(prompt) : end.start()].isspace()
+        shows_reasoning = any(thought in target for thought in turn.thoughts)
+        if is_empty or (turn.thoughts and not shows_reasoning):
+            return None
+        return _PromptedTurn(prompt, target, end="", text=text)
+
+    def _is_final(self, text: str, end: int, known: int) -> bool:
+        """Return whether the same stop tokens are found if the text goes on differently.
+
+        Args:
+            text: the text of the complete conversation.
+            end: the end of the stop tokens that were found.
+            known: the length of the text up to which it does not go on differently.
+        """
+        first = max(known - self._longest_stop + 1, 0)
+        return not any(
+            text[start:known] in self._stop_beginnings for start in range(first, end + 1)
+        )
+
+    def _target(self, texts: _Texts, turn: _Turn, prompt: str, switch: Switch) -> str | None:
         """Return the text that should come back for a prompt, or ``None`` if it is not shown."""
-        text = self._render(turn.history + turn.messages, turn.tools, switch)
+        text = texts.text(turn.stop, switch)
         if text.startswith(prompt):
             return text[len(prompt) :]
         target = _target_of_opened_reasoning(turn, prompt, text)
         if target is not None:
             return target
-        return self._target_after_other_history(turn, prompt, text, switch)
+        return self._target_after_other_history(texts, turn, prompt, text, switch)
 
     def _target_after_other_history(
-        self, turn: _Turn, prompt: str, text: str, switch: Switch
+        self, texts: _Texts, turn: _Turn, prompt: str, text: str, switch: Switch
     ) -> str | None:
         """Return the target if the template shows the history differently from the prompt.
 
@@ -308,15 +529,15 @@ class Renderer:
         last one before the text depends on the messages of the turn.
 
         Args:
+            texts: the texts of the conversation.
             turn: the turn.
             prompt: the prompt.
             text: the history and the turn.
             switch: the option of the template.
         """
-        request = self._request(turn, prompt, switch)
-        altered_messages = [_altered(message) for message in turn.messages]
+        request = self._request(texts, turn, prompt, switch)
         try:
-            altered = self._render(turn.history + altered_messages, turn.tools, switch)
+            altered = texts.altered_text(turn, switch)
         except BadRow:
             return None
 
@@ -329,23 +550,24 @@ class Renderer:
             return None
         return text[place + len(request) :]
 
-    def _request(self, turn: _Turn, prompt: str, switch: Switch) -> str:
+    def _request(self, texts: _Texts, turn: _Turn, prompt: str, switch: Switch) -> str:
         """Return the words at the end of a prompt that ask for a turn.
 
         The text is empty if the prompt shows the history differently.
         """
-        history = self._render(turn.history, turn.tools, switch)
+        history = texts.text(turn.start, switch)
         return prompt[len(history) :] if prompt.startswith(history) else ""
 
-    def _with_end(self, turn: _Turn, prompt: str, target: str, switch: Switch) -> _PromptedTurn:
+    def _with_end(
+        self, texts: _Texts, turn: _Turn, prompt: str, target: str, switch: Switch
+    ) -> _PromptedTurn:
         """Cut a target after the token that ends the turn.
 
         Raises:
             BadRow: if the template shows nothing of the turn, or if one of its messages follows a
                 turn that has ended.
         """
-        number = len(turn.history) + len(turn.messages)
-        end = self.template.end_pattern.search(target)
+        end = self.template.find_end(target, 0, len(target))
         if end:
             text = target[: end.start()]
             rest = target[end.end() :]
@@ -353,84 +575,213 @@ class Renderer:
             text = target
             rest = ""
         if not text.strip():
-            raise BadRow(f"the chat template shows nothing of message {number} (assistant)")
+            raise BadRow(f"the chat template shows nothing of message {turn.stop} (assistant)")
 
         if len(turn.messages) > 1:
-            request = self._request(turn, prompt, switch).strip()
-            if self._controls.sub("", rest).strip() or (request and request in text):
+            request = self._request(texts, turn, prompt, switch).strip()
+            if self.encoder.controls.sub("", rest).strip() or (request and request in text):
                 raise BadRow(
-                    f"message {number} (assistant) follows an assistant turn that has ended"
+                    f"message {turn.stop} (assistant) follows an assistant turn that has ended"
                 )
 
         if end:
-            return _PromptedTurn(prompt, target[: end.end()], end="")
+            target = target[: end.end()]
+            return _PromptedTurn(prompt, target, end="", text=prompt + target)
+        target = target.rstrip()
         end_token = self.template.end_token_of(turn.messages[-1])
-        return _PromptedTurn(prompt, target.rstrip(), end_token)
+        return _PromptedTurn(prompt, target, end_token, text=prompt + target)
 
     # --- from text to tokens
 
-    def _add(self, documents: list[Document], prompt: str, target: str, spans: list[Span]) -> None:
-        """Add a turn to the last document if its prompt continues it, and as a new one otherwise.
+    def _documents(self, turns: list[_TrainedTurn], has_escapes: bool) -> list[Document]:
+        """Encode the turns of a conversation.
+
+        Args:
+            turns: the turns.
+            has_escapes: whether special tokens in their texts are escaped.
+        """
+        documents: list[Document] = []
+        for run in _runs_of(turns):
+            if has_escapes or not self._add_run(documents, run):
+                for turn in run:
+                    self._add(documents, turn, has_escapes)
+        return documents
+
+    def _add_run(self, documents: list[Document], run: list[_TrainedTurn]) -> bool:
+        """Add turns whose texts are all beginnings of the last one's, which is encoded once.
 
         Args:
             documents: the documents of the conversation so far.
-            prompt: the prompt of the turn.
-            target: its text, with the token that ends it.
-            spans: the parts of the target that are trained.
+            run: the turns.
+
+        Returns:
+            Whether the tokens of each text are the beginning of the tokens of the last one.
+            Otherwise nothing is added.
         """
-        prompt_ids = np.array(self.backend.encode(prompt, add_special_tokens=False).ids, np.int32)
-        tokens = self._tokens_of_target(prompt, prompt_ids, target)
+        text = run[-1].prompt + run[-1].target
+        tokens = self.encoder.encode(text)
+        controls = self.encoder.controls_of(text, tokens)
+        if controls is None:
+            return False
+        targets = []
+        for turn in run:
+            prompt_end = len(turn.prompt)
+            first = self.encoder.count_before(text, tokens, controls, prompt_end)
+            last = len(tokens.ids)
+            if turn is not run[-1]:
+                target_end = prompt_end + len(turn.target)
+                last = self.encoder.count_to_control(tokens, controls, target_end)
+            if first < 0 or last < 0:
+                return False
+            targets.append((first, last))
 
-        earlier = _EMPTY_DOCUMENT
-        if documents and np.array_equal(prompt_ids[: len(documents[-1].ids)], documents[-1].ids):
-            earlier = documents.pop()
+        ids = tokens.array
+        loss_mask = np.zeros(len(ids), bool)
+        earlier = _taken_beginning(documents, ids[: targets[0][0]])
+        loss_mask[: len(earlier.ids)] = earlier.loss_mask
+        turn_ends = list(earlier.turn_ends)
+        for turn, (first, last) in zip(run, targets, strict=True):
+            mask = self._mask_of_all(turn, tokens, first, last, controls)
+            if mask is None:
+                mask = self._mask_of(turn, tokens, first, last, shift=len(turn.prompt))
+            loss_mask[first:last] = mask.is_trained
+            loss_mask[:1] = False  # the first token has no context
+            turn_ends.append(_next_turn_end(turn_ends, mask, loss_mask[:last]))
+        documents.append(_document(ids, loss_mask, turn_ends))
+        return True
 
-        is_trained = np.zeros(len(tokens.ids), bool)
-        target_bytes = 0
-        for start, stop in spans:
-            inside = np.flatnonzero((start <= tokens.start) & (tokens.stop <= stop))
-            if len(inside):
-                is_trained[inside] = True
-                text = target[tokens.start[inside[0]] : tokens.stop[inside[-1]]]
-                target_bytes += len(text.encode())
-        for i in tokens.controls:
-            if is_trained[i]:
-                target_bytes -= len(target[tokens.start[i] : tokens.stop[i]].encode())
-        trained_ids = tokens.ids[is_trained]
-        has_end = len(trained_ids) > 0 and int(trained_ids[-1]) in self.template.stop_token_ids
-
-        rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
-        loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, is_trained])
-        loss_mask[:1] = False  # the first token has no context
-        documents.append(
-            Document(
-                ids=np.concatenate([prompt_ids, tokens.ids]),
-                loss_mask=loss_mask,
-                target_bytes=earlier.target_bytes + target_bytes,
-                turns=earlier.turns + 1,
-                ended=earlier.ended + int(has_end),
-            )
-        )
-
-    def _tokens_of_target(self, prompt: str, prompt_ids: np.ndarray, target: str) -> _TargetTokens:
-        """Tokenise a target after its prompt.
+    def _add(self, documents: list[Document], turn: _TrainedTurn, has_escapes: bool) -> None:
+        """Add a turn to the last document if its prompt continues it, and as a new one otherwise.
 
         If the last characters of the prompt and the first of the target became one token, the
         target is tokenised without the prompt: a model that answers begins with a new token.
+
+        Args:
+            documents: the documents of the conversation so far.
+            turn: the turn.
+            has_escapes: whether special tokens in its text are escaped.
         """
-        encoding = self.backend.encode(prompt + target, add_special_tokens=False)
-        skipped = len(prompt_ids)
-        shift = len(prompt)
-        if encoding.ids[:skipped] != prompt_ids.tolist():
-            encoding = self.backend.encode(target, add_special_tokens=False)
-            skipped = 0
+        prompt_ids = self.encoder.encode(turn.prompt, has_escapes).ids
+        tokens = self.encoder.encode(turn.prompt + turn.target, has_escapes)
+        first = len(prompt_ids)
+        shift = len(turn.prompt)
+        if tokens.ids[:first] != prompt_ids:
+            tokens = self.encoder.encode(turn.target, has_escapes)
+            first = 0
             shift = 0
 
-        ids = np.array(encoding.ids[skipped:], np.int32)
-        offsets = np.array(encoding.offsets[skipped:], int).reshape(-1, 2) - shift
+        mask = self._mask_of(
+            turn,
+            tokens,
+            first,
+            last=len(tokens.ids),
+            shift=shift,
+            has_escapes=has_escapes,
+        )
+        ids = np.array(prompt_ids + tokens.ids[first:], np.int32)
+        earlier = _taken_beginning(documents, ids[: len(prompt_ids)])
+        rest_of_prompt = np.zeros(len(prompt_ids) - len(earlier.ids), bool)
+        is_trained = np.broadcast_to(mask.is_trained, len(ids) - len(prompt_ids))
+        loss_mask = np.concatenate([earlier.loss_mask, rest_of_prompt, is_trained])
+        loss_mask[:1] = False  # the first token has no context
+        turn_end = _next_turn_end(earlier.turn_ends, mask, loss_mask)
+        documents.append(_document(ids, loss_mask, [*earlier.turn_ends, turn_end]))
+
+    def _mask_of_all(
+        self, turn: _TrainedTurn, tokens: Tokens, first: int, last: int, controls: Controls
+    ) -> _TargetMask | None:
+        """Return the mask of a turn if all tokens of its target are trained.
+
+        This is the usual case, in which the tokens need not be looked at one by one.
+
+        Args:
+            turn: the turn.
+            tokens: the tokens of its text.
+            first: the index of the first token of the target.
+            last: the index after its last token.
+            controls: the control tokens of the text.
+
+        Returns:
+            The same as :meth:`_mask_of`; ``None`` in all other cases.
+        """
+        begin = bisect_left(controls.indices, first)
+        end = bisect_left(controls.indices, last)
+        if not self._is_whole(turn) or begin == end or controls.indices[end - 1] != last - 1:
+            return None
+        shift = len(turn.prompt)
+        start = 0
+        if not self.encoder.keeps_beginning(turn.target):
+            start = tokens.spans[first][0] - shift
+        if start < 0 or controls.ends[end - 1] != shift + len(turn.target):
+            return None
+
+        target_bytes = len(turn.target[start:].encode())
+        for index in controls.indices[begin:end]:
+            text = self.encoder.border_texts.get(tokens.ids[index])
+            if text is None:
+                return None
+            target_bytes -= len(text.encode())
+        has_end = tokens.ids[last - 1] in self.template.stop_token_ids
+        return _TargetMask(is_trained=True, target_bytes=target_bytes, has_end=has_end)
+
+    def _is_whole(self, turn: _TrainedTurn) -> bool:
+        """Return whether the trained parts of a target are all of it."""
+        position = 0
+        for start, stop in turn.spans:
+            if start != position:
+                return False
+            position = stop
+        return position == len(turn.target)
+
+    def _mask_of(
+        self,
+        turn: _TrainedTurn,
+        tokens: Tokens,
+        first: int,
+        last: int,
+        shift: int,
+        has_escapes: bool = False,
+    ) -> _TargetMask:
+        """Find the tokens of a turn that are trained.
+
+        Args:
+            turn: the turn.
+            tokens: the tokens of its text.
+            first: the index of the first token of the target.
+            last: the index after its last token.
+            shift: the number of characters before the target.
+            has_escapes: whether special tokens in the target are escaped.
+        """
+        target = self._target_tokens(turn.target, tokens, first, last, shift)
+        plain_text = self.encoder.unescape(turn.target) if has_escapes else turn.target
+        is_trained = np.zeros(len(target.ids), bool)
+        target_bytes = 0
+        for start, stop in turn.spans:
+            inside = np.flatnonzero((start <= target.start) & (target.stop <= stop))
+            if len(inside):
+                is_trained[inside] = True
+                text = plain_text[target.start[inside[0]] : target.stop[inside[-1]]]
+                target_bytes += len(text.encode())
+        for i in target.controls:
+            if is_trained[i]:
+                target_bytes -= len(plain_text[target.start[i] : target.stop[i]].encode())
+        trained_ids = target.ids[is_trained]
+        has_end = len(trained_ids) > 0 and int(trained_ids[-1]) in self.template.stop_token_ids
+        return _TargetMask(is_trained, target_bytes, has_end)
+
+    def _target_tokens(
+        self, target: str, tokens: Tokens, first: int, last: int, shift: int
+    ) -> _TargetTokens:
+        """Return the tokens of a target; see :meth:`_mask_of`."""
+        ids = np.array(tokens.ids[first:last], np.int32)
+        offsets = np.array(tokens.spans[first:last], int).reshape(-1, 2) - shift
         start = offsets[:, 0]
         stop = offsets[:, 1]
-        controls = np.flatnonzero(np.isin(ids, self.control_ids))
+        controls = [
+            index
+            for index, id in enumerate(tokens.ids[first:last])
+            if id in self.encoder.control_texts
+        ]
         for i in controls:  # some include the white space around them
             token = target[start[i] : stop[i]]
             inner_start = stop[i] - len(token.lstrip())
@@ -440,9 +791,85 @@ class Renderer:
         return _TargetTokens(ids, start, stop, controls)
 
 
-_EMPTY_DOCUMENT = Document(
-    ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0, turns=0, ended=0
-)
+_EMPTY_DOCUMENT = Document(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0)
+
+
+def _next_turn_end(
+    turn_ends: Sequence[TurnEnd], mask: _TargetMask, loss_mask: np.ndarray
+) -> TurnEnd:
+    """Return the end of a turn that follows others in its document.
+
+    Args:
+        turn_ends: the ends of the turns before it.
+        mask: the tokens of the turn that are trained.
+        loss_mask: bool [n], of the document up to the end of the turn.
+    """
+    bytes_before = turn_ends[-1].target_bytes if turn_ends else 0
+    ended_before = turn_ends[-1].ended if turn_ends else 0
+    return TurnEnd(
+        length=len(loss_mask),
+        targets=int(np.count_nonzero(loss_mask)),
+        target_bytes=bytes_before + mask.target_bytes,
+        ended=ended_before + int(mask.has_end),
+    )
+
+
+def _document(ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[TurnEnd]) -> Document:
+    """Return a document that ends with the last one of its turns."""
+    return Document(ids, loss_mask, turn_ends[-1].target_bytes, tuple(turn_ends))
+
+
+def cut(document: Document, width: int, encoder: TextEncoder) -> Document:
+    """Return the first ``width`` tokens of a document, without the ends of its turns."""
+    ids = document.ids[:width]
+    loss_mask = document.loss_mask[:width]
+    target_ids = ids[loss_mask & ~np.isin(ids, encoder.control_ids)].tolist()
+    text = encoder.backend.decode(target_ids, skip_special_tokens=False)
+    return Document(ids, loss_mask, target_bytes=len(text.encode()))
+
+
+def _taken_beginning(documents: list[Document], prompt_ids: np.ndarray) -> Document:
+    """Remove the last document if a prompt begins with its tokens, and return it.
+
+    Returns:
+        The document, or an empty one.
+    """
+    if documents and np.array_equal(prompt_ids[: len(documents[-1].ids)], documents[-1].ids):
+        return documents.pop()
+    return _EMPTY_DOCUMENT
+
+
+def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
+    """Divide turns into runs in which each prompt begins with the text of the turn before."""
+    run: list[_TrainedTurn] = []
+    for turn in turns:
+        if run and not turn.prompt.startswith(run[-1].prompt + run[-1].target):
+            yield run
+            run = []
+        run.append(turn)
+    if run:
+        yield run
+
+
+def _check_text(shown: list[Any], messages: list[Message], thoughts: list[str]) -> None:
+    """Raise :class:`BadRow` if a conversation holds half of a surrogate pair.
+
+    Args:
+        shown: all that the template or a target may show.
+        messages: the messages.
+        thoughts: the reasoning of each.
+    """
+    try:
+        "".join(texts_of(shown)).encode()
+        return
+    except UnicodeEncodeError:
+        pass
+
+    reason = "holds half of a surrogate pair, which is not valid text"
+    for number, (message, thought) in enumerate(zip(messages, thoughts, strict=True), start=1):
+        if any(map(_HALF.search, texts_of([message, thought]))):
+            raise BadRow(f"message {number} ({message['role']}) {reason}")
+    raise BadRow(f"field 'tools' {reason}")
 
 
 def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
@@ -494,14 +921,3 @@ def _altered(value: Any) -> Any:
     if isinstance(value, str) and value:
         return f"~{value}"
     return value
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Yield all texts in a JSON value, with the keys of objects."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _strings([*value, *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)

@@ -1,25 +1,29 @@
-"""Render conversations as packed rows, and count their target tokens."""
+"""Render conversations, fit them into rows, and count their target tokens.
 
-import json
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass
+That takes three stages: :meth:`Conversations.encode` reads the source once, and writes the tokens
+of all conversations to temporary files. Then ``--max_length`` is known, also if it is ``auto``.
+:meth:`EncodedConversations.write` drops or truncates what is longer, and packs the rest into rows.
+"""
+
+import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
+import numpy as np
 
 from llmtrain.data.chat_template import BadRow
-from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
-from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, detect_format
-from llmtrain.data.packing import Counts, Split, SplitStats, TokenStore, hash_fraction
-from llmtrain.data.render import Document, Rendered, Renderer
-from llmtrain.data.sources import Fields, Source
+from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.formats import Conversation, conversation_of, detect_format
+from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
+from llmtrain.data.parallel_rendering import render_all
+from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.records import Records
+from llmtrain.data.render import Rendered, TurnEnd
+from llmtrain.data.sources import Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
-
-# How the log describes overlong conversations, for each value of --overlong.
-OVERLONG_OUTCOMES = {"drop": "dropped", "truncate": "truncated", "error": "overlong"}
 
 
 @dataclass
@@ -30,11 +34,11 @@ class Audit(Counts):
         conversations: conversations that were read.
         documents: training examples that the readable conversations make. That is one each, unless
             the chat template changes earlier turns; then a conversation makes several.
-        untrained: conversations without a single target token, and documents truncated to none.
-            They are left out.
+        untrained: conversations without a single target token, and documents that truncation would
+            leave without one. They are left out.
         trained: target tokens.
         repeated: tokens that a longer document of the same conversation holds, too.
-        turns: assistant turns that are trained, in documents that are not truncated.
+        turns: assistant turns that are trained.
         ended: the turns among these whose end-of-turn token is a target.
         left_answers: assistant answers that are not trained, because the chat template shows them
             differently from the way it prompts for them.
@@ -43,6 +47,9 @@ class Audit(Counts):
             not show.
         remade: turns that are trained in full, because ``{% generation %}`` marks text that no
             prompt leads to.
+        unweighted: turns that are not trained, because their weight is 0.
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     conversations: int = 0
@@ -56,6 +63,9 @@ class Audit(Counts):
     left_calls: int = 0
     unshown: int = 0
     remade: int = 0
+    unweighted: int = 0
+    special_as_text: int = 0
+    other_fields: dict[str, int] = field(default_factory=dict)
 
     def left_out(self, overlong: str) -> str:
         """Return one line that says how many conversations are kept, and why the rest is not.
@@ -69,7 +79,7 @@ class Audit(Counts):
         else:
             total = f"{self.conversations:,} conversations"
         return (
-            f"{self.kept:,} of {total}: {self.overlong:,} overlong {OVERLONG_OUTCOMES[overlong]}, "
+            f"{self.kept:,} of {total}: {self.describe_overlong(overlong)}, "
             f"{self.untrained:,} without a target token and {self.bad:,} bad ones left out"
         )
 
@@ -106,7 +116,9 @@ class Audit(Counts):
                 f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no "
                 "prompt leads to"
             )
-        return lines
+        if self.unweighted:
+            lines.append(f"{self.unweighted:,} turns are not trained, because their weight is 0")
+        return lines + lines_about_messages(self.special_as_text, self.other_fields)
 
     def check(self, name: str) -> None:
         """Check that there are target tokens, and that turns train the token that ends them.
@@ -126,7 +138,7 @@ class Audit(Counts):
                 )
             raise UserError(
                 f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} "
-                f"conversations would be trained ({reasons}); check --format, --block_size and the "
+                f"conversations would be trained ({reasons}); check --format, --max_length and the "
                 "chat template."
             )
         if self.turns and not self.ended:
@@ -137,103 +149,37 @@ class Audit(Counts):
             )
 
 
-R = TypeVar("R", Conversation, PreferenceRecord)
+def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> list[str]:
+    """Return the lines of the start-up log about the content of messages.
+
+    Args:
+        special_as_text: special tokens in messages that are encoded as text.
+        other_fields: the number of messages that have each field that llmtrain does not read.
+    """
+    lines = []
+    if special_as_text:
+        lines.append(f"{special_as_text:,} special tokens in messages are encoded as text")
+    if other_fields:
+        fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(other_fields.items()))
+        lines.append(
+            f"some messages have fields that are not read here: {fields}; the chat template gets "
+            "them"
+        )
+    return lines
 
 
-class Records(Generic[R]):
-    """The records of a source, divided into training and eval data by a hash of their content.
+class Conversations:
+    """The conversations of a source. The assistant's turns are trained.
 
     Args:
         source: the records, as fields.
-        read: turns the fields of a record into a conversation or a preference record, or raises
-            :class:`BadRow`.
+        format: the format of the records.
         config: holds the share of the eval data.
-        chat: says what to do with bad and overlong records.
+        chat: says how conversations become rows.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
-
-    Attributes:
-        documents: the number of records in each split.
+        only_split: the split of all conversations; ``None`` to divide them by hashes of prompts.
     """
-
-    def __init__(
-        self,
-        source: Source,
-        read: Callable[[Fields], R],
-        config: DataConfig,
-        chat: RowConfig,
-        stop_token_ids: Collection[int],
-    ) -> None:
-        self.source = source
-        self.chat = chat
-        self.stop_token_ids = stop_token_ids
-        self.read: Callable[[Fields], R] = read
-        self._bad = 0  # records that the last pass over the source could not read
-
-        hashes = [_hash_of(record) for _, record in self._read()]
-        if not hashes:
-            raise UserError(f"--dataset {source.name} holds no conversation.")
-        self.eval_limit = _eval_limit(hashes, config.eval_fraction)
-        eval_count = sum(number < self.eval_limit for number in hashes)
-        self.documents: dict[Split, int] = {
-            "train": len(hashes) - eval_count,
-            "eval": eval_count,
-        }
-
-    def texts(self, split: Split | None = None) -> Iterator[str]:
-        """Yield the text of every message in one split, or in both."""
-        for _, record in self._read(split):
-            for message in record.messages:
-                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
-                text = message["content"].encode(errors="ignore").decode()
-                if text:
-                    yield text
-
-    def _split_of(self, record: R) -> Split:
-        """Return the split that the hash of a record chooses."""
-        return "eval" if _hash_of(record) < self.eval_limit else "train"
-
-    def _read(self, split: Split | None = None) -> Iterator[tuple[str, R]]:
-        """Yield the readable records of one split, or of both, each with its place.
-
-        The place is the file and the line or row.
-        """
-        self._bad = 0
-        for place, fields in self.source.records(None):
-            try:
-                record = self.read(fields)
-            except BadRow as error:
-                self._refuse(place, error)
-                self._bad += 1
-                continue
-            if split is None or split == self._split_of(record):
-                yield place, record
-
-    def _refuse(self, place: str, error: BadRow) -> None:
-        """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
-        if self.chat.on_bad_row == "error":
-            raise UserError(
-                f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
-            ) from None
-
-    def _truncates(self, audit: Counts, complaint: str) -> bool:
-        """Count an overlong document, and return whether to keep its beginning.
-
-        Args:
-            audit: the counts.
-            complaint: the place of the document and what is wrong, for the error.
-
-        Raises:
-            UserError: if ``--overlong`` is ``error``.
-        """
-        if self.chat.overlong == "error":
-            raise UserError(f"{complaint}; raise --block_size, or set --overlong drop or truncate.")
-        audit.overlong += 1
-        return self.chat.overlong == "truncate"
-
-
-class Conversations(Records[Conversation]):
-    """The conversations of a source. The assistant's turns are trained."""
 
     def __init__(
         self,
@@ -242,97 +188,277 @@ class Conversations(Records[Conversation]):
         config: DataConfig,
         chat: ChatConfig,
         stop_token_ids: Collection[int] = (),
+        only_split: Split | None = None,
     ) -> None:
-        super().__init__(
+        self.source = source
+        self.only_split = only_split
+        self.records = Records[Conversation](
             source,
-            read=lambda fields: conversation_of(fields, format),
+            read=lambda fields: conversation_of(
+                fields,
+                format,
+                has_artificial_nulls=source.has_artificial_nulls,
+                is_format_detected=chat.format == "auto",
+            ),
             config=config,
             chat=chat,
-            stop_token_ids=stop_token_ids,
+            only_split=only_split,
         )
-        self.only_last_turns = chat.turns == "last"
+        self.chat = chat
+        self.stop_token_ids = stop_token_ids
+        self.processes = chat.rendering_processes
 
-    def write(
-        self, tokenizer: FastTokenizer, block_size: int, path: Path, split: Split
-    ) -> SplitStats:
-        """Render a split and write its rows.
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the text of every message in one split, or in both."""
+        return self.records.texts(split)
+
+    def encode(self, tokenizer: FastTokenizer, folder: Path) -> "EncodedConversations":
+        """Render all conversations, and write their tokens to temporary files.
 
         Args:
-            tokenizer: a tokenizer with a chat template.
-            block_size: a row holds ``block_size + 1`` tokens.
-            path: the file to write.
-            split: the split.
+            tokenizer: a tokenizer. If it has no chat template, the conversations are plain text.
+            folder: the folder of the temporary files.
 
         Raises:
-            UserError: with the place of a conversation that cannot be rendered or is too long, if
-                the flags do not say to go on without it; or if no training data are left.
+            UserError: with the place of a conversation that cannot be read or rendered, if the
+                flags do not say to go on without it.
         """
-        renderer = Renderer(tokenizer, self.stop_token_ids, self.only_last_turns)
-        store = TokenStore(path)
-        audit = Audit()
-        width = block_size + 1
-        target_bytes = 0
-        total = self.documents[split]
+        renderer = make_renderer(
+            tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            only_last_turns=self.chat.turns == "last",
+        )
+        encoded = self._encode_once(renderer, folder)
+        if self.records.settle_limit():
+            # The splits are others than this pass assumed. That happens to few records, or to many
+            # copies of one.
+            encoded.close()
+            encoded = self._encode_once(renderer, folder)
+        return encoded
 
-        records = self._read(split)
-        for place, conversation in tqdm(records, total=total, desc="rendering", leave=False):
-            audit.conversations += 1
-            try:
-                rendered = renderer(conversation)
-            except BadRow as error:
-                self._refuse(place, error)
-                audit.bad += 1
-                continue
-            _count(rendered, audit)
+    def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedConversations":
+        encoded = EncodedConversations(self.records, self.chat, folder)
+        items = ((read, read.record) for read in self.records)
+        results = render_all(renderer, items, self.processes)
+        for read, _, rendered in self.records.progress(results):
+            split = encoded.splits[read.split]
+            split.audit.conversations += 1
+            if isinstance(rendered, BadRow):
+                self.records.refuse(read.place, rendered)
+                split.audit.bad += 1
+            else:
+                split.add(read.number, rendered)
+        return encoded
 
-            lengths = []
-            for full_document in rendered.documents:
-                document = self._fitted(renderer, full_document, block_size, place, audit)
-                if document is None:
-                    continue
-                store.add(document.ids, document.loss_mask)
-                lengths.append(len(document.ids))
-                target_bytes += document.target_bytes
-                audit.kept += 1
-                audit.trained += int(document.loss_mask.sum())
-                audit.turns += document.turns
-                audit.ended += document.ended
-            audit.tokens += sum(lengths)
-            audit.repeated += sum(lengths) - max(lengths, default=0)
 
-        audit.rows = store.write_rows(path, width, self.chat.packing)
-        audit.places = audit.rows * width
+class _EncodedSplit:
+    """The documents of a split, whose tokens are in a temporary file.
+
+    Attributes:
+        store: the tokens.
+        audit: the counts that do not depend on ``--max_length``.
+        records: the number of the record that each document comes from.
+        first_turns: the index of each document's first turn among all turns.
+        turns: the :class:`TurnEnd` of each turn of each document, one number after the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.store = TokenStore(path)
+        self.audit = Audit()
+        self.records = array.array("q")
+        self.first_turns = array.array("q")
+        self.turns = array.array("q")
+
+    def add(self, record: int, rendered: Rendered) -> None:
+        """Add the documents of a rendered conversation.
+
+        Args:
+            record: the number of its record.
+            rendered: its documents.
+        """
+        _count(rendered, self.audit)
+        for document in rendered.documents:
+            self.store.add(document.ids, document.loss_mask)
+            self.records.append(record)
+            self.first_turns.append(len(self.turns) // len(TurnEnd._fields))
+            for turn_end in document.turn_ends:
+                self.turns.extend(turn_end)
+
+    @property
+    def turn_ends(self) -> np.ndarray:
+        """The :class:`TurnEnd` of each turn, int64 [turns, 4]."""
+        return np.array(self.turns, np.int64).reshape(-1, len(TurnEnd._fields))
+
+
+class _Fitted(NamedTuple):
+    """The documents that fit in a row, possibly after truncation. Each array is int64 [documents].
+
+    Attributes:
+        documents: their numbers in the store.
+        first_turns: the index of each document's first turn among all turns.
+        last_turns: the index of its last turn that is kept.
+        lengths: the number of tokens that are kept.
+    """
+
+    documents: np.ndarray
+    first_turns: np.ndarray
+    last_turns: np.ndarray
+    lengths: np.ndarray
+
+
+class EncodedConversations:
+    """The conversations of a source as tokens, which do not fit into rows yet.
+
+    Args:
+        records: the source's records.
+        chat: says how conversations become rows.
+        folder: the folder of the temporary files.
+    """
+
+    def __init__(self, records: Records[Conversation], chat: ChatConfig, folder: Path) -> None:
+        self.records = records
+        self.chat = chat
+        self.splits: dict[Split, _EncodedSplit] = {
+            "train": _EncodedSplit(folder / "train.tokens"),
+            "eval": _EncodedSplit(folder / "eval.tokens"),
+        }
+
+    def close(self) -> None:
+        """Delete the temporary files."""
+        for split in self.splits.values():
+            split.store.close()
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each document, int64 [documents]."""
+        # The last token of a row predicts nothing, so a row holds one token more.
+        return self.splits[split].store.lengths - 1
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split.
+
+        Args:
+            path: the file to write.
+            split: the split.
+            max_length: a row holds one token more.
+
+        Raises:
+            UserError: with the place of a conversation that is too long, if the flags do not say to
+                go on without it; or if no training data are left.
+        """
+        encoded = self.splits[split]
+        audit = replace(encoded.audit)
+        conversations = audit.conversations
+        width = max_length + 1
+        fitted = self._fit(encoded, width, audit)
+
+        examples = Examples.of_documents(fitted.documents, fitted.lengths)
+        written = encoded.store.write_rows(path, examples, width, self.chat.is_packed)
+
+        turn_ends = encoded.turn_ends
+        _, targets, target_bytes, ended = turn_ends[fitted.last_turns].sum(axis=0).tolist()
+        audit.kept = len(fitted.documents)
+        audit.tokens = int(fitted.lengths.sum())
+        audit.trained = targets
+        audit.turns = int((fitted.last_turns - fitted.first_turns + 1).sum())
+        audit.ended = ended
+        audit.repeated = audit.tokens - _sum_of_longest(
+            fitted.lengths, np.array(encoded.records, np.int64)[fitted.documents]
+        )
+        audit.rows = written.rows
+        audit.places = written.rows * width
+
+        # Unreadable records have no hash. If records are divided, they count as training data.
+        if split == (self.records.only_split or "train"):
+            audit.bad += self.records.unreadable
+            audit.conversations += self.records.unreadable
         if split == "train":
-            # Unreadable records have no hash, so they are all counted as training data.
-            audit.bad += self._bad
-            audit.conversations += self._bad
-            audit.check(self.source.name)
+            audit.check(self.records.source.name)
         return SplitStats(
-            documents=total,
-            rows=audit.rows,
+            documents=conversations,
+            rows=written.rows,
             targets=audit.trained,
             bytes=target_bytes,
-            sha256=store.digest.hexdigest(),
+            sha256=written.digest.hexdigest(),
             audit=audit,
         )
 
-    def _fitted(
-        self, renderer: Renderer, document: Document, block_size: int, place: str, audit: Audit
-    ) -> Document | None:
-        """Return a document that fits in a row and has a target, or ``None`` if it is left out."""
-        width = block_size + 1
-        if len(document.ids) > width:
-            complaint = (
-                f"{place}: {len(document.ids):,} tokens are more than --block_size {block_size} "
-                "allows"
-            )
-            if not self._truncates(audit, complaint):
-                return None
-            document = renderer.cut(document, width)
-        if not document.loss_mask.any():
-            audit.untrained += 1
-            return None
-        return document
+    def _fit(self, encoded: _EncodedSplit, width: int, audit: Audit) -> _Fitted:
+        """Choose the documents that become rows, and where to truncate them.
+
+        Args:
+            encoded: the documents of a split.
+            width: the number of tokens in a row.
+            audit: counts the documents that are left out.
+        """
+        turn_ends = encoded.turn_ends
+        first_turns = np.array(encoded.first_turns, np.int64)
+        lengths = encoded.store.lengths
+        last_turns = np.append(first_turns, len(turn_ends))[1:] - 1
+
+        has_targets = turn_ends[last_turns, 1] > 0
+        is_overlong = lengths > width
+        is_kept = has_targets & ~is_overlong
+        audit.untrained += int((~has_targets & ~is_overlong).sum())
+        audit.overlong += int(is_overlong.sum())
+
+        kept_lengths = np.where(is_kept, lengths, 0)
+        for document in np.flatnonzero(is_overlong).tolist():
+            if self.chat.overlong == "error":
+                self._refuse_overlong(encoded, document, width)
+            if self.chat.overlong == "truncate":
+                # The turns that end in the row and have a target.
+                own_turns = turn_ends[first_turns[document] : last_turns[document] + 1]
+                fits = (own_turns[:, 0] <= width) & (own_turns[:, 1] > 0)
+                if fits.any():
+                    last_fitting = int(np.flatnonzero(fits)[-1])
+                    last_turns[document] = first_turns[document] + last_fitting
+                    kept_lengths[document] = own_turns[last_fitting, 0]
+                    is_kept[document] = True
+                else:
+                    self._refuse_untrainable(encoded, document, width)
+                    audit.untrained += 1
+        audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
+
+        documents = np.flatnonzero(is_kept)
+        return _Fitted(
+            documents=documents,
+            first_turns=first_turns[documents],
+            last_turns=last_turns[documents],
+            lengths=kept_lengths[documents],
+        )
+
+    def _refuse_overlong(self, encoded: _EncodedSplit, document: int, width: int) -> None:
+        """Raise :class:`UserError` for a document that is too long."""
+        place = self.records.place_of(encoded.records[document])
+        length = int(encoded.store.lengths[document])
+        raise UserError(
+            f"{place}: {length:,} tokens are more than --max_length {width - 1} allows; raise it, "
+            "or set --overlong drop or truncate."
+        )
+
+    def _refuse_untrainable(self, encoded: _EncodedSplit, document: int, width: int) -> None:
+        """Raise :class:`UserError`, unless bad records are skipped: truncation leaves no target."""
+        if self.chat.on_bad_row == "skip":
+            return
+        place = self.records.place_of(encoded.records[document])
+        raise UserError(
+            f"{place}: none of the assistant's turns ends within --max_length {width - 1}, so "
+            "truncation would leave nothing to train on; raise it, set --overlong drop, or leave "
+            "such records out with --on_bad_row skip."
+        )
+
+
+def _sum_of_longest(lengths: np.ndarray, records: np.ndarray) -> int:
+    """Return the sum of the longest document's length of each record.
+
+    Args:
+        lengths: int64 [documents].
+        records: int64 [documents], the number of the record of each document, in ascending order.
+    """
+    if not len(lengths):
+        return 0
+    first_documents = np.flatnonzero(np.diff(records, prepend=records[0] - 1))
+    return int(np.maximum.reduceat(lengths, first_documents).sum())
 
 
 def _count(rendered: Rendered, audit: Audit) -> None:
@@ -343,53 +469,42 @@ def _count(rendered: Rendered, audit: Audit) -> None:
     audit.left_calls += rendered.left_calls
     audit.unshown += rendered.unshown
     audit.remade += rendered.remade
+    audit.unweighted += rendered.unweighted
+    audit.special_as_text += rendered.special_as_text
+    add_counts(audit.other_fields, rendered.other_fields)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:
     """Return the format of a source's records: ``--format``, or detected from the first record.
 
     Records that are not conversations are ``text``.
+
+    Raises:
+        UserError: if there is no record whose format could be detected.
     """
     if chat.format != "auto":
         return chat.format
     first = next(source.records(None), None)
     if first is None:
-        return "text"
+        raise UserError(f"{source.flag} {source.name} holds no records.")
     return detect_format(first.fields) or "text"
-
-
-def _eval_limit(hashes: list[float], fraction: float) -> float:
-    """Return the limit below which the hash of a conversation makes it eval data.
-
-    The limit is ``fraction``, unless that would choose no conversation or far too many. Then it is
-    a limit that chooses about ``fraction`` of them. Copies of a conversation have the same hash and
-    stay in the same split.
-
-    Args:
-        hashes: the hash of each conversation, in [0, 1).
-        fraction: the share of eval data, in [0, 1).
-    """
-    chosen = sum(number < fraction for number in hashes)
-    largest = min(len(hashes) * max(0.5, 2 * fraction), len(hashes) - 1)
-    if not fraction or 0 < chosen <= largest:
-        return fraction
-
-    ascending = sorted(hashes)
-    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
-    for number in ascending[count:]:
-        if number > ascending[0]:
-            return number
-    return 0.0  # all conversations are the same
-
-
-def _hash_of(record: Conversation | PreferenceRecord) -> float:
-    """Hash a record to a number in [0, 1), which decides whether it is training or eval data."""
-    # All answers to a prompt stay in the same split.
-    content = record.prompt if isinstance(record, PreferenceRecord) else record
-    return hash_fraction(json.dumps(content, sort_keys=True, default=str))
 
 
 def total_audit(audits: Sequence[Counts]) -> Counts:
     """Return the sums of the counts of several sources."""
-    totals = [sum(values) for values in zip(*map(astuple, audits), strict=True)]
+    totals: list[Any] = []
+    for values in zip(*map(astuple, audits), strict=True):
+        if isinstance(values[0], dict):
+            merged: dict[str, int] = {}
+            for counts in values:
+                add_counts(merged, counts)
+            totals.append(merged)
+        else:
+            totals.append(sum(values))
     return type(audits[0])(*totals)
+
+
+def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts to totals with the same keys."""
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count

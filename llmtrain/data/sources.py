@@ -4,41 +4,69 @@ A source has a fingerprint, by which rows that were made from it are found in th
 reading its records.
 """
 
-import codecs
-import csv
+import functools
 import glob
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
-from llmtrain.errors import UserError, as_user_error, first_line
+from llmtrain.data.readers import (
+    READABLE,
+    Record,
+    count_records,
+    has_artificial_nulls,
+    is_readable,
+    numbered,
+    read_file,
+    shown,
+    suffix_of,
+)
+from llmtrain.errors import UserError, first_line, hub_error
 
 if TYPE_CHECKING:
     import datasets
 
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 RecordFunction: TypeAlias = Callable[[], Iterable[str | Fields]]
+# What a recipe with its own data passes: a function that yields them, a datasets.Dataset, a list.
+PythonRecords: TypeAlias = RecordFunction | Iterable[str | Fields]
 
-_SHOWN_CHARACTERS = 40  # of a value that an error message quotes
+# Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
+_CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
 
 
-class Record(NamedTuple):
-    """A record and its place.
+@dataclass(frozen=True)
+class SplitChoice:
+    """The split that is read of a data set that has splits, and the flags that it comes from.
 
     Attributes:
-        place: the file and the line or row, for error messages.
-        fields: the fields.
+        data_flag: the flag that names the data set.
+        split_flag: the flag that names the split.
+        default: the split to read if the user named none.
+        value: the split that the user named.
     """
 
-    place: str
-    fields: Fields
+    data_flag: str = "--dataset"
+    split_flag: str = "--dataset_train_split"
+    default: str = "train"
+    value: str | None = None
+
+    @property
+    def split(self) -> str:
+        """The split to read."""
+        return self.value or self.default
+
+
+_TRAIN_SPLIT = SplitChoice()
 
 
 @dataclass(frozen=True)
@@ -46,15 +74,26 @@ class Source:
     """Records in a fixed order.
 
     Attributes:
-        name: the name of the source in ``--dataset``.
+        name: the name of the source in ``--dataset`` or ``--eval_dataset``.
         fingerprint: returns a hex digest that changes whenever the records may have changed.
         records: yields the records. If it is called with the name of a field, it may leave out all
             other fields.
+        flag: the flag that names the source, for error messages.
+        has_splits: whether the records are a split that a flag chooses.
+        has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
+            column has the keys of all of them. A null may then stand for an absent key. If only
+            some files of a source are such, it is true for all.
+        count: returns about how many records there are, for a progress bar; ``None`` if counting
+            would take as long as reading.
     """
 
     name: str
     fingerprint: Callable[[], str]
     records: Callable[[str | None], Iterator[Record]]
+    flag: str = "--dataset"
+    has_splits: bool = False
+    has_artificial_nulls: bool = False
+    count: Callable[[], int | None] = lambda: None
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -77,7 +116,7 @@ def documents(source: Source, field: str) -> Iterator[str]:
 
         text = fields[field]
         if not isinstance(text, str):
-            raise UserError(f"{place}: field '{field}' is {_shown(text)}, not text.")
+            raise UserError(f"{place}: field '{field}' is {shown(text)}, not text.")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -87,117 +126,143 @@ def documents(source: Source, field: str) -> Iterator[str]:
         yield text
 
 
-def _shown(value: object) -> str:
-    """Return the beginning of a value as JSON, for an error message."""
-    return json.dumps(value, default=repr)[:_SHOWN_CHARACTERS]
-
-
-def open_source(name: str) -> Source:
-    """Return the source with a name in ``--dataset``.
+def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
+    """Return the source with a name in ``--dataset`` or ``--eval_dataset``.
 
     A name that is neither a path nor builtin is taken for a data set on the Hugging Face hub. The
     hub is asked only when its records are read.
+
+    Args:
+        name: a file, a folder, a glob, a builtin data set, or a data set on the hub, which may be
+            followed by ``@REVISION`` and ``:CONFIGURATION``.
+        choice: the split to read, and the flag that names the source.
 
     Raises:
         UserError: if there is no such path or builtin data set.
     """
     if name.startswith("builtin:"):
-        return _builtin(name)
+        return _builtin(name, choice)
 
     try:
-        paths = _find_files(name)
+        source = _local_source(name, choice)
     except (OSError, RuntimeError) as error:
         # The name is too long, or it begins with a ~user that does not exist.
-        raise UserError(f"--dataset {name[:80]}: {first_line(error)}.") from None
+        raise UserError(f"{choice.data_flag} {name[:80]}: {first_line(error)}.") from None
 
-    if paths:
-        return Source(
-            name,
-            fingerprint=partial(_fingerprint_of_files, paths),
-            records=partial(_read_files, paths),
-        )
+    if source is not None:
+        return source
     if _looks_local(name):
         raise UserError(
-            f"--dataset {name}: no file ending in {' '.join(SUFFIXES)} was found; check the path "
+            f"{choice.data_flag} {name}: no file ending in {READABLE} was found; check the path "
             f"from {Path.cwd()}."
         )
-    return _hub(name)
+    return _hub_source(name, choice)
 
 
-def _builtin(name: str) -> Source:
+def with_columns(source: Source, columns: Mapping[str, str]) -> Source:
+    """Return a source whose fields are renamed.
+
+    Args:
+        source: the records.
+        columns: the name of a field in the source, by its new name.
+    """
+    if not columns:
+        return source
+
+    def records(_: str | None) -> Iterator[Record]:
+        is_first = True
+        for place, fields in source.records(None):
+            if is_first:
+                _check_columns(place, fields, columns)
+                is_first = False
+            yield Record(place, _renamed(fields, columns))
+
+    return replace(source, records=records)
+
+
+def _check_columns(place: str, fields: Fields, columns: Mapping[str, str]) -> None:
+    for ours, theirs in columns.items():
+        if theirs not in fields:
+            names = ", ".join(map(str, fields))
+            raise UserError(
+                f"{place}: no field '{theirs}' for --columns {ours}={theirs}; the record has "
+                f"{names}."
+            )
+
+
+def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
+    """Rename the fields of a record. A field that has the new name of another one is left out."""
+    sources = set(columns.values())
+    renamed = {
+        name: value for name, value in fields.items() if name not in sources and name not in columns
+    }
+    for ours, theirs in columns.items():
+        if theirs in fields:
+            renamed[ours] = fields[theirs]
+    return renamed
+
+
+# --- builtin data sets and the recipe's own records
+
+
+def _builtin(name: str, choice: SplitChoice) -> Source:
     if name not in builtin.CORPORA:
         names = ", ".join(builtin.CORPORA)
-        raise UserError(f"--dataset {name} does not exist; use one of {names}.")
+        raise UserError(f"{choice.data_flag} {name} does not exist; use one of {names}.")
     make = builtin.CORPORA[name]
     return Source(
         name,
         fingerprint=partial(builtin.fingerprint, name),
-        records=lambda _: _numbered(make(), f"{name}, document"),
+        records=lambda _: numbered(make(), f"{name}, document"),
+        flag=choice.data_flag,
     )
 
 
-def _looks_local(name: str) -> bool:
-    """Return whether a name can only be a path."""
-    return (
-        _suffix(Path(name)) in SUFFIXES
-        or name.startswith((".", "/", "~"))
-        or any(character in name for character in "*?[")
-        or Path(name).exists()
-    )
+def records_source(records: PythonRecords) -> Source:
+    """Return the records that a recipe has in Python.
+
+    Args:
+        records: a ``datasets.Dataset``, a function that yields texts or dictionaries of fields, or
+            a list of these. They must always be the same, in the same order.
+
+    Raises:
+        UserError: if ``records`` is something else, or if it can be read only once.
+    """
+    if callable(records):
+        # Some callables have no name.
+        name = getattr(records, "__name__", "records")
+        return _iterated_source(records, name, place=f"{name}(), record")
+
+    datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
+    if datasets is not None and isinstance(records, datasets.Dataset):
+        source = _dataset_source("records", lambda: records, place="records, row")
+        return replace(source, has_splits=False)
+
+    advice = "pass a datasets.Dataset, a list of texts or of dictionaries, or a function"
+    kind = type(records).__name__
+    # Iterating over a mapping or a table of pandas yields names, and a set has no order.
+    is_named = isinstance(records, str | bytes | set | frozenset) or hasattr(records, "keys")
+    if is_named or not hasattr(records, "__iter__"):
+        raise UserError(f"tokenize(records=...) cannot read a {kind}; {advice}.")
+    if iter(records) is records:
+        raise UserError(
+            f"tokenize(records=...) reads the records several times, but a {kind} can be read only "
+            "once; pass a list, or a function that returns it anew."
+        )
+
+    source = _iterated_source(lambda: records, "records", place="records, record")
+    is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
+    return replace(source, has_artificial_nulls=is_streamed)
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
+def _iterated_source(function: RecordFunction, name: str, place: str) -> Source:
+    """Return the records that a function yields.
 
-
-def _find_files(name: str) -> list[Path]:
-    """Return the readable files of a file, folder or glob, sorted."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        if _suffix(path) not in SUFFIXES:
-            raise UserError(
-                f"--dataset {name}: cannot read '{path.suffix}' files; convert it to one of "
-                f"{' '.join(SUFFIXES)}."
-            )
-        return [path]
-
-    if path.is_dir():
-        matches = set(path.rglob("*"))
-    else:
-        # Path.glob takes no absolute patterns.
-        names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
-        matches = set(map(Path, names))
-    return sorted(path for path in matches if _suffix(path) in SUFFIXES and path.is_file())
-
-
-def _hub(name: str) -> Source:
-    """Return the training split of a data set on the hub, NAME or NAME:CONFIGURATION."""
-
-    def load() -> "datasets.Dataset":
-        import datasets  # slow to import, and needed only here
-
-        path, _, configuration = name.partition(":")
-        with as_user_error(f"--dataset {name} is not a file or folder, and the hub answered"):
-            return cast(
-                "datasets.Dataset",
-                datasets.load_dataset(path, configuration or None, split="train"),
-            )
-
-    def fingerprint() -> str:
-        return hashlib.sha256(load()._fingerprint.encode()).hexdigest()
-
-    def records(field: str | None) -> Iterator[Record]:
-        dataset = load()
-        if field in dataset.column_names:
-            dataset = dataset.select_columns([field])
-        return _numbered(dataset, f"{name}, row")
-
-    return Source(name, fingerprint, records)
-
-
-def function_source(function: RecordFunction) -> Source:
-    """Return the records that a function yields: texts, or dictionaries of fields."""
-    name = getattr(function, "__name__", "records")  # some callables have no name
+    Args:
+        function: yields texts, or dictionaries of fields.
+        name: the name of the source.
+        place: what error messages write before the number of a record.
+    """
 
     def fingerprint() -> str:
         # A hash of the records, because a function whose name stays the same may have changed.
@@ -207,135 +272,317 @@ def function_source(function: RecordFunction) -> Source:
         return digest.hexdigest()
 
     def records(field: str | None) -> Iterator[Record]:
-        return _numbered(function(), f"{name}(), record", field)
+        return numbered(function(), place, field)
 
     return Source(name, fingerprint, records)
 
 
-def _numbered(
-    records: Iterable[str | Fields], place: str, field: str | None = None
-) -> Iterator[Record]:
-    """Yield records with their places.
+# --- files and folders
 
-    Args:
-        records: texts, or dictionaries of fields.
-        place: followed by the number of a record, this is the record's place.
-        field: the name of the field that a text becomes; by default ``text``.
-    """
-    for number, record in enumerate(records):
-        fields = {field or "text": record} if isinstance(record, str) else record
-        if not isinstance(fields, dict):
+
+def _local_source(name: str, choice: SplitChoice) -> Source | None:
+    """Return the source in a file, folder or glob, or ``None`` if there is none."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file():
+            return _saved_splits(name, path, choice)
+        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+            return _file_source(name, _saved_files(path), choice)
+        if choice.value is not None or _has_hub_layout(path):
+            return _folder_source(name, path, None, choice)
+
+    paths = _find_files(name, choice)
+    if paths:
+        return _file_source(name, paths, choice)
+
+    head, _, configuration = name.rpartition(":")
+    folder = Path(head).expanduser()
+    if head and folder.is_dir():
+        return _folder_source(name, folder, configuration, choice)
+    return None
+
+
+def _file_source(name: str, paths: list[Path], choice: SplitChoice) -> Source:
+    return Source(
+        name,
+        fingerprint=partial(_fingerprint_of_files, paths),
+        records=partial(_read_files, paths),
+        flag=choice.data_flag,
+        has_artificial_nulls=any(map(has_artificial_nulls, paths)),
+        count=partial(_count_records, paths),
+    )
+
+
+def _count_records(paths: list[Path]) -> int | None:
+    """Return about how many records there are in files; ``None`` if one cannot be counted."""
+    total = 0
+    for path in paths:
+        try:
+            count = count_records(path)
+        except OSError:  # reading the file will report what is wrong with it
+            return None
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def _looks_local(name: str) -> bool:
+    """Return whether a name can only be a path."""
+    return (
+        is_readable(Path(name))
+        or name.startswith((".", "/", "~"))
+        or any(character in name for character in "*?[")
+        or Path(name).exists()
+    )
+
+
+def _find_files(name: str, choice: SplitChoice) -> list[Path]:
+    """Return the readable files of a file, folder or glob, sorted."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        if not is_readable(path):
             raise UserError(
-                f"{place} {number} is {_shown(record)}, neither text nor a dictionary of fields."
+                f"{choice.data_flag} {name}: cannot read '{suffix_of(path)}' files; convert it to "
+                f"one of {READABLE}."
             )
-        yield Record(f"{place} {number}", fields)
+        return [path]
+
+    if path.is_dir():
+        matches = set(path.rglob("*"))
+    else:
+        # Path.glob takes no absolute patterns.
+        names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
+        matches = set(map(Path, names))
+    return sorted(path for path in matches if is_readable(path) and path.is_file())
 
 
 def _fingerprint_of_files(paths: list[Path]) -> str:
     """Hash the content of files, but not their names. So a data set may be moved."""
     digest = hashlib.sha256()
     for path in paths:
-        try:
-            digest.update(_suffix(path).encode() + file_digest(path))
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}.") from None
+        digest.update(suffix_of(path).encode() + _digest_of(path))
     return digest.hexdigest()
+
+
+def _digest_of(path: Path) -> bytes:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}.") from None
 
 
 def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
     for path in paths:
-        read = _READERS.get(_suffix(path), _read_text)
-        try:
-            yield from read(path, field)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror or error}.") from None
+        yield from read_file(path, field)
 
 
-def _read_text(path: Path, field: str | None) -> Iterator[Record]:
-    """Yield the file as one record, whose only field has the requested name."""
-    yield Record(str(path), {field or "text": _decode(path.read_bytes(), path)})
+# --- folders of datasets.save_to_disk
 
 
-def _decode(raw: bytes, path: Path, line: int = 1) -> str:
-    """Decode UTF-8.
+def _saved_splits(name: str, folder: Path, choice: SplitChoice) -> Source:
+    """Return a split of a ``DatasetDict`` that was saved."""
+    splits = _saved_value(folder / "dataset_dict.json", "splits")
+    if choice.split not in splits:
+        raise _missing_split(name, [str(split) for split in splits], choice)
+    source = _file_source(name, _saved_files(folder / choice.split), choice)
+    return replace(source, has_splits=True)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a ``Dataset`` that was saved, in the order of its rows."""
+    files = _saved_value(folder / "state.json", "_data_files")
+    names = [str(file.get("filename")) for file in files if isinstance(file, dict)]
+    return [folder / name for name in names]
+
+
+def _saved_value(path: Path, key: str) -> list[object]:
+    """Return a list in one of the JSON files that ``save_to_disk`` writes."""
+    try:
+        value = json.loads(path.read_text())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged or absent ({first_line(error)}); save the data set again with "
+            "save_to_disk."
+        ) from None
+    if not isinstance(value, list):
+        raise UserError(f"{path}: '{key}' is {shown(value)}, not a list; save the data set again.")
+    return value
+
+
+# --- data sets of the hub, and folders in its layout
+
+
+def _has_hub_layout(folder: Path) -> bool:
+    """Return whether the files of a folder are named as in a data set on the hub."""
+    for shards in (folder, folder / "data"):
+        if any(_SHARD.fullmatch(path.name) for path in shards.glob("*.parquet")):
+            return True
+    readme = folder / "README.md"
+    return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))
+
+
+def _folder_source(
+    name: str, folder: Path, configuration: str | None, choice: SplitChoice
+) -> Source:
+    """Return a split of a folder, as ``datasets`` loads it."""
+    if configuration == "":
+        raise UserError(f"{choice.data_flag} {name}: write FOLDER or FOLDER:CONFIGURATION.")
+    load = partial(
+        _load_split,
+        name,
+        str(folder),
+        configuration=configuration,
+        revision=None,
+        choice=choice,
+        failure=f"{choice.data_flag} {name} cannot be loaded",
+    )
+    source = _dataset_source(name, load, _place(name, choice), flag=choice.data_flag)
+    fingerprint = partial(_fingerprint_of_folder, folder, [configuration, choice.split])
+    return replace(source, fingerprint=fingerprint)
+
+
+def _fingerprint_of_folder(folder: Path, selection: list[str | None]) -> str:
+    """Hash the names and the content of all files in a folder.
 
     Args:
-        raw: the content of a file, or one line of it.
-        path: the file.
-        line: the number of the first line in ``raw``, from 1.
+        folder: the folder. Hidden files are left out, because ``datasets`` ignores them.
+        selection: the configuration and the split that are read.
+    """
+    digest = hashlib.sha256(json.dumps(selection).encode())
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not is_hidden:
+            digest.update(relative.as_posix().encode() + b"\0" + _digest_of(path))
+    return digest.hexdigest()
+
+
+def _hub_source(name: str, choice: SplitChoice) -> Source:
+    """Return a split of a data set on the hub, NAME@REVISION:CONFIGURATION or a part of that."""
+    head, colon, configuration = name.partition(":")
+    path, at, revision = head.partition("@")
+    if not path or (colon and not configuration) or (at and not revision):
+        raise UserError(
+            f"{choice.data_flag} {name}: write NAME, NAME:CONFIGURATION, NAME@REVISION or "
+            "NAME@REVISION:CONFIGURATION."
+        )
+    if revision and Path(path).is_dir():
+        raise UserError(
+            f"{choice.data_flag} {name}: {path} is a folder here, which has no revisions; leave "
+            f"@{revision} out."
+        )
+    load = partial(
+        _load_split,
+        name,
+        path,
+        configuration=configuration or None,
+        revision=revision or None,
+        choice=choice,
+        failure=f"{choice.data_flag} {name} is not a file or folder, and the hub answered",
+    )
+    return _dataset_source(name, load, _place(name, choice), flag=choice.data_flag)
+
+
+def _place(name: str, choice: SplitChoice) -> str:
+    """Return what error messages write before the number of a row."""
+    split = "" if choice.split == _TRAIN_SPLIT.split else f"{choice.split} "
+    return f"{name}, {split}row"
+
+
+def _dataset_source(
+    name: str, load: Callable[[], "datasets.Dataset"], place: str, flag: str = "--dataset"
+) -> Source:
+    """Return the rows of a ``datasets.Dataset``.
+
+    Args:
+        name: the name of the source.
+        load: returns the data set; it is called once.
+        place: what error messages write before the number of a row.
+        flag: the flag that names the source.
+    """
+    load_once = functools.cache(load)
+
+    def fingerprint() -> str:
+        return hashlib.sha256(load_once()._fingerprint.encode()).hexdigest()
+
+    def records(field: str | None) -> Iterator[Record]:
+        dataset = load_once()
+        if field in dataset.column_names:
+            dataset = dataset.select_columns([field])
+        return numbered(dataset, place, field)
+
+    return Source(
+        name,
+        fingerprint,
+        records,
+        flag=flag,
+        has_splits=True,
+        has_artificial_nulls=True,
+        count=lambda: len(load_once()),
+    )
+
+
+def _load_split(
+    name: str,
+    path: str,
+    *,
+    configuration: str | None,
+    revision: str | None,
+    choice: SplitChoice,
+    failure: str,
+) -> "datasets.Dataset":
+    """Load a split of a data set on the hub or in a folder.
+
+    Args:
+        name: the name in ``--dataset`` or ``--eval_dataset``.
+        path: the part of it that is the name on the hub, or the path of the folder.
+        configuration: the configuration; ``None`` for the only one.
+        revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
+        choice: the split.
+        failure: the beginning of the error message if it cannot be loaded.
 
     Raises:
-        UserError: with the number of the line that is not UTF-8.
+        UserError: if there is no such data set, configuration or split.
     """
-    if line == 1:
-        raw = raw.removeprefix(codecs.BOM_UTF8)
+    import datasets  # slow to import, and needed only here
+
     try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
-        byte = raw[error.start]
-        raise UserError(
-            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
-        ) from None
+        splits = datasets.load_dataset(path, configuration, revision=revision)
+    except Exception as error:  # of many types
+        # A file that cannot be parsed is the cause of "An error occurred while generating ...".
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        reason = hub_error(cause or error)
+        if isinstance(error, ValueError):
+            reason = _wrong_configuration(path, configuration, revision) or reason
+        raise UserError(f"{failure}: {reason}") from None
+
+    if choice.split not in splits:
+        raise _missing_split(name, [str(split) for split in splits], choice)
+    return cast("datasets.Dataset", splits[choice.split])
 
 
-def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            line = _decode(raw, path, number)
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                # json adds the number of the line within its input, which is always 1.
-                reason = first_line(error).partition(": line ")[0]
-                raise UserError(f"{place}: not JSON ({reason}).") from None
-            if not isinstance(fields, dict):
-                shown = line.strip()[:_SHOWN_CHARACTERS]
-                raise UserError(f"{place}: {shown!r} is not a JSON object.")
-            yield Record(place, fields)
+def _wrong_configuration(path: str, configuration: str | None, revision: str | None) -> str | None:
+    """Return that the data set has other configurations, or ``None`` if that is not the error."""
+    import datasets
 
-
-def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
-    csv.field_size_limit(sys.maxsize)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for fields in reader:
-                place = f"{path}, line {reader.line_num}"
-                if None in fields:
-                    raise UserError(
-                        f"{place}: the line has more fields than the header; put text with commas "
-                        "in quotes."
-                    )
-                yield Record(place, fields)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
-    except UnicodeDecodeError:
-        _decode(path.read_bytes(), path)  # raises an error that names the line
-        raise
+        names = datasets.get_dataset_config_names(path, revision=revision)
+    except Exception:  # the first error says more
+        return None
+    if configuration in names or (configuration is None and len(names) < 2):
+        return None
+    missing = "it has several configurations"
+    if configuration:
+        missing = f"it has no configuration '{configuration}'"
+    head = f"{path}@{revision}" if revision else path
+    return f"{missing}; choose one of {', '.join(names)}, as {head}:{names[0]}."
 
 
-def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    row = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [field] if field in file.schema_arrow.names else None
-            for batch in file.iter_batches(columns=columns):
-                for fields in batch.to_pylist():
-                    yield Record(f"{path}, row {row}", fields)
-                    row += 1
-    except UnicodeDecodeError:
-        column = f"field '{field}'" if field else "a field"
-        raise UserError(f"{path}, row {row} or one of the next: {column} is not UTF-8.") from None
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is not a parquet file ({error}).") from None
-
-
-_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
-SUFFIXES = (".txt", ".md", *_READERS)
+def _missing_split(name: str, splits: list[str], choice: SplitChoice) -> UserError:
+    similar = [split for split in splits if choice.split in split]
+    example = [*similar, *splits, choice.default][0]
+    return UserError(
+        f"{choice.data_flag} {name} has no split '{choice.split}', but {', '.join(splits)}; choose "
+        f"one with {choice.split_flag} {example}."
+    )

@@ -98,10 +98,14 @@ def _char_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int) -> FastTokenizer:
+def as_pretrained(tokenizer: tokenizers.Tokenizer, block_size: int | None = None) -> FastTokenizer:
     """Wrap a trained tokenizer in the class of Hugging Face.
 
     As in GPT-2, end-of-text is also the BOS and the unknown token.
+
+    Args:
+        tokenizer: the tokenizer.
+        block_size: the longest text of its model, in tokens; ``None`` if it is not known.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
@@ -162,10 +163,7 @@ def _flat_config(launcher: Launcher) -> Iterator[tuple[str, object]]:
 
 
 def _devices() -> Iterator[Finding]:
-    core_count = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        core_count = len(os.sched_getaffinity(0))
-    cores = f"{core_count} CPU cores"
+    cores = f"{cpu_cores()} CPU cores"
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

@@ -12,6 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from llmtrain.console import say
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import (
     Launcher,
@@ -228,19 +229,13 @@ def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
         threads = 1
     else:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = max(1, _usable_cores() // processes)
+        threads = max(1, cpu_cores() // processes)
 
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if not users_number:
         os.environ[_SHARED_THREADS] = str(threads)
     return threads
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # Options of mallopt, from malloc.h of the GNU C library.

@@ -87,10 +87,8 @@ def build_model(
 
     flag = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
     with as_user_error(flag):
-        if name is None:
-            model_config = configuration_of(config, tokenizer)
-        else:
-            model_config = _load_configuration(name, config.trust_remote_code)
+        model_config = model_configuration(config, tokenizer)
+        if name is not None:
             is_quantized = getattr(model_config, "quantization_config", None) is not None
             if config.load_in_4bit or is_quantized:
                 return _load_quantized(name, config.load_in_4bit, options, is_frozen)
@@ -113,6 +111,26 @@ def build_model(
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(name)
     return model
+
+
+def model_configuration(
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast | None" = None
+) -> "PreTrainedConfig":
+    """Return the configuration of the model to train.
+
+    It also raises whatever transformers raises.
+
+    Args:
+        config: which model.
+        tokenizer: its size is the vocabulary of a model with random weights. Without it, such a
+            model has the vocabulary of its class.
+
+    Raises:
+        UserError: if the model cannot be used.
+    """
+    if config.model_name_or_path is None:
+        return configuration_of(config, tokenizer)
+    return _load_configuration(config.model_name_or_path, config.trust_remote_code)
 
 
 def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
@@ -194,13 +212,13 @@ def _load_quantized(
 
 
 def configuration_of(
-    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast"
+    config: ModelConfig, tokenizer: "PreTrainedTokenizerFast | None"
 ) -> "PreTrainedConfig":
     """Return the configuration of a model with random weights.
 
     ``--from_config`` names a model type, which gets the sizes of a small model, or a model whose
-    configuration is used. The vocabulary is the tokenizer's. ``--config_overrides`` takes
-    precedence over both.
+    configuration is used. The vocabulary is the tokenizer's, if there is one.
+    ``--config_overrides`` takes precedence over both.
 
     Raises:
         UserError: if ``--config_overrides`` is malformed or has a key that the configuration lacks.
@@ -221,14 +239,15 @@ def configuration_of(
 
     sizes: dict[str, object] = {}
     if is_type:
-        sizes = {"max_position_embeddings": config.block_size, **_SMALL}
+        sizes = {"max_position_embeddings": config.row_length, **_SMALL}
         if has_latent_attention:
             # Each attention head has its own key, in two parts with their own sizes.
             del sizes["head_dim"]
             del sizes["num_key_value_heads"]
-    sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        sizes[token] = getattr(tokenizer, token)
+    if tokenizer is not None:
+        sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            sizes[token] = getattr(tokenizer, token)
 
     valid_keys = {*original_values, *original.attribute_map}
     overrides = _overrides(config.config_overrides or "")

@@ -19,14 +19,22 @@ ATTENTION_NAME = "llmtrain"  # of the attention that :func:`register` adds to tr
 _SPECIAL_OPTIONS = ("softcap", "position_bias", "cache")
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
     """Return softmax(q k' / sqrt(D)) v, in which each position sees itself and those before it.
 
     Args:
         q: queries [B, H, T, D].
         k: keys [B, H, T, D].
         v: values [B, H, T, D].
+        documents: the documents of the rows, which do not see each other; by default each row is
+            one document.
     """
+    if documents is not None:
+        out = _attend_without_mask(q, k, v, documents, options={})
+        if out is not None:
+            return out
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask())
+
     if attention_cpu.is_faster_in_blocks(q, k, v):
         rows, _, length, head_size = q.shape
         blocks = attention_cpu.causal_blocks(rows, length)

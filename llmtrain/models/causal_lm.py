@@ -4,6 +4,7 @@ Model classes differ in ways that no configuration shows. Some change the logits
 example. :mod:`llmtrain.models.probe` tries the model itself to find out.
 """
 
+import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -21,6 +22,7 @@ from llmtrain.models.loss import (
     target_positions_of,
     targets_of,
 )
+from llmtrain.models.short_convolution import keep_documents_apart
 from llmtrain.models.trainable import TrainableModel, put_in_front
 from llmtrain.types import Batch
 
@@ -50,6 +52,9 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             answers. Only this package's attention can keep the answers apart.
         gives_scores: whether this is a reward model, which has no head that makes logits.
         vocabulary_size: the number of tokens that the model knows.
+        has_short_convolutions: whether layers other than attention take the documents of a row.
+        takes_document_numbers: whether the model may have recurrent layers whose GPU kernels take
+            the number of each position's document.
     """
 
     own_class: ClassVar[type]
@@ -58,6 +63,8 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     shares_prompts: bool = False
     gives_scores: bool = False
     vocabulary_size: int = 0
+    has_short_convolutions: bool = False
+    takes_document_numbers: bool = False
 
     def own_forward(self, **arguments: Any) -> Any:
         """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
@@ -195,10 +202,15 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         # `prepare_batch` finds documents for the first T - 1 positions only, because the last one
         # has no next token. Here all T positions are computed, so those documents do not fit, and
         # are left to transformers to find in the position ids.
+        starts = documents.starts if documents is not None else None
+        if starts is not None and starts.shape != input_ids.shape:
+            documents = None
+        if documents is None and position_ids is not None and self.has_short_convolutions:
+            # transformers finds documents for its attention alone.
+            documents = Documents.of(position_ids.cpu(), input_ids.is_cuda).to(input_ids.device)
+            columns.setdefault("use_cache", False)
         if documents is not None:
-            starts = documents.starts  # None: each row is one document, of any length
-            if starts is None or starts.shape == input_ids.shape:
-                columns["documents"] = documents
+            columns["documents"] = documents
         return self.own_forward(input_ids=input_ids, position_ids=position_ids, **columns)
 
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -315,6 +327,10 @@ def make_causal_lm(
     causal_lm.shares_prompts = shares_prompts
     causal_lm.gives_scores = gives_scores
     causal_lm.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+    causal_lm.has_short_convolutions = keep_documents_apart(model)
+    causal_lm.takes_document_numbers = has_recurrence_kernels() and any(
+        isinstance(module, nn.Conv1d) for module in model.modules()
+    )
 
     head = head_of(causal_lm)
     if head is not None and linear_parts(head)[0] is not None:
@@ -345,7 +361,8 @@ def own_arguments(
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
         if documents is None:
             documents = Documents()  # one document in each row
-        arguments["documents"] = documents.ready_for(_dtype_of_products(model))
+        documents = documents.ready_for(_dtype_of_products(model))
+        arguments["documents"] = documents
     elif implementation.startswith("flash") and documents is not None:
         # Flash attention takes rows that are laid end to end.
         assert positions is not None
@@ -354,7 +371,27 @@ def own_arguments(
         for side in ("q", "k"):
             arguments[f"cu_seq_lens_{side}"] = documents.borders
             arguments[f"max_length_{side}"] = ids.shape[1]
+
+    takes_numbers = model.takes_document_numbers and ids.is_cuda
+    if documents is None or documents.starts is None:
+        return arguments
+    if not model.has_short_convolutions and not takes_numbers:
+        return arguments
+
+    if implementation.startswith("flash"):
+        documents = documents.laid_end_to_end()
+    if model.has_short_convolutions:
+        arguments["documents"] = documents
+    if takes_numbers:
+        # Not run on a GPU yet. `probe.leaks` finds out whether the class does what it should.
+        arguments["seq_idx"] = documents.numbers()
     return arguments
+
+
+def has_recurrence_kernels() -> bool:
+    """Return whether the GPU kernels are installed that keep documents apart in Mamba's layers."""
+    packages = ("causal_conv1d", "mamba_ssm")
+    return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
 def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 """
 
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -59,6 +60,20 @@ class GPTConfig(Config):
             )
 
 
+# The length with which packing is tried for a model without a limit, if --max_length is auto.
+_LONGEST_AUTO_ROW = 8192
+
+
+def parse_max_length(text: str) -> int | Literal["auto"]:
+    """Parse the value of ``--max_length``."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"'{text}' is neither a number of tokens nor auto") from None
+
+
 @dataclass
 class ModelConfig(Config):
     """The Hugging Face model to train and its initial weights. Each field is a flag."""
@@ -77,11 +92,14 @@ class ModelConfig(Config):
         "changes to the configuration of --from_config, such as "
         '"hidden_size=256,num_hidden_layers=8"',
     )
-    block_size: int = flag(
-        512,
+    max_length: int | Literal["auto"] = flag(
+        1024,
         "longest conversation, or answer with its prompt, in tokens (see --overlong for longer "
-        "ones); plain text is cut into rows of this length",
+        "ones), and at most the model's positions; auto: long enough for 99.5 % of the "
+        "conversations; plain text is cut into rows of this length",
         affects="model data",
+        parse=parse_max_length,
+        alias="block_size",  # the name in recipes/gpt.py
     )
     attn_implementation: str | None = flag(
         None,
@@ -113,7 +131,8 @@ class ModelConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 2, "block_size")
+        if self.max_length != "auto":
+            require_at_least(self, 2, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
         try:
@@ -128,20 +147,40 @@ class ModelConfig(Config):
                 "only their own configuration."
             )
 
-    def fit_block_size(self) -> None:
-        """Lower the default block size to the positions of the model to load, and log it."""
+    @property
+    def row_length(self) -> int:
+        """``max_length`` as a number, which it is once the data are tokenised."""
+        assert self.max_length != "auto", "the recipe sets max_length to that of its rows"
+        return self.max_length
+
+    @property
+    def longest_row(self) -> int:
+        """``max_length`` as a number, or what it is at most if it is ``auto``."""
+        if self.max_length != "auto":
+            return self.max_length
+        return self.max_positions() or _LONGEST_AUTO_ROW
+
+    def max_positions(self) -> int | None:
+        """Return the number of positions of the model to load; ``None`` if there is no limit."""
         from transformers import AutoConfig
 
         name = self.model_name_or_path
-        if name is None or self.is_set("block_size"):
-            return
+        if name is None:
+            return None
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
             positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         except Exception:  # loading the model will report what is wrong with it
+            return None
+        return int(positions) if positions else None
+
+    def fit_max_length(self) -> None:
+        """Lower the default ``max_length`` to the positions of the model to load, and log it."""
+        if self.max_length == "auto":
             return
-        if positions and positions < self.block_size:
-            self.set_default("block_size", positions, f"a model with {positions} positions")
+        positions = self.max_positions()
+        if positions and positions < self.max_length:
+            self.set_default("max_length", positions, f"a model with {positions} positions")
 
 
 @dataclass

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
-from llmtrain.models.shapes import padded_size
+from llmtrain.shapes import padded_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +145,51 @@ class Documents:
             visible &= positions[:, :, None] - positions[:, None] < window
 
         return visible[:, None]
+
+    def preceding(self, x: Tensor, distance: int) -> Tensor:
+        """Return the vector of an earlier token for each position; zeros if there is none.
+
+        Args:
+            x: vectors [B, T, C].
+            distance: how many tokens earlier, in the same document. The tokens before a second
+                answer are those of its prompt.
+        """
+        assert self.starts is not None
+        length = x.shape[1]
+        indices = torch.arange(length, device=x.device) - distance
+
+        if self.other_answers is None:
+            # A gather would compute the same, but its gradient takes longer.
+            shifted = F.pad(x, (0, 0, distance, 0))[:, :length]
+        else:
+            begins, ends = self.other_answers
+            indices = torch.where(indices < ends, indices - (ends - begins), indices)
+            first_of_row = length * torch.arange(len(x), device=x.device)[:, None]
+            flat_indices = (indices.clamp(min=0) + first_of_row).flatten()
+            shifted = x.flatten(0, 1).index_select(0, flat_indices).view_as(x)
+
+        exists = indices >= self.starts
+        return torch.where(exists[..., None], shifted, 0)
+
+    def laid_end_to_end(self) -> "Documents":
+        """Return the documents of the one row [1, B * T] that holds all rows."""
+        assert self.starts is not None
+        rows, length = self.starts.shape
+        first_of_row = length * torch.arange(rows, device=self.starts.device)[:, None]
+        other_answers = self.other_answers
+        if other_answers is not None:
+            other_answers = (other_answers + first_of_row).reshape(2, 1, -1)
+        return Documents(
+            starts=(self.starts + first_of_row).reshape(1, -1),
+            other_answers=other_answers,
+        )
+
+    def numbers(self) -> Tensor:
+        """Return the number of each position's document in its row, int32 [B, T]."""
+        assert self.starts is not None
+        indices = torch.arange(self.starts.shape[1], device=self.starts.device)
+        is_begin = self.starts == indices
+        return is_begin.cumsum(1, dtype=torch.int32) - 1
 
     def ready_for(self, dtype: torch.dtype) -> "Documents":
         """Return the documents with all that attention in ``dtype`` takes on their device.

@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
+from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
-from llmtrain.types import JsonObject, ModelBundle
+from llmtrain.types import Batch, JsonObject, ModelBundle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -111,10 +112,10 @@ class Attention(nn.Module):
         self.c_attn = Projection(config.n_embd, 3 * config.n_embd)
         self.c_proj = Projection(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        y = causal_attention(self._heads(q), self._heads(k), self._heads(v))
+        y = causal_attention(self._heads(q), self._heads(k), self._heads(v), documents)
         y = y.transpose(1, 2).flatten(2)
         x = self.c_proj(y)
         return x
@@ -149,8 +150,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = KeyedDropout(config.dropout)
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        x = x + self.drop(self.attn(self.ln_1(x)), keys)
+    def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
+        x = x + self.drop(self.attn(self.ln_1(x), documents), keys)
         x = x + self.drop(self.mlp(self.ln_2(x)), keys_at(keys, 1))
         return x
 
@@ -170,7 +171,11 @@ class Stack(nn.Module):
         self.stage_blocks = range(config.n_layer)
 
     def run_blocks(
-        self, blocks: nn.ModuleList, x: Tensor, keys: Tensor | None, *extra: Tensor
+        self,
+        blocks: nn.ModuleList,
+        x: Tensor,
+        keys: Tensor | None,
+        *extra: Tensor | Documents | None,
     ) -> Tensor:
         """Return the hidden states [B, T, C] after the blocks of this stage.
 
@@ -209,13 +214,15 @@ class Transformer(Stack):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
         """[B, T] -> [B, T, C]."""
         if self.stage_blocks.start == 0:
             positions = torch.arange(x.shape[1], device=x.device)
+            if documents is not None and documents.starts is not None:
+                positions = positions - documents.starts
             x = self.drop(self.wte(x) + self.wpe(positions), keys)
 
-        x = self.run_blocks(self.h, x, keys)
+        x = self.run_blocks(self.h, x, keys, documents)
 
         if self.stage_blocks.stop == len(self.h):
             x = self.ln_f(x)
@@ -308,7 +315,12 @@ class GPT(TrainableModel):
         return _INIT_STD
 
     def nll(  # type: ignore[override]
-        self, input_ids: Tensor, labels: Tensor, dropout_keys: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        dropout_keys: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the summed negative log-likelihood of the labels, in nats.
 
@@ -316,6 +328,9 @@ class GPT(TrainableModel):
             input_ids: tokens [B, T]. Later stages of a pipeline take hidden states [B, T - 1, C].
             labels: [B, T], which are not shifted.
             dropout_keys: int64 [B].
+            position_ids: [B, T], restarting at each document of a row. Tokens attend to nothing
+                before their document.
+            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
 
         Returns:
             A scalar. Earlier stages of a pipeline return hidden states [B, T - 1, C].
@@ -323,16 +338,55 @@ class GPT(TrainableModel):
         stage_blocks = self.body.stage_blocks
         is_first_stage = stage_blocks.start == 0
         inputs = inputs_of(input_ids) if is_first_stage else input_ids
-        hidden: Tensor = self.body(inputs, dropout_keys)
+        if position_ids is not None:
+            documents = self._ready_documents(inputs_of(position_ids), documents)
+        hidden: Tensor = self.body(inputs, dropout_keys, documents)
         if stage_blocks.stop < self.config.n_layer:
             return hidden
         return linear_nll(hidden, self.head, targets_of(labels))
 
     def outputs(  # type: ignore[override]
-        self, input_ids: Tensor, dropout_keys: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        dropout_keys: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Return logits [B, T, V] for ``input_ids`` [B, T]."""
-        return linear_logits(self.body(input_ids, dropout_keys), self.head)
+        """Return logits [B, T, V] for ``input_ids`` [B, T].
+
+        ``documents`` are those of the first T - 1 positions, so they are found again here.
+        """
+        documents = None
+        if position_ids is not None:
+            documents = self._ready_documents(position_ids, None)
+        return linear_logits(self.body(input_ids, dropout_keys, documents), self.head)
+
+    def _ready_documents(self, position_ids: Tensor, documents: Documents | None) -> Documents:
+        """Return the documents of rows with all that attention takes.
+
+        Args:
+            position_ids: [B, T], restarting at each document.
+            documents: the documents, if they are known.
+        """
+        device = position_ids.device
+        if documents is None:
+            on_gpu = device.type == "cuda"
+            documents = Documents.of(position_ids.cpu(), on_gpu).to(device)
+
+        dtype = self.head.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return documents.ready_for(dtype)
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Return the documents of a micro-batch whose rows have position ids.
+
+        They are found while the batch is on the host. A GPU would have to be waited for.
+        """
+        if "position_ids" not in batch:
+            return {}
+        on_gpu = self.head.device.type == "cuda"
+        return {"documents": Documents.of(inputs_of(batch["position_ids"]), on_gpu)}
 
     @property
     def columns(self) -> frozenset[str]:
@@ -397,6 +451,7 @@ class GPT(TrainableModel):
             files=self.files(tokenizer, trained_on),
             weights=self.initial_weights(seed),
             columns=self.columns,
+            prepare_batch=self.prepare_batch,
         )
 
     def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:

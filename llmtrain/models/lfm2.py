@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
+from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
 from llmtrain.parallel.shards import to_local
 from llmtrain.types import JsonObject
@@ -124,45 +125,73 @@ class _GatedConvolution(torch.autograd.Function):
     """A causal convolution between two gates.
 
     It saves only its input, and computes in float32 or wider.
+
+    Args:
+        x: the two gates and the values [B, T, 3 C].
+        taps: the filter of each channel [C, K].
+        starts: int64 [B, T], the index in the row at which the document of each position begins.
+            The filter does not reach beyond it. ``None`` if each row is one document.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor) -> Tensor:
-        ctx.save_for_backward(x, taps)
+    def forward(ctx: Any, x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, taps, starts)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         gate_before, gate_after, values = wide.chunk(3, dim=-1)
-        return (gate_after * _convolve(gate_before * values, taps)).to(x.dtype)
+        return (gate_after * _convolve(gate_before * values, taps, starts)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor]:
-        x, taps = ctx.saved_tensors
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, taps, starts = ctx.saved_tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         gate_before, gate_after, values = wide.chunk(3, dim=-1)
         gated = gate_before * values
         incoming = incoming.to(gate_before.dtype)
 
-        grad_gate_after = incoming * _convolve(gated, taps)
+        grad_gate_after = incoming * _convolve(gated, taps, starts)
         incoming = incoming * gate_after
 
         grad_gated = torch.zeros_like(gated)
         grad_taps = torch.empty_like(taps, dtype=gated.dtype)
         shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
         for tap, grad_tap, (outputs, inputs) in zip(taps.T, grad_taps.T, shifts, strict=True):
-            grad_tap.copy_((incoming[:, outputs] * gated[:, inputs]).flatten(0, 1).sum(0))
-            grad_gated[:, inputs].addcmul_(incoming[:, outputs], tap)
+            grad_outputs = _inside_documents(incoming[:, outputs], starts, outputs, inputs)
+            grad_tap.copy_((grad_outputs * gated[:, inputs]).flatten(0, 1).sum(0))
+            grad_gated[:, inputs].addcmul_(grad_outputs, tap)
 
         grad_x = torch.cat([grad_gated * values, grad_gate_after, grad_gated * gate_before], dim=-1)
-        return grad_x.to(x.dtype), grad_taps.to(taps.dtype)
+        return grad_x.to(x.dtype), grad_taps.to(taps.dtype), None
 
 
-def _convolve(x: Tensor, taps: Tensor) -> Tensor:
-    """Return the causal convolution of each channel of x [B, T, C] with its taps [C, K]."""
+def _convolve(x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
+    """Return the causal convolution of each channel of x [B, T, C] with its taps [C, K].
+
+    If there are ``starts``, it does not reach over the border between two documents.
+    """
     y = torch.zeros_like(x)
     shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
     for tap, (outputs, inputs) in zip(taps.T, shifts, strict=True):
-        y[:, outputs].addcmul_(x[:, inputs], tap)
+        y[:, outputs].addcmul_(_inside_documents(x[:, inputs], starts, outputs, inputs), tap)
     return y
+
+
+def _inside_documents(
+    values: Tensor, starts: Tensor | None, outputs: slice, inputs: slice
+) -> Tensor:
+    """Set values to zero if a tap would multiply them across the border of a document.
+
+    Args:
+        values: [B, N, C], a value for each pair of an output position and an input position.
+        starts: int64 [B, T], the index in the row at which the document of each position begins.
+        outputs: the N output positions.
+        inputs: the N input positions.
+    """
+    if starts is None:
+        return values
+    positions = torch.arange(starts.shape[1], device=starts.device)
+    is_outside = positions[inputs] < starts[:, outputs]
+    return values.masked_fill(is_outside[..., None], 0)
 
 
 def _shifts(length: int, taps: int) -> list[tuple[slice, slice]]:
@@ -205,11 +234,13 @@ class ShortConv(nn.Module):
         self.conv = nn.Conv1d(width, width, _TAPS, groups=width, bias=False)
         self.out_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         x = self.in_proj(x)
         taps = to_local(self.conv.weight).flatten(1).to(x.dtype)
-        x = self.out_proj(_GatedConvolution.apply(x, taps))  # type: ignore[no-untyped-call]
+        starts = None if documents is None else documents.starts
+        y: Tensor = _GatedConvolution.apply(x, taps, starts)  # type: ignore[no-untyped-call]
+        x = self.out_proj(y)
         return x
 
 
@@ -227,7 +258,7 @@ class SelfAttention(nn.Module):
         self.q_layernorm = Norm(self.head_size)
         self.k_layernorm = Norm(self.head_size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         q = self._heads(self.q_proj(x))
         k = self._heads(self.k_proj(x))
@@ -235,7 +266,7 @@ class SelfAttention(nn.Module):
         q = self.q_layernorm(q, cos, sin)
         k = self.k_layernorm(k, cos, sin)
 
-        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         x = self.out_proj(y.transpose(1, 2).flatten(2))
         return x
 
@@ -287,16 +318,23 @@ class Layer(nn.Module):
         self.ffn_norm = Norm(config.n_embd)
         self.drop = KeyedDropout(config.dropout)
 
-    def forward(self, x: Tensor, keys: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.drop(self._operator(self.operator_norm(x), cos, sin), keys)
+    def forward(
+        self,
+        x: Tensor,
+        keys: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        x = x + self.drop(self._operator(self.operator_norm(x), cos, sin, documents), keys)
         x = x + self.drop(self.feed_forward(self.ffn_norm(x)), keys_at(keys, 1))
         return x
 
-    def _operator(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _operator(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         if self.has_attention:
-            x = self.self_attn(x, cos, sin)
+            x = self.self_attn(x, cos, sin, documents)
         else:
-            x = self.conv(x)
+            x = self.conv(x, documents)
         return x
 
 
@@ -314,13 +352,14 @@ class Model(Stack):
         self.embedding_norm = Norm(config.n_embd)
         self.head_size = config.n_embd // config.n_head
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
         """[B, T] -> [B, T, C]."""
         if self.stage_blocks.start == 0:
             x = self.drop(self.embed_tokens(x), keys)
 
+        # Attention depends on distances alone, so these positions need not restart at documents.
         cos, sin = rotation(x.shape[1], self.head_size, x.device)
-        x = self.run_blocks(self.layers, x, keys, cos, sin)
+        x = self.run_blocks(self.layers, x, keys, cos, sin, documents)
 
         if self.stage_blocks.stop == len(self.layers):
             x = self.embedding_norm(x)

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llmtrain.models import nll_kernels
-from llmtrain.models.shapes import padded_size
 from llmtrain.parallel.collectives import copy_to, gather_from, shard_range
 from llmtrain.parallel.shards import to_local
+from llmtrain.shapes import padded_size
 from llmtrain.types import IGNORED
 
 

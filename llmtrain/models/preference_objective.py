@@ -11,12 +11,11 @@ from torch import Tensor
 
 from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
-from llmtrain.models.attention import ATTENTION_NAME
-from llmtrain.models.causal_lm import CausalLM, own_arguments, sliding_window
+from llmtrain.models.causal_lm import CausalLM, own_arguments
 from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.preference import Answers, losses
-from llmtrain.models.probe import differ, example_tokens, output_for, trying
+from llmtrain.models.probe import shares_prompts
 from llmtrain.types import Batch, LossSums, Objective, StepTotals
 
 
@@ -147,9 +146,7 @@ class PreferenceObjective(Objective):
         """
         if not self.rows.share_prompts:
             return
-        with trying(model):
-            is_correct = _computes_shared_prompts(model)
-        if model.config._attn_implementation != ATTENTION_NAME or not is_correct:
+        if not shares_prompts(model):
             raise UserError(
                 f"{model.own_class.__name__} cannot share a prompt between two answers: "
                 "use --no_share_prompts."
@@ -360,32 +357,3 @@ class Displacement:
         self.chosen.append(chosen)
         is_full = len(self.chosen) == self.ENTRIES
         return is_full and statistics.fmean(self.chosen) < -self.MARGIN
-
-
-def _computes_shared_prompts(model: CausalLM) -> bool:
-    """Return whether two answers that share a prompt get the same outputs as in two rows."""
-    window = sliding_window(model) or 0
-    prompt = min(model.row_length, window + 8) - 5
-    ids = example_tokens(model, 1, prompt + 8)[0]
-    first = ids[: prompt + 4]
-    second = torch.cat([ids[:prompt], ids[prompt + 4 :]])
-
-    # One row: the prompt and both answers. The second begins with the last token of the prompt.
-    row = torch.cat([first, second[prompt - 1 :]])[None]
-    positions = torch.cat([torch.arange(prompt + 4), torch.arange(prompt - 1, prompt + 4)])[None]
-    answers = (torch.arange(row.shape[1]) >= prompt + 4).long()[None]
-    documents = Documents.of(positions, row.is_cuda, answers).to(row.device)
-    arguments = own_arguments(
-        model,
-        row,
-        positions=positions.to(row.device),
-        documents=documents,
-    )
-    shared = output_for(model, arguments)[0]
-
-    # Two rows: each answer with its own copy of the prompt.
-    separate = []
-    for answer in (first, second):
-        arguments = own_arguments(model, answer[None], positions=None, documents=None)
-        separate.append(output_for(model, arguments)[0, prompt - 1 :])
-    return not differ(shared[prompt - 1 :], torch.cat(separate))

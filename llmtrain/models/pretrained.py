@@ -112,7 +112,7 @@ def load_model(
         is_reward_model=is_reward_model,
     )
     text_config = model.config.get_text_config()
-    _check_positions(text_config, config.block_size)
+    _check_positions(text_config, config.row_length)
     _set_balance_weight(
         text_config,
         config.router_aux_loss_coef,
@@ -144,7 +144,7 @@ def load_model(
 
     trained = make_causal_lm(
         model,
-        row_length=config.block_size,
+        row_length=config.row_length,
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
@@ -160,7 +160,7 @@ def load_model(
         files=files,
         weights=weights,
         start=_start(model, config, lora, preference, origin),
-        check=functools.partial(_check, trained, objective, rows.is_packed, config.block_size),
+        check=functools.partial(_check, trained, objective, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
     )
@@ -216,7 +216,7 @@ def _check_positions(text_config: "PreTrainedConfig", block_size: int) -> None:
     positions = getattr(text_config, "max_position_embeddings", None) or block_size
     if block_size > positions:
         raise UserError(
-            f"--block_size {block_size} is more than this model's {positions} positions; lower it."
+            f"--max_length {block_size} is more than this model's {positions} positions; lower it."
         )
 
 
@@ -479,7 +479,7 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
     if packed and leaks(model):
         raise UserError(
             f"{model.own_class.__name__} lets the documents of a packed row see each other; "
-            "use --no_packing."
+            "use --no_packing, or for text leave --isolate_documents out."
         )
 
     text_config = model.config.get_text_config()

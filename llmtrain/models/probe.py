@@ -20,6 +20,7 @@ from llmtrain.models.causal_lm import (
     sliding_window,
     softcap_of,
 )
+from llmtrain.models.documents import Documents
 from llmtrain.parallel.blocks import reshard
 from llmtrain.types import Batch
 
@@ -160,6 +161,44 @@ def _change_in_second(
     logits_if_changed = probe_output(model, rows.changed_ids, positions)[rows.is_compared]
     change = (logits - logits_if_changed).abs().max()
     return change, differ(logits, logits_if_changed)
+
+
+def shares_prompts(model: CausalLM) -> bool:
+    """Return whether two answers that share a prompt get the same outputs as in two rows.
+
+    Only this package's attention can keep the answers apart.
+    """
+    with trying(model):
+        is_correct = _computes_shared_prompts(model)
+    return is_correct and model.config._attn_implementation == ATTENTION_NAME
+
+
+def _computes_shared_prompts(model: CausalLM) -> bool:
+    window = sliding_window(model) or 0
+    prompt = min(model.row_length, window + 8) - 5
+    ids = example_tokens(model, 1, prompt + 8)[0]
+    first = ids[: prompt + 4]
+    second = torch.cat([ids[:prompt], ids[prompt + 4 :]])
+
+    # One row: the prompt and both answers. The second begins with the last token of the prompt.
+    row = torch.cat([first, second[prompt - 1 :]])[None]
+    positions = torch.cat([torch.arange(prompt + 4), torch.arange(prompt - 1, prompt + 4)])[None]
+    answers = (torch.arange(row.shape[1]) >= prompt + 4).long()[None]
+    documents = Documents.of(positions, row.is_cuda, answers).to(row.device)
+    arguments = own_arguments(
+        model,
+        row,
+        positions=positions.to(row.device),
+        documents=documents,
+    )
+    shared = output_for(model, arguments)[0]
+
+    # Two rows: each answer with its own copy of the prompt.
+    separate = []
+    for answer in (first, second):
+        arguments = own_arguments(model, answer[None], positions=None, documents=None)
+        separate.append(output_for(model, arguments)[0, prompt - 1 :])
+    return not differ(shared[prompt - 1 :], torch.cat(separate))
 
 
 # --- rows to try a model on

@@ -1,5 +1,6 @@
 """The interface of a model that is trained: a ``forward`` in which any objective can compute."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
@@ -68,6 +69,11 @@ class TrainableModel(nn.Module):
         """Whether the model can be called without labels."""
         return True
 
+    @property
+    def takes_position_ids(self) -> bool:
+        """Whether the model can be called with the position ids of packed rows."""
+        return True
+
 
 class _WithOwnForward(TrainableModel):
     """A custom model of the user, whose ``forward`` returns the summed loss if it gets labels."""
@@ -84,6 +90,12 @@ class _WithOwnForward(TrainableModel):
         labels = inspect.signature(super(TrainableModel, self).forward).parameters.get("labels")
         return labels is None or labels.default is not labels.empty
 
+    @property
+    def takes_position_ids(self) -> bool:
+        parameters = inspect.signature(super(TrainableModel, self).forward).parameters
+        takes_any_column = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return takes_any_column or "position_ids" in parameters
+
 
 def make_trainable(model: nn.Module) -> nn.Module:
     """Let objectives compute inside the ``forward`` of any model. The model is changed in place.
@@ -98,5 +110,9 @@ def make_trainable(model: nn.Module) -> nn.Module:
 
 def put_in_front(mixin: type, module: nn.Module) -> None:
     """Give a module a subclass of its own class in which the methods of ``mixin`` come first."""
-    own_class = type(module)
-    module.__class__ = type(own_class.__name__, (mixin, own_class), {"own_class": own_class})
+    module.__class__ = _with_mixin(mixin, type(module))  # type: ignore[arg-type]
+
+
+@functools.cache  # compiled code is made anew for every class
+def _with_mixin(mixin: type, own_class: type) -> type:
+    return type(own_class.__name__, (mixin, own_class), {"own_class": own_class})

@@ -51,21 +51,25 @@ class Throughput:
 
         Args:
             tokens: target tokens of the global batch.
-            positions: positions that this process computed, the same number on every process. In a
-                conversation only some positions have a target token.
+            positions: positions that this process computed. In a conversation only some positions
+                have a target token. Positions that were trimmed from unpacked rows do not count.
         """
         self.tokens += tokens
         self.positions += positions
 
-    def read(self) -> dict[str, float]:
+    def read(self, positions: float) -> dict[str, float]:
         """Return ``train/tokens_per_second`` since the last call.
 
         The result also has ``train/mfu`` if the model's FLOPs are known.
+
+        Args:
+            positions: the mean of :attr:`positions` over all processes, which trim unpacked rows to
+                different lengths.
         """
         seconds = max(time.perf_counter() - self.started, 1e-9)
         metrics = {"train/tokens_per_second": self.tokens / seconds}
         if self.peak:
-            metrics["train/mfu"] = self.positions / seconds * self.flops_per_token / self.peak
+            metrics["train/mfu"] = positions / seconds * self.flops_per_token / self.peak
         self.restart()
         return metrics
 

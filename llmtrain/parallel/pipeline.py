@@ -83,7 +83,12 @@ class PipelinedEngine(ShardedEngine):
             The summed loss of this data-parallel rank, the same on every stage.
         """
         self._scale = self.data_parallel_size / denominator.clamp(min=1)
-        columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        # The schedule splits tensors only. Models find documents in the position ids again.
+        columns = {
+            name: torch.cat([batch[name] for batch in batches])
+            for name, column in batches[0].items()
+            if isinstance(column, Tensor)
+        }
         ids = columns.pop("input_ids")
         scaled_losses: list[Tensor] = []
 

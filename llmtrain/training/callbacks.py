@@ -1,6 +1,7 @@
 """Everything that happens around a step, in the order in which it is called."""
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 
 from llmtrain.console import say
+from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -199,6 +201,7 @@ class WarmUp(LoopCallback):
                 passes=steps_to_come * len(batch.batches),
                 mode=self._compile_mode(),
                 earlier_choice=self.run.compiled,
+                shapes=count_shapes(self.run.rows.train),
             )
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
@@ -286,7 +289,7 @@ class Logging(LoopCallback):
             "train/weight_norm": float(self.engine.weight_norm()),
             "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
             "train/gradient_syncs": self.timing.syncs.count,
-            **self.timing.throughput.read(),
+            **self.timing.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
@@ -315,6 +318,7 @@ class Logging(LoopCallback):
             {
                 **phase_seconds,
                 "gib": bytes_held / 2**30,
+                "positions": self.timing.throughput.positions,
                 "token_fingerprint": batch.token_fingerprint,
                 "label_fingerprint": batch.label_fingerprint,
             }
@@ -327,6 +331,7 @@ class Logging(LoopCallback):
             },
             memory_kind=memory_kind,
             gib=[round(size, 4) for size in gathered["gib"]],
+            mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
 
@@ -357,6 +362,7 @@ class _ByRank(NamedTuple):
     phase_seconds: dict[str, list[float]]  # mean seconds of a step in each phase
     memory_kind: str  # ``gpu`` or ``host``
     gib: list[float]
+    mean_positions: float  # that a rank has computed since the last log entry
     batch_fingerprint: str  # of the global batch's tokens and labels, to compare two runs by
 
 

@@ -24,7 +24,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.types import Batch
 
 # Compiling takes 10 to 60 seconds and saves a tenth of the time or more. It is not worth trying
-# for a run with fewer seconds of steps to come.
+# for a run with fewer seconds of steps to come, for each shape that is compiled.
 _MIN_REMAINING_SECONDS = 300.0
 # Compiled code is kept if it takes at most this share of the time of eager code.
 _MAX_TIME_RATIO = 0.97
@@ -51,6 +51,7 @@ def choose_compiled_or_eager(
     passes: int,
     mode: str,
     earlier_choice: bool | None,
+    shapes: int = 1,
 ) -> bool:
     """Compile the blocks of the model if the user asks for it, or if a trial is faster.
 
@@ -63,6 +64,7 @@ def choose_compiled_or_eager(
         mode: ``--torch_compile``: ``always``, ``never`` or ``auto``.
         earlier_choice: the result for an earlier start of this run, if there was one. Compiled code
             rounds differently, so a run keeps its choice.
+        shapes: the most shapes that micro-batches of this run have.
 
     Returns:
         Whether the blocks are compiled.
@@ -83,6 +85,7 @@ def choose_compiled_or_eager(
         return False
 
     if mode == "always" or earlier_choice:
+        _allow_shapes(shapes)
         failure = _compile_on_all_ranks(engine, batch)
         if failure:
             raise UserError(
@@ -92,15 +95,27 @@ def choose_compiled_or_eager(
 
     if engine.device.type not in _DEVICES:
         return False
-    return _compile_if_faster(engine, batch, passes)
+    return _compile_if_faster(engine, batch, passes, shapes)
 
 
-def _compile_if_faster(engine: Engine, batch: Batch, passes: int) -> bool:
+def _allow_shapes(shapes: int) -> None:
+    """Let torch compile a function for that many shapes.
+
+    From the ninth shape on, torch would run eager code for new shapes, which rounds differently.
+    The result would then depend on which shapes came first since the last start of the run.
+    """
+    # A function may also be compiled again for other reasons than its shapes.
+    limit = 2 * shapes
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+
+
+def _compile_if_faster(engine: Engine, batch: Batch, passes: int, shapes: int) -> bool:
     """Compile the blocks if the run is long, and keep that if a trial is faster."""
     eager_seconds = _seconds_per_micro_batch(engine, batch)
-    if eager_seconds * passes < _MIN_REMAINING_SECONDS:
+    if eager_seconds * passes < _MIN_REMAINING_SECONDS * shapes:
         return False
 
+    _allow_shapes(shapes)
     start = time.monotonic()
     failure = _compile_on_all_ranks(engine, batch)
     if failure:

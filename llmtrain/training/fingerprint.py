@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from accelerate import Accelerator
 
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
 from llmtrain.types import JsonObject, ModelBundle
@@ -43,6 +43,6 @@ def run_fingerprint(
         "bitwise": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
         "optimizer": asdict(settings.optim),
         "gradient_exchange": settings.parallel.approximation,
-        "order": "stored" if rows.in_order else "shuffled",
+        "order": rows.order,
         "early_stopping": stopping,
     }

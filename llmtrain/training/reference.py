@@ -23,7 +23,7 @@ from llmtrain.console import say
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from llmtrain.config import resolved
 from llmtrain.console import say
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded
@@ -182,7 +182,8 @@ def open_run(
         rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
     if settings.loop.early_stopping_patience and rows.eval is None:
         raise UserError(
-            "--early_stopping_patience needs eval rows, and there are none; raise --eval_fraction."
+            "--early_stopping_patience needs eval rows, and there are none; raise "
+            "--eval_fraction, or name eval data with --eval_dataset."
         )
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)

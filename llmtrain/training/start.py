@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader
 
 from llmtrain.console import say
 from llmtrain.data.loader import eval_loader, train_loader
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
+from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
@@ -58,6 +60,10 @@ def place(
             ``bf16``), after torch's generator was seeded. It returns a model or a ModelBundle.
         settings: the settings of the recipe.
         rows: the rows to train on.
+
+    Raises:
+        UserError: if the rows hold several documents each, and the model's ``forward`` takes no
+            position ids, by which it could keep them apart.
     """
     torch.manual_seed(settings.loop.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
@@ -66,6 +72,11 @@ def place(
         files = ModelFiles(config, rows.tokenizer, rows.metadata.dataset)
         bundle = ModelBundle(model=bundle, files=files)
     make_trainable(bundle.model)
+    if rows.is_packed and not bundle.model.takes_position_ids:
+        raise UserError(
+            f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
+            "documents of a row apart; take them, or leave --isolate_documents out."
+        )
     return placement.place(accelerator, bundle)
 
 
@@ -90,6 +101,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         mixture=rows.mixture,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
+        one_shape=sharding_of(run.accelerator).stages > 1,
     )
     if rows.eval is None:
         if settings.loop.eval_steps:

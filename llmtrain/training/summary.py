@@ -52,7 +52,7 @@ def _show(folder: Path, question: list[int] | None) -> None:
     print("\n" + "-" * 60)
 
     _print_how_to_load(model_folder, "AutoModelForCausalLM")
-    if question is None:
+    if question is None or model.tokenizer.chat_template is None:
         print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
     else:
         print(f"chat      {_command()} chat {folder}", flush=True)

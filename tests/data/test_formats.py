@@ -11,7 +11,19 @@ import pytest
 
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig
-from llmtrain.data.formats import FORMATS, conversation_of, detect_format
+from llmtrain.data.formats import (
+    _CHAT_FIELDS,
+    FORMATS,
+    PlainConversation,
+    PlainPreferenceRecord,
+    conversation_of,
+    detect_format,
+    is_plain_text,
+    other_fields_of,
+    preference_of,
+    trained_messages,
+    without_weights,
+)
 from llmtrain.data.render import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked
 
@@ -122,6 +134,153 @@ def test_other_spellings_of_a_format_are_read_too(record, system):
     )
 
 
+def call_of(name: str, arguments: object) -> dict:
+    return {"name": name, "arguments": arguments}
+
+
+NOW = call_of("now", {"zone": "UTC"})
+
+
+@pytest.mark.parametrize(
+    ("value", "calls"),
+    [
+        (json.dumps(CALL["function"]), [CALL["function"]]),
+        (json.dumps([CALL["function"], NOW]), [CALL["function"], NOW]),
+        (NOW, [NOW]),
+        ([NOW], [NOW]),
+        (json.dumps(call_of("now", '{"zone": null}')), [call_of("now", {"zone": None})]),
+        ('{"name": "now"}', [call_of("now", {})]),
+    ],
+)
+def test_a_function_call_of_sharegpt_is_an_assistant_message_that_calls(value, calls):
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": value},
+        {"from": "observation", "value": "5"},
+        {"from": "gpt", "value": "b"},
+    ]
+    record = {"conversations": turns, "tools": json.dumps([TOOL])}
+    assert conversation_of(record, "sharegpt") == (
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": "5"},
+            ASSISTANT,
+        ],
+        [TOOL],
+    )
+
+
+@pytest.mark.parametrize("arguments", ["null", None, "", "{}", {}])
+def test_null_and_empty_arguments_are_no_arguments(arguments):
+    call = {"id": None, "function": {"name": "now", "arguments": arguments, "strict": None}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert conversation_of({"messages": messages}, "messages").messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "now", "arguments": {}}}],
+    }
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("has_artificial_nulls", [True, False])
+def test_null_in_arguments_and_schemas_is_kept_unless_the_file_format_made_it(
+    has_artificial_nulls, is_text
+):
+    arguments = {"limit": None, "filters": [{"by": None}]}
+    tool = {"name": "find", "parameters": {"type": "object", "default": None}}
+    call = call_of("find", json.dumps(arguments) if is_text else arguments)
+    record = {
+        "messages": [
+            {**USER, "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ],
+        "tools": json.dumps([tool]) if is_text else [tool],
+        "system": None,
+    }
+    if has_artificial_nulls and not is_text:
+        arguments = {"filters": [{}]}
+        tool = {"name": "find", "parameters": {"type": "object"}}
+    assert conversation_of(record, "messages", has_artificial_nulls) == (
+        [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [call_of("find", arguments)]},
+        ],
+        [tool],
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, False])
+@pytest.mark.parametrize("one", [1, 1.0, True, None])
+def test_a_weight_of_zero_is_kept_and_a_weight_of_one_is_the_default(zero, one):
+    messages = [
+        {**USER, "weight": one},
+        {**ASSISTANT, "weight": zero},
+        {**USER, "weight": zero},
+        {**ASSISTANT, "weight": one},
+    ]
+    read = conversation_of({"messages": messages}, "messages").messages
+    assert read == [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]
+    assert trained_messages(read) == [True, False, True, True]
+    assert without_weights(read) == [USER, ASSISTANT, USER, ASSISTANT]
+
+
+def test_other_fields_of_messages_are_counted_by_name():
+    messages = [
+        {**USER, "name": "Ann", "at": 1},
+        {**ASSISTANT, "score": 0.5, "at": 2, "reasoning": "hm", "weight": 0},
+    ]
+    read = conversation_of({"messages": messages}, "messages").messages
+    assert read[0]["at"] == 1
+    assert other_fields_of(read) == {"at": 2, "score": 1}
+    assert other_fields_of(CALLING) == {}
+
+
+MESSAGES = {"messages": [USER, ASSISTANT]}
+
+
+@pytest.mark.parametrize(
+    ("record", "format", "other"),
+    [
+        (MESSAGES | SAME["sharegpt"], "messages", "sharegpt"),
+        (MESSAGES | SAME["prompt_completion"], "messages", "prompt_completion"),
+        (SAME["alpaca"] | SAME["prompt_completion"], "prompt_completion", "alpaca"),
+    ],
+)
+def test_a_record_of_two_formats_is_refused_unless_the_format_was_chosen(record, format, other):
+    assert detect_format(record) == format
+    with pytest.raises(BadRow, match=f"choose one with --format {format} or --format {other}"):
+        conversation_of(record, format, is_format_detected=True)
+    for chosen in (format, other):
+        assert conversation_of(record, chosen).messages
+        absent = dict.fromkeys(_CHAT_FIELDS[other if chosen == format else format])
+        assert conversation_of(record | absent, chosen, is_format_detected=True).messages
+    half = {**MESSAGES, "prompt": "a", "instruction": "b"}
+    assert conversation_of(half, "messages", is_format_detected=True) == chat("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("record", "is_plain"),
+    [
+        ({"prompt": "a", "completion": "b"}, True),
+        ({"prompt": "", "completion": "b", "tools": None, "other": 1}, True),
+        ({"prompt": [USER], "completion": "b"}, False),
+        ({"prompt": "a", "completion": [ASSISTANT]}, False),
+        ({"prompt": "a", "completion": "b", "tools": [TOOL]}, False),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, True),
+        ({"prompt": "a", "chosen": [ASSISTANT], "rejected": "c"}, False),
+        ({"prompt": "a", "completion": "b", "label": True}, True),
+    ],
+)
+def test_prompts_with_plain_texts_are_told_from_messages(record, is_plain):
+    assert is_plain_text(record) == is_plain
+    if "chosen" in record or "label" in record:
+        assert isinstance(preference_of(record), PlainPreferenceRecord) == is_plain
+    else:
+        conversation = conversation_of(record, "prompt_completion")
+        assert isinstance(conversation, PlainConversation) == is_plain
+
+
 @pytest.mark.parametrize("name", ["tool", "function", "observation"])
 def test_what_a_tool_answers_is_a_message_of_its_own(name):
     turns = [
@@ -185,9 +344,12 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
     read = pq.read_table(tmp_path / "chats.parquet").to_pylist()
     assert read[1]["tools"] is None
     assert read[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]["a"] is None
-    assert conversation_of(read[0], "messages") == (CALLING, [TOOL])
-    assert conversation_of(read[1], "messages") == (records[1]["messages"], None)
-    assert conversation_of(read[2], "messages") == chat("a", "b")
+    conversations = [
+        conversation_of(record, "messages", has_artificial_nulls=True) for record in read
+    ]
+    assert conversations[0] == (CALLING, [TOOL])
+    assert conversations[1] == (records[1]["messages"], None)
+    assert conversations[2] == chat("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -281,6 +443,42 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
             "its reasoning is not text",
         ),
         ({"messages": [USER]}, "messages", "the conversation has no assistant message"),
+        *[
+            (
+                {"messages": [USER, {**ASSISTANT, "weight": weight}]},
+                "messages",
+                r"message 2 \(assistant\): its weight is .*, not 0 or 1",
+            )
+            for weight in (0.5, -1, 2, "0", [0])
+        ],
+        (
+            {"messages": [USER, {**ASSISTANT, "weight": 0}, ASSISTANT]},
+            "messages",
+            r"messages 2 and 3 \(assistant\) are one turn, but one of them has weight 0",
+        ),
+        *[
+            (
+                {"conversations": [{"from": "function_call", "value": value}]},
+                "sharegpt",
+                r"message 1 \(function_call\): its value is .*, not JSON of a call",
+            )
+            for value in ("add 2 and 3", "[]", "3", None)
+        ],
+        (
+            {"conversations": [{"from": "function_call", "value": '{"arguments": {}}'}]},
+            "sharegpt",
+            r"message 1 \(function_call\) calls a tool without a name",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '["add"]'}]},
+            "sharegpt",
+            r"message 1 \(function_call\): its tool_calls are .*, not a list of objects",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": NOW, "tool_calls": [CALL]}]},
+            "sharegpt",
+            r"message 1 \(function_call\) has tool_calls beside the calls in its value",
+        ),
         (
             {"messages": [USER, ASSISTANT], "tools": "add"},
             "messages",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmtrain.data import packing
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.packing import TokenStore, best_fit
+from llmtrain.data.packing import Examples, TokenStore, best_fit
 
 RANDOM = [
     (capacity, count, seed)
@@ -145,12 +145,14 @@ DOCUMENTS = [document(number, length) for number, length in enumerate(LENGTHS)]
 
 
 def rows_of(folder, documents=DOCUMENTS, packing=True, width=WIDTH) -> datasets.Dataset:
-    store = TokenStore(folder / "rows.arrow")
+    store = TokenStore(folder / "rows.tokens")
     for ids, trained in documents:
         store.add(ids, trained)
-    count = store.write_rows(folder / "rows.arrow", width, packing)
+    examples = Examples.of_documents(np.arange(len(store)), store.lengths)
+    written = store.write_rows(folder / "rows.arrow", examples, width, packing)
+    store.close()
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    assert len(rows) == count
+    assert len(rows) == written.rows
     return rows
 
 
@@ -229,11 +231,12 @@ def test_columns_are_int32_of_one_width_whether_there_are_rows_or_not(tmp_path, 
 
 
 def test_two_stores_side_by_side_do_not_mix(tmp_path):
-    stores = [TokenStore(tmp_path / f"{side}-0.arrow") for side in ("train", "eval")]
+    stores = [TokenStore(tmp_path / f"{side}-0.tokens") for side in ("train", "eval")]
     for number, (ids, trained) in enumerate(DOCUMENTS):
         stores[number % 2].add(ids, trained)
     for side, store in enumerate(stores):
-        store.write_rows(tmp_path / "rows.arrow", WIDTH, packing=True)
+        examples = Examples.of_documents(np.arange(len(store)), store.lengths)
+        store.write_rows(tmp_path / "rows.arrow", examples, WIDTH, packing=True)
         ids = itertools.chain(
             *datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))["input_ids"]
         )

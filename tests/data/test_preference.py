@@ -16,6 +16,7 @@ from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.preference import PairAudit
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.sft import total_audit
 from llmtrain.data.sources import Fields
 from llmtrain.types import IGNORED
 from tests.data.test_prepare import complaint, left_behind
@@ -291,13 +292,13 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
         "message 3 (assistant) follows an assistant turn that has ended",
     ),
-    "a control token in the prompt": (
-        pair(f"q{END}", "a", "b"),
-        f"message 1 (user) holds the control token {END}",
+    "a private-use character in the prompt": (
+        pair(f"q{END}\U000f0000", "a", "b"),
+        "a message holds a special token and private-use characters",
     ),
-    "a control token in an answer": (
-        pair("q", "a", f"b{END}"),
-        f"message 2 (assistant) holds the control token {END}",
+    "a private-use character in an answer": (
+        pair("q", "a", f"b{END}\U000f0000"),
+        "a message holds a special token and private-use characters",
     ),
     "half a surrogate in the prompt": (
         pair(LONE, "a", "b"),
@@ -307,13 +308,21 @@ BAD_PAIRS: dict[str, tuple[Fields, str]] = {
         pair("q", LONE, "b"),
         "message 2 (assistant) holds half of a surrogate pair",
     ),
+    "an answer of weight 0": (
+        pair("q", "a", "b") | {"chosen": [said("assistant", "a") | {"weight": 0}]},
+        "chosen has a message with weight 0",
+    ),
+    "answers of two kinds": (
+        pair("q", "a", "b") | example("q", "a"),
+        "the record has two answers (chosen, rejected) and a single one (completion, label)",
+    ),
     "tools that are no list": (
         pair("q", "a", "b") | {"tools": 3},
         "field 'tools' is 3, not a list",
     ),
     "tools that are no tools": (
         pair("q", "a", "b") | {"tools": ["x"]},
-        "the chat template refuses it: Tools should",
+        "field 'tools' holds 'x', not an object",
     ),
     "an answer alone": (
         example("q", "a"),
@@ -334,9 +343,9 @@ BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
         {"completion": [said("assistant", "a")], "label": True},
         "the record has no prompt",
     ),
-    "a control token": (
-        example("q", f"a{END}"),
-        f"message 2 (assistant) holds the control token {END}",
+    "a private-use character": (
+        example("q", f"a{END}\U000f0000"),
+        "a message holds a special token and private-use characters",
     ),
     "half a surrogate": (
         example("q", LONE),
@@ -372,7 +381,7 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
 
 
 @pytest.mark.parametrize(
-    "name", ["identical answers", "a null answer", "a control token in an answer"]
+    "name", ["identical answers", "a null answer", "a private-use character in an answer"]
 )
 @pytest.mark.parametrize(("suffix", "place"), [("parquet", "row 2"), ("csv", "line 4")])
 def test_a_bad_row_of_a_table_is_told_with_its_place(
@@ -491,7 +500,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         GOOD,
         {"chat_template": "absent"},
-        "--chat_template absent is neither chatml nor a readable file",
+        "--chat_template absent is neither chatml, none nor a readable file",
     ),
 }
 
@@ -793,8 +802,8 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM and overlong == "error":
         said = complain(tmp_path, records, block_size=room, overlong=overlong)
         assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --block_size {room}; "
-            "raise --block_size, or set --overlong drop or truncate."
+            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --max_length {room}; "
+            "raise it, or set --overlong drop or truncate."
         )
         assert left_behind(cache) == []
         return
@@ -884,7 +893,7 @@ def some_records(alone: bool) -> list[Fields]:
             example("x" * 99, "a")
         ]
         found += [
-            example("q", f"a{END}"),
+            example("q", f"a{END}\U000f0000"),
             example("q", LONE),
             example("q", "", False),
             example("q", "a", "yes"),
@@ -897,7 +906,7 @@ def some_records(alone: bool) -> list[Fields]:
             pair("x" * 99, "a", "b"),
         ]  # have no difference when cut
         found += [
-            pair(f"q{END}", "a", "b"),
+            pair(f"q{END}\U000f0000", "a", "b"),
             pair("q", "a", LONE),
             pair("q", "a", "a"),
             pair("q", "", "b"),
@@ -933,7 +942,10 @@ def by_brute_force(
         too_long = max(map(len, documents[:1] if alone else documents)) > BLOCK
         count["overlong"] += too_long
         if too_long and overlong == "drop":
+            count["lost"] += sum(map(len, documents))
             continue
+        if too_long:
+            count["lost"] += sum(max(len(document) - BLOCK, 0) for document in documents)
         documents = [document[:BLOCK] for document in documents]
         judged = [max(len(document) - prompt, 0) for document in documents]
         if not judged[0] or (not alone and (not judged[1] or documents[0] == documents[1])):
@@ -984,15 +996,19 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     assert (train["bad"], held_out["bad"]) == (1, 0)
     assert train["overlong"] + held_out["overlong"] == 30
     word = {"drop": "dropped", "truncate": "truncated"}[overlong]
+    words = [
+        f"{word} ({side['lost'] / (side['lost'] + side['tokens']):.1%} of the tokens)"
+        for side in (train, held_out)
+    ]
     out = capsys.readouterr().out
     held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
     for line in (
-        f"audit     {kept} of {of} kept: {train['overlong']} overlong {word}, 0 without a difference and 1 bad ones "
+        f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad ones "
         "left out",
         f"audit     {train['judged']} of {train['tokens']:,} tokens are targets "
         f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "
         f"({train['shared'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['places']:.1%} full",
-        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {word}, 0 without a "
+        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {words[1]}, 0 without a "
         "difference and 0 bad ones left out",
     ):
         assert f"{line}\n" in out
@@ -1000,14 +1016,33 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     assert len(printed(capsys, "audit")) == 2
 
 
+def test_what_messages_hold_besides_their_words_is_counted_and_told(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    special = pair(f"q{END}", f"a{END}", "b")
+    fields = {
+        "prompt": [said("user", "q") | {"at": 1, "weight": 0}],
+        "chosen": [said("assistant", "a") | {"at": 1, "weight": 1}],
+        "rejected": [said("assistant", "b") | {"score": 1}],
+    }
+    made = tokenize_pairs(tmp_path, [special, fields])
+    audit = audit_of(made)
+    assert audit["special_as_text"] == 2
+    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert printed(capsys, "audit")[2:] == [
+        "2 special tokens in messages are encoded as text",
+        "some messages have fields that are not read here: at (2), score (1); the chat template "
+        "gets them",
+    ]
+
+
 def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.jsonl", pairs(3)), write(tmp_path / "b.parquet", pairs(5, 50))]
     one, other, both = (
         tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths)
     )
-    assert audit_of(both) == {
-        name: count + audit_of(other)[name] for name, count in audit_of(one).items()
-    }
+    total = total_audit([PairAudit(**audit_of(one)), PairAudit(**audit_of(other))])
+    assert audit_of(both) == vars(total)
     assert both.metadata.source_rows == [one.metadata.train_rows, other.metadata.train_rows]
 
 

@@ -21,6 +21,7 @@ from llmtrain.data import sources
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
+from llmtrain.data.packing import TOKEN_COLUMNS
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from tests.launching import PYTHON, run
@@ -138,19 +139,94 @@ def test_rows_are_the_same_however_the_stream_arrives(
     random_numbers = random.Random(0)
     for length in [*range(0, 20), 24, 25, 26, 200]:
         tokens = [random_numbers.randrange(1, 60_000) for _ in range(length)]
-        arrays, start = [], 0
+        pieces, start = [], 0
         while start < length:
             size = random_numbers.choice([0, 1, 2, 9, 40])
-            arrays.append(np.array(tokens[start : start + size], np.int32))
+            piece = np.array(tokens[start : start + size], np.int32)
+            pieces.append(plain_text._Piece(piece, begins_document=random_numbers.random() < 0.5))
             start += size
         path = tmp_path / f"{length}.arrow"
-        written = plain_text._write_rows(path, iter(arrays), block_size)
+        written = plain_text._write_rows(path, iter(pieces), block_size, ["input_ids"])
         assert written.targets == max(length - 1, 0)
         assert written.rows == -(-max(length - 1, 0) // block_size)
         if written.rows:
             assert stream(datasets.Dataset.from_file(str(path))) == tokens
-        again = plain_text._write_rows(path, iter([np.array(tokens, np.int32)]), block_size)
+        one_piece = [plain_text._Piece(np.array(tokens, np.int32))]
+        again = plain_text._write_rows(path, iter(one_piece), block_size, ["input_ids"])
         assert again == written
+
+        isolated = plain_text._write_rows(path, iter(pieces), block_size, TOKEN_COLUMNS)
+        assert isolated[:4] == written[:4]
+        if written.rows:
+            rows = datasets.Dataset.from_file(str(path))
+            assert stream(rows) == tokens
+            assert rows["labels"][:] == rows["input_ids"][:]
+            begins = [False for _ in range(length)]
+            start = 0
+            for piece in pieces:
+                if piece.begins_document and len(piece):
+                    begins[start] = True
+                start += len(piece)
+            assert joined_positions(rows) == positions_of(begins, block_size)
+
+
+def joined_positions(rows: datasets.Dataset) -> list[int]:
+    """The position ids of all inputs, without padding: the last token of each row is no input."""
+    table = np.array(rows["position_ids"])[:, :-1].ravel()
+    tokens = np.array(rows["input_ids"])[:, :-1].ravel()
+    return table[tokens != IGNORED].tolist()
+
+
+def positions_of(begins: list[bool], block_size: int) -> list[int]:
+    """The position id of each input, given which tokens of the stream begin a document."""
+    positions, position = [], 0
+    for i, begin in enumerate(begins):
+        position = 0 if begin or i % block_size == 0 else position + 1
+        positions.append(position)
+    is_last_of_a_row = (len(begins) - 1) % block_size == 0  # then the last token is no input
+    return positions[:-1] if is_last_of_a_row else positions
+
+
+# --- documents that do not see each other
+
+E = 0  # end-of-text of the tokenizer ``byte``
+
+
+def isolated(folder: Path, texts: list[str], block_size: int, **settings) -> Tokenized:
+    return tokenize_texts(folder, texts, block_size, isolate_documents=True, **settings)
+
+
+def test_positions_restart_at_the_end_of_text_in_front_of_a_document(tmp_path):
+    made = isolated(tmp_path, ["ab", "", "c"], block_size=4)
+    first, second = made.train
+    a, b, c = (made.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
+    assert first == {"input_ids": [E, a, b, E, E], "position_ids": [0, 1, 2, 0, 0]}
+    assert second == {"input_ids": [E, c, E, IGNORED, IGNORED], "position_ids": [0, 1, 2, 0, 1]}
+    assert made.is_packed
+
+
+def test_positions_restart_at_the_border_of_a_row(tmp_path):
+    made = isolated(tmp_path, ["abcdef", "g"], block_size=3)
+    assert [row["position_ids"] for row in made.train] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 7, 64])
+def test_isolated_documents_have_the_rows_of_documents_that_see_each_other(tmp_path, block_size):
+    usual = tokenize_texts(tmp_path, TEXTS, block_size)
+    made = isolated(tmp_path, TEXTS, block_size)
+    assert made.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
+    assert made.train.column_names == ["input_ids", "position_ids"]
+    assert made.metadata.train_tokens == usual.metadata.train_tokens == len(stream(made.train)) - 1
+
+
+def test_isolated_documents_are_other_data_and_are_found_again(tmp_path, capsys):
+    usual = tokenize_texts(tmp_path, TEXTS)
+    first = isolated(tmp_path, TEXTS, BLOCK)
+    assert capsys.readouterr().out.count("; tokenised") == 2
+    assert first.metadata.data_sha256 != usual.metadata.data_sha256
+    again = isolated(tmp_path, TEXTS, BLOCK)
+    assert capsys.readouterr().out.endswith("; from the cache\n")
+    assert again.metadata == first.metadata
 
 
 @pytest.fixture(scope="module")
@@ -594,9 +670,8 @@ def test_a_hub_dataset_is_tokenised_and_found_again(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
     write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    monkeypatch.setattr(tokenizing, "open_source", sources._hub)
     for done in ("tokenised", "from the cache"):
-        made = tokenize(config(tmp_path / "corpus"), BLOCK)
+        made = tokenize(config(tmp_path / "corpus", dataset_train_split="train"), BLOCK)
         assert documents_of(made.train, made) == TEXTS
         assert capsys.readouterr().out.endswith(f"; {done}\n")
 
@@ -614,3 +689,9 @@ def test_a_tokenizer_that_begins_every_text_with_bos_has_it_before_every_documen
     assert [tokens[0], tokens[-1]] == [begin, end]
     assert tokens.count(begin) == tokens.count(end) == 2
     assert made.tokenizer.decode(tokens) == "<s>ab<|endoftext|><s><s> is text<|endoftext|>"
+
+    # Such a document begins with BOS, and holds the end-of-text token after it.
+    made = isolated(tmp_path, ["ab", "c"], 6, tokenizer=str(tmp_path / "words"))
+    (row,) = made.train
+    assert made.tokenizer.decode(row["input_ids"]) == "<s>ab<|endoftext|><s>c<|endoftext|>"
+    assert row["position_ids"] == [0, 1, 2, 3, 0, 1, 2]

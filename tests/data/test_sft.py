@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmtrain.data import parallel_rendering
 from llmtrain.data import prepare as tokenizing
-from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.sft import Audit, Conversations, _eval_limit, _hash_of, total_audit
+from llmtrain.data.records import _hash_of, eval_limit_of
+from llmtrain.data.sft import Audit, Conversations, total_audit
 from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
 from tests.data.test_prepare import complaint, left_behind
@@ -49,7 +51,10 @@ def chats(count: int, start: int = 0) -> list[dict]:
 
 
 # What cannot be trained on, found when it is rendered or before, and what is said of it.
-CONTROLLED = chat("a", f"b{END}"), f"message 2 (assistant) holds the control token {END}"
+AMBIGUOUS = (
+    chat("a", f"b{END}\U000f0000"),
+    "a message holds a special token and private-use characters of Unicode",
+)
 UNANSWERED = (
     {"messages": [{"role": "user", "content": "a"}]},
     "the conversation has no assistant message",
@@ -187,7 +192,7 @@ def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(t
         )
         assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
         assert loaded.train.dataset[:] == trained.train.dataset[:]
-    assert "give --chat_template" in complaint(
+    assert "use --chat_template chatml" in complaint(
         *arguments(tmp_path, SAID, tokenizer=str(tmp_path / "silent"))
     )
 
@@ -219,7 +224,7 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
-def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_several(tmp_path):
+def test_a_record_with_the_fields_of_several_formats_needs_the_name_of_one(tmp_path):
     both = (
         chat("from", "messages")
         | FORMATS["prompt_completion"]("from", "the completion")
@@ -227,14 +232,18 @@ def test_a_format_that_is_named_is_taken_where_a_record_has_the_fields_of_severa
     )
     found = {
         format: answers_of((p := tokenize_chats(tmp_path, [both], format=format)).train, p)
-        for format in ("auto", "messages", "prompt_completion")
+        for format in ("messages", "prompt_completion")
     }
     assert found == {
-        "auto": [f"messages{END}"],
         "messages": [f"messages{END}"],
         "prompt_completion": [f"the completion{END}"],
     }
     assert tokenize_chats(tmp_path, [both], block_size=4, format="text").metadata.task == "text"
+    said = complaint(*arguments(tmp_path, [both]))
+    assert (
+        "line 1: the record has the fields of two formats, messages and prompt_completion" in said
+    )
+    assert "--format messages or --format prompt_completion" in said
 
 
 def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
@@ -257,15 +266,6 @@ def test_a_text_stays_a_text(tmp_path, capsys, name):
     assert "audit" not in out
 
 
-def test_text_and_conversations_are_not_mixed(tmp_path, cache):
-    (tmp_path / "a.txt").write_text("some words")
-    said = complaint(
-        config(tmp_path / "a.txt", write(tmp_path / "b.jsonl", chats(3))), BLOCK, ChatConfig()
-    )
-    assert f"({tmp_path / 'a.txt'} is text, {tmp_path / 'b.jsonl'} is messages)" in said
-    assert left_behind(cache) == []
-
-
 # --- the audit ---
 
 
@@ -279,55 +279,91 @@ def printed(capsys: pytest.CaptureFixture, name: str) -> list[str]:
     return [line[10:] for line in lines if line.startswith(name)]
 
 
+LONG_SECOND_ANSWER = chat("q", "a", "q", "x" * 100)
 LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
 MANY = [
     *chats(10),
     chat("u", "v", "w", "x"),
+    LONG_SECOND_ANSWER,
     LONG_ANSWER,
     LONG_QUESTION,
-    CONTROLLED[0],
+    AMBIGUOUS[0],
     UNANSWERED[0],
-    CONTROLLED[0],
+    AMBIGUOUS[0],
 ]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     made = tokenize_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
-    usual, cut = MANY[:11], overlong == "truncate"
-    tokens = sum(map(size_of, usual)) + cut * (BLOCK + 1)
-    answered = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2
-    trained = answered + cut * (
-        BLOCK + 1 - (1 + 5 + 1 + 1 + 1) - (1 + 10)
-    )  # without both headers and the question
-    rows = 4 + cut
+    cut = overlong == "truncate"
+    whole = [size_of(record) for record in MANY[:14]]
+    kept = [*whole[:11], *[size_of(chat("q", "a"))] * cut]
+    tokens = sum(kept)
+    lost = sum(whole[11:14]) - sum(kept[11:])
+    trained = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2 + 2 * cut
+    rows = 4
     assert made.metadata.audit == {
-        "conversations": 16,
+        "conversations": 17,
         "bad": 3,
-        "documents": 13,
-        "overlong": 2,
-        "untrained": int(cut),  # the answer to the long question is cut off
+        "documents": 14,
+        "overlong": 3,
+        "lost": lost,
+        "untrained": 2 * cut,  # no turn of the other two ends in a row
         "kept": 11 + cut,
         "tokens": tokens,
         "trained": trained,
         "repeated": 0,
         "rows": rows,
         "places": rows * (BLOCK + 1),
-        "turns": 12,
-        "ended": 12,
-        **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade"), 0),
+        "turns": 12 + cut,
+        "ended": 12 + cut,
+        **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade", "unweighted"), 0),
+        "special_as_text": 0,
+        "other_fields": {},
     }
     assert printed(capsys, "audit") == [
-        f"{11 + cut} of 16 conversations: 2 overlong {'truncated' if cut else 'dropped'}, "
-        f"{int(cut)} without a target token and 3 bad ones left out",
+        f"{11 + cut} of 17 conversations: 3 overlong {'truncated' if cut else 'dropped'} "
+        f"({lost / (lost + tokens):.1%} of the tokens), "
+        f"{2 * cut} without a target token and 3 bad ones left out",
         f"{trained} of {tokens} tokens are targets ({trained / tokens:.1%}), "
-        f"{rows} rows are {tokens / (rows * 96):.1%} full, 12 of 12 turns train their end",
+        f"{rows} rows are {tokens / (rows * 96):.1%} full, {12 + cut} of {12 + cut} turns train their end",
     ]
 
 
 def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
     audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).metadata.audit
     assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
+
+
+def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, capsys):
+    weighted = chat("a", "b", "c", "d")
+    weighted["messages"][1]["weight"] = 0
+    other = chat("e", f"f{END}{END}")
+    other["messages"][0] |= {"at": 1, "name": "Ann"}
+    other["messages"][1] |= {"at": 2, "score": 0.5}
+    made = tokenize_chats(tmp_path, [weighted, other, chat("g", "h")])
+    assert sorted(answers_of(made.train, made)) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
+    audit = made.metadata.audit
+    assert (audit["unweighted"], audit["special_as_text"]) == (1, 2)
+    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert printed(capsys, "audit")[2:] == [
+        "1 turns are not trained, because their weight is 0",
+        "2 special tokens in messages are encoded as text",
+        "some messages have fields that are not read here: at (2), score (1); the chat template "
+        "gets them",
+    ]
+
+
+@pytest.mark.parametrize(("suffix", "argument"), [("jsonl", '{"limit": null}'), ("parquet", "{}")])
+def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, argument):
+    call = {"function": {"name": "find", "arguments": {"limit": None}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    record = {"messages": [{"role": "user", "content": "a"}, calling]}
+    path = write(tmp_path / f"a.{suffix}", [record])
+    made = tokenize(config(path), BLOCK, ChatConfig())
+    (answer,) = answers_of(made.train, made)
+    assert f'"arguments": {argument}' in answer
 
 
 # Marks the end of a turn, but not of the last one.
@@ -350,19 +386,23 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
-    parts = [Audit(*range(start, start + 11)) for start in (1, 100)]
-    assert total_audit(parts) == Audit(*range(101, 123, 2))
+    parts = [
+        Audit(*range(start, start + 13), other_fields={"at": 1, name: 2})
+        for start, name in ((1, "a"), (100, "b"))
+    ]
+    total = Audit(*range(101, 127, 2), other_fields={"at": 2, "a": 2, "b": 2})
+    assert total_audit(parts) == total
     paths = [
         write(tmp_path / name, records)
         for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
     ]
     alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).metadata.audit for path in paths)
     both = tokenize(config(*paths), BLOCK, ChatConfig()).metadata.audit
-    assert both == {name: alone[name] + beside[name] for name in alone}
+    assert both == vars(total_audit([Audit(**alone), Audit(**beside)]))
 
 
 @pytest.mark.parametrize(
-    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --block_size 34 allows")]
+    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --max_length 34 allows")]
 )
 def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
     tmp_path, cache, room, said
@@ -374,13 +414,13 @@ def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
         assert tokenize(*given).metadata.audit["kept"] == 5
     else:
         assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise --block_size, or set --overlong"
+            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise it, or set --overlong"
             in complaint(*given)
         )
         assert left_behind(cache) == []
 
 
-@pytest.mark.parametrize(("bad", "said"), [CONTROLLED, UNANSWERED], ids=["to render", "to read"])
+@pytest.mark.parametrize(("bad", "said"), [AMBIGUOUS, UNANSWERED], ids=["to render", "to read"])
 @pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
 def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behind(
     tmp_path, cache, bad, said, suffix, place
@@ -412,13 +452,13 @@ SENSELESS = {
     ),
     "all questions overlong": (
         [LONG_QUESTION],
-        {"overlong": "truncate"},
+        {"overlong": "truncate", "on_bad_row": "skip"},
         "none of 0 tokens in 1 conversations",
     ),
     "all of them bad": (
-        [CONTROLLED[0]],
+        [AMBIGUOUS[0]],
         {"on_bad_row": "skip"},
-        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --block_size",
+        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --max_length",
     ),
     "none to read": ([UNANSWERED[0]], {"on_bad_row": "skip"}, "holds no conversation"),
     "no turn with its end": (
@@ -509,7 +549,7 @@ def test_a_single_conversation_is_trained_on(tmp_path):
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
 @settings(deadline=None)
 def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
-    held_out = sum(place < _eval_limit(places, fraction) for place in places)
+    held_out = sum(place < eval_limit_of(places, fraction) for place in places)
     if fraction and len(set(places)) > 1:
         assert 0 < held_out < len(places)
     else:
@@ -518,15 +558,15 @@ def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_diffe
 
 def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
     places = [i / 100 for i in range(100)]
-    assert [_eval_limit(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
+    assert [eval_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
         0.0,
         0.005,
         0.1,
         0.5,
         0.9,
     ]
-    assert _eval_limit([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
-    assert _eval_limit([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
+    assert eval_limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
+    assert eval_limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
 
 
 @pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
@@ -546,15 +586,37 @@ def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_bytes_held_out_are_counted_as_far_as_a_conversation_is_not_cut(tmp_path, tokenizer):
-    records = [chat("q", f"{i}.", "r", str(7 ** (i + 500))) for i in range(4)]
+def test_a_conversation_is_truncated_at_the_end_of_its_last_turn_that_fits(tmp_path, tokenizer):
+    records = [
+        chat(f"q{i}", f"{i} ü.", "r", f"{i}!", "s", str(7 ** (i + 500)), "t", "u") for i in range(8)
+    ]
     made = tokenize_chats(
         tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer
     )
-    for said in (held_out := answers_of(made.eval, made)):
-        first, cut = said.split(END)
-        assert first + END + cut in (answers(record)[: len(said)] for record in records)
-    assert made.metadata.eval_bytes == sum(len(said) - len(END) for said in held_out) > 0
+    kept = [shown(chat(*(m["content"] for m in record["messages"][:4]))) for record in records]
+    texts = texts_of(made.train, made) + texts_of(made.eval, made)
+    assert sorted(texts) == sorted(kept)
+    held_out = answers_of(made.eval, made)
+    assert made.metadata.eval_bytes == sum(len(said.replace(END, "").encode()) for said in held_out)
+    audit = Audit(**made.metadata.audit)
+    assert (audit.turns, audit.ended) == (2 * audit.kept, 2 * audit.kept)
+    assert audit.trained == sum(label != IGNORED for row in made.train for label in row["labels"])
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_truncation_never_leaves_a_conversation_without_a_target(tmp_path, cache, on_bad_row):
+    records = [*chats(2), LONG_ANSWER, *chats(2, 2), LONG_SECOND_ANSWER]
+    given = arguments(tmp_path, records, overlong="truncate", on_bad_row=on_bad_row)
+    if on_bad_row == "error":
+        assert complaint(*given) == (
+            f"{tmp_path / 'chats.jsonl'}, line 3: none of the assistant's turns ends within "
+            f"--max_length {BLOCK}, so truncation would leave nothing to train on; raise it, set "
+            "--overlong drop, or leave such records out with --on_bad_row skip."
+        )
+        assert left_behind(cache) == []
+    else:
+        audit = Audit(**tokenize(*given).metadata.audit)
+        assert (audit.overlong, audit.untrained, audit.kept) == (2, 1, 5)
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
@@ -659,6 +721,36 @@ def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
         moved.metadata.data_sha256 == usual.metadata.data_sha256
     )  # the flags are others, the rows are not
     assert len({p.metadata.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
+
+
+# --- processes ---
+
+
+@pytest.mark.parametrize("preference", [False, True])
+def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, preference):
+    monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
+    monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
+    if preference:
+        records = [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)]
+    else:
+        records = [*chats(50), AMBIGUOUS[0], *chats(9, 50)]
+    path = write(tmp_path / "many.jsonl", records)
+    made = []
+    for processes in (1, 2):
+        monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
+        chat_type = PairConfig if preference else ChatConfig
+        chat = chat_type(on_bad_row="skip", dataset_num_proc=processes)
+        data = config(path, eval_fraction=0.3)
+        made.append(tokenize(data, BLOCK, chat))
+    assert made[0].metadata == made[1].metadata
+    for split in ("train", "eval"):
+        assert [*getattr(made[0], split)] == [*getattr(made[1], split)]
+
+
+@pytest.mark.parametrize("processes", [0, -1])
+def test_a_number_of_processes_below_one_is_refused(processes):
+    with pytest.raises(UserError, match=r"--dataset_num_proc .* must be at least 1"):
+        ChatConfig(dataset_num_proc=processes)
 
 
 # --- several sources ---

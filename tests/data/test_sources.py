@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.sources import _hub, documents, open_source
+from llmtrain.data.sources import Source, SplitChoice, documents, open_source, records_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -103,7 +104,7 @@ def folder(tmp_path) -> Path:
     write(root / "deep" / "er" / "d.txt", "d")
     write_jsonl(root / "c.jsonl", ["c1", "c2"])
     write(root / "ignored.py", "no text")
-    write(root / "zipped.txt.gz", gzip.compress(b"no text"))
+    write(root / "ignored.docx.gz", gzip.compress(b"no text"))
     return root
 
 
@@ -341,35 +342,41 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "corpus"
 
 
+def of_split(folder: Path, split: str = "train") -> Source:
+    return open_source(str(folder), SplitChoice(value=split))
+
+
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
-    source = _hub(str(hub_folder))
+    source = of_split(hub_folder)
     assert list(documents(source, "text")) == TEXTS
     assert [record.fields["id"] for record in source.records(None)] == list(range(len(TEXTS)))
     before = source.fingerprint()
-    assert before == _hub(str(hub_folder)).fingerprint()
+    assert before == of_split(hub_folder).fingerprint()
     write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
-    assert _hub(str(hub_folder)).fingerprint() != before
+    assert of_split(hub_folder).fingerprint() != before
 
 
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        ("someone/something", ("someone/something", None)),
-        ("someone/something:first-half", ("someone/something", "first-half")),
-        ("something:20231101.en", ("something", "20231101.en")),
+        ("someone/something", ("someone/something", None, None)),
+        ("someone/something:first-half", ("someone/something", "first-half", None)),
+        ("something:20231101.en", ("something", "20231101.en", None)),
+        ("someone/something@v1.0", ("someone/something", None, "v1.0")),
+        ("something@refs/pr/3:20231101.en", ("something", "20231101.en", "refs/pr/3")),
     ],
 )
-def test_a_configuration_of_a_hub_dataset_stands_behind_a_colon(monkeypatch, name, asked):
+def test_a_hub_dataset_may_have_a_revision_and_a_configuration(monkeypatch, name, asked):
     datasets = pytest.importorskip("datasets")
     loaded = []
 
-    def load(path, configuration, split):
-        loaded.append((path, configuration, split))
-        return datasets.Dataset.from_dict({"text": TEXTS})
+    def load(path, configuration, revision):
+        loaded.append((path, configuration, revision))
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
 
     monkeypatch.setattr("datasets.load_dataset", load)
     assert read(name) == TEXTS
-    assert loaded == [(*asked, "train")]
+    assert loaded == [asked]
     assert open_source(name).name == name
 
 
@@ -383,9 +390,9 @@ def test_a_file_whose_name_holds_a_colon_is_that_file(tmp_path, monkeypatch):
 
 def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(documents(_hub(str(hub_folder)), "id"))
+        list(documents(of_split(hub_folder), "id"))
     with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; the record has id, text"):
-        list(documents(_hub(str(hub_folder)), "body"))
+        list(documents(of_split(hub_folder), "body"))
 
 
 @pytest.mark.parametrize(
@@ -458,3 +465,70 @@ def test_the_builtin_corpora_are_the_library_without_tests_and_without_what_was_
         "a.py",
         "b.py",
     ]
+
+
+# --- records in Python ---
+
+
+def test_a_data_set_in_python_is_read_like_one_of_the_hub():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
+    source = records_source(data)
+    assert list(documents(source, "text")) == TEXTS
+    assert [record.place for record in source.records(None)] == [
+        f"records, row {i}" for i in range(3)
+    ]
+    assert source.has_artificial_nulls
+    assert not source.has_splits
+    same = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
+    assert records_source(same).fingerprint() == source.fingerprint()
+    assert records_source(data.select([1, 0])).fingerprint() != source.fingerprint()
+
+
+class Reiterable:
+    def __init__(self, records: list) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator:
+        return iter(self.records)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [TEXTS, tuple(TEXTS), [{"text": text} for text in TEXTS], Reiterable(TEXTS), lambda: TEXTS],
+    ids=["list", "tuple", "dictionaries", "iterable", "function"],
+)
+def test_records_in_python_are_read_as_often_as_they_are_needed(records):
+    source = records_source(records)
+    assert list(documents(source, "text")) == TEXTS
+    assert list(documents(source, "text")) == TEXTS
+    assert source.fingerprint() == source.fingerprint()
+    assert not source.has_artificial_nulls
+
+
+def test_the_fingerprint_of_a_list_follows_its_content():
+    assert records_source(["a"]).fingerprint() == records_source(["a"]).fingerprint()
+    assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (iter(TEXTS), "can be read only once; pass a list, or a function"),
+        ((text for text in TEXTS), "a generator can be read only once"),
+        ({"train": TEXTS}, "cannot read a dict; pass a datasets.Dataset, a list"),
+        ("some text", "cannot read a str; pass"),
+        ({"a", "b"}, "cannot read a set; pass"),
+        (3, "cannot read a int; pass"),
+    ],
+    ids=["iterator", "generator", "dict", "str", "set", "int"],
+)
+def test_what_cannot_be_read_several_times_in_one_order_is_an_error(records, expected):
+    with pytest.raises(UserError) as caught:
+        records_source(records)
+    assert expected in str(caught.value)
+
+
+def test_a_bad_record_in_a_list_is_named_by_its_number():
+    with pytest.raises(UserError, match=r"records, record 1 is 3, neither text nor a dictionary"):
+        list(documents(records_source(["a", 3]), "text"))

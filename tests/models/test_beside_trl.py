@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
@@ -24,6 +23,7 @@ from llmtrain.types import Batch
 from tests.engines import engine_of
 from tests.families import OVERRIDES
 from tests.launching import long_form
+from tests.pair_rows import write_pair_rows
 
 pytestmark = long_form
 
@@ -76,22 +76,15 @@ class Ours:
     def __init__(self, loss: str, folder: Path, accelerator: Any, words: Any, **flags: Any) -> None:
         self.pairs = ragged(loss)
         preference = PreferenceConfig(loss_type=loss, **flags)  # type: ignore[arg-type]
-        store = TokenStore(folder / "rows.arrow")
-        for prompt, first, second, desirable in self.pairs:
-            shared = len(prompt) - 1
-            ids = np.array(prompt + first + (prompt + second)[shared:], np.int32)
-            judged = np.array(
-                [False] * len(prompt) + [True] * len(first) + [False] + [True] * len(second)
-            )
-            store.add(ids, judged, SecondAnswer(len(prompt + first), shared, desirable))
-        store.write_rows(folder / "rows.arrow", 2 * BLOCK, True)
-        rows = TokenRows.open([folder / "rows.arrow"])
+        rows, written = write_pair_rows(
+            folder / "rows.arrow", self.pairs, width=2 * BLOCK, share_prompts=True
+        )
         assert 1 < len(rows) < COUNT, "several rows, and several pairs in one of them"
-        facts = SimpleNamespace(dataset="pairs", pairs=store.pairs, shared=True)
+        facts = SimpleNamespace(dataset="pairs", pairs=written.pairs, shared=True)
         stand_in: Any = SimpleNamespace(
             tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts, is_packed=True
         )
-        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, block_size=BLOCK)
+        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=BLOCK)
         bundle = place(
             accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
         )

@@ -37,7 +37,7 @@ def load(words: PreTrainedTokenizerFast, accelerator: Accelerator) -> Callable[.
     def load(family: str, more: str = "", **settings: object) -> ModelBundle:
         torch.manual_seed(0)
         config = ModelConfig(
-            from_config=family, config_overrides=OVERRIDES + more, block_size=64, **settings
+            from_config=family, config_overrides=OVERRIDES + more, max_length=64, **settings
         )
         bundle = place(accelerator, load_model(config, None, SomeRows(words, False), 3, "no"))
         bundle.check()

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +79,7 @@ def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., ModelBund
         overrides = {"config_overrides": OVERRIDES} if family else {}
         if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
             overrides = {}
-        config = ModelConfig(**{"from_config": family, "block_size": 64} | overrides | settings)
+        config = ModelConfig(**{"from_config": family, "max_length": 64} | overrides | settings)
         return place(
             accelerator, load_model(config, None, SomeRows(tokenizer or words, packed), 3, "no")
         )
@@ -271,7 +273,7 @@ def test_a_leak_past_a_sliding_window_or_a_chunk_is_found(
 def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    config = ModelConfig(from_config=family, block_size=64)
+    config = ModelConfig(from_config=family, max_length=64)
     leaking = family == "bloom"
     try:
         with (
@@ -306,7 +308,7 @@ def test_a_class_that_sees_what_follows_is_no_causal_model(load, family):
 
 @pytest.mark.parametrize("positions", [4, 2])
 def test_a_model_with_few_positions_is_tried_within_them(load, positions):
-    assert load("gpt2", block_size=positions, packed=True).model.head_is_linear
+    assert load("gpt2", max_length=positions, packed=True).model.head_is_linear
 
 
 @pytest.mark.parametrize("family", LEAKING)
@@ -375,7 +377,7 @@ def reference(
         model = AutoModelForCausalLM.from_pretrained(base)
     else:
         config = configuration_of(
-            ModelConfig(from_config=base, config_overrides=OVERRIDES, block_size=64), tokenizer
+            ModelConfig(from_config=base, config_overrides=OVERRIDES, max_length=64), tokenizer
         )
         model = AutoModelForCausalLM.from_config(config)
         fill(dict(model.named_parameters()), random_weights(model, 3))
@@ -406,7 +408,7 @@ def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
         else {"from_config": base, "config_overrides": OVERRIDES}
     )
     rows = SomeRows(tokenizer, new_tokens=[257, 258] if grown else [])
-    bundle = load_model(ModelConfig(**named, block_size=64), lora, rows, 3, "no")
+    bundle = load_model(ModelConfig(**named, max_length=64), lora, rows, 3, "no")
     assert all(p.is_meta or lora or grown for p in bundle.model.parameters())
     model, expected = place(accelerator, bundle).model, reference(base, lora, tokenizer)
     for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
@@ -448,24 +450,29 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
         load(model_name_or_path=str(base), tokenizer=words)
 
 
-def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
+def test_a_max_length_that_nobody_has_set_is_no_longer_than_the_model_to_load(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
+    def rows_of_length(data: Any, max_length: int, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(metadata=SimpleNamespace(block_size=max_length))
+
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
     for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
-        config = ModelConfig(model_name_or_path=str(tmp_path), block_size=size)
-        config.origins = {"block_size": "the command line"} if asked else {}
-        config.fit_block_size()
-        assert config.block_size == expected
-    assert "--block_size 32" in capsys.readouterr().out
-    nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), block_size=64)
-    nowhere.fit_block_size()  # is refused when it is loaded
-    assert nowhere.block_size == 64
-    monkeypatch.setattr("llmtrain.tokenize", lambda data, block_size, *_, **__: block_size)
+        config = ModelConfig(model_name_or_path=str(tmp_path), max_length=size)
+        config.origins = {"max_length": "the command line"} if asked else {}
+        config.fit_max_length()
+        assert config.max_length == expected
+    assert "--max_length 32" in capsys.readouterr().out
+    nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), max_length=64)
+    nowhere.fit_max_length()  # is refused when it is loaded
+    assert nowhere.max_length == 64
+    monkeypatch.setattr("llmtrain.tokenize", rows_of_length)
     for recipe in (finetune, preference):
         settings = copy.deepcopy(recipe.DEFAULTS)
         settings.model.model_name_or_path = str(tmp_path)
-        assert recipe.tokenized(settings) == 32
+        recipe.tokenized(settings)
+        assert settings.model.max_length == 32
 
 
 @pytest.mark.parametrize(
@@ -480,7 +487,7 @@ def test_a_block_size_that_nobody_has_set_is_no_longer_than_the_model_to_load(
         ({"from_config": "llama", "config_overrides": "hidden_size=33"}, r"--from_config llama"),
         (
             {"from_config": "gpt2", "config_overrides": "n_positions=32"},
-            r"--block_size 64 is more than .* 32 positions",
+            r"--max_length 64 is more than .* 32 positions",
         ),
         (
             {"from_config": "llama", "freeze": "nothing"},
@@ -529,7 +536,7 @@ def test_the_experts_balancing_loss_is_ours_and_said_so(load, capsys):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_bits_that_would_depend_on_the_layout_are_refused(words, family):
-    config = ModelConfig(from_config=family, block_size=64)
+    config = ModelConfig(from_config=family, max_length=64)
     if family == "llama":
         assert load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
         config.config_overrides = "attention_dropout=0.1"

@@ -115,8 +115,8 @@ def test_norms_and_gated_convolutions_have_their_gradients() -> None:
         x, taps = drawn(2, length, 12), drawn(4, 3)
         before, after, values = x.chunk(3, dim=-1)
         channels = F.conv1d((before * values).mT, taps[:, None], padding=2, groups=4)[..., :length]
-        torch.testing.assert_close(_GatedConvolution.apply(x, taps), after * channels.mT)
-        assert torch.autograd.gradcheck(_GatedConvolution.apply, (x, taps))
+        torch.testing.assert_close(_GatedConvolution.apply(x, taps, None), after * channels.mT)
+        assert torch.autograd.gradcheck(_GatedConvolution.apply, (x, taps, None))
 
 
 def test_an_odd_head_cannot_be_rotated() -> None:

@@ -72,7 +72,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             overrides = f"num_hidden_layers=2,hidden_size=64,tie_word_embeddings={str(kind == 'tied').lower()}"
             torch.manual_seed(len(made))
             config = configuration_of(
-                ModelConfig(from_config=family, config_overrides=overrides, block_size=64), words()
+                ModelConfig(from_config=family, config_overrides=overrides, max_length=64), words()
             )
             made[kind] = tmp_path_factory.mktemp(kind)
             AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
@@ -87,7 +87,7 @@ def adapt(bases, accelerator) -> Callable[..., ModelBundle]:
     def adapt(
         kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings
     ) -> ModelBundle:
-        config = ModelConfig(str(bases(kind)), block_size=64)
+        config = ModelConfig(str(bases(kind)), max_length=64)
         lora = LoraConfig(**{"lora_r": 4} | settings)
         return load(accelerator, config, lora, tokenizer)
 
@@ -227,7 +227,7 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
 
 def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):
     base = shutil.copytree(bases("untied"), tmp_path / "base")
-    loaded = load(accelerator, ModelConfig(str(base), block_size=64), LoraConfig(lora_r=4))
+    loaded = load(accelerator, ModelConfig(str(base), max_length=64), LoraConfig(lora_r=4))
     write_model(
         tmp_path / "model",
         loaded.files,
@@ -345,7 +345,7 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
     base = AutoModelForCausalLM.from_pretrained(bases("untied"))
     base.resize_token_embeddings(320)
     base.save_pretrained(tmp_path / "padded")
-    config = ModelConfig(str(tmp_path / "padded"), block_size=64)
+    config = ModelConfig(str(tmp_path / "padded"), max_length=64)
     loaded = load(accelerator, config, LoraConfig(lora_r=4), chatting())
     rows = [
         p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name
@@ -372,7 +372,7 @@ def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
         DistributedTensors(loaded.files.export_tensors(loaded.model)),
     )
     for rank in (0, 4):
-        config = ModelConfig(str(tmp_path / "model"), block_size=64)
+        config = ModelConfig(str(tmp_path / "model"), max_length=64)
         with pytest.raises(
             UserError,
             match=r"is an adapter; merge it into its model first: llmtrain export .* --merge",
@@ -381,7 +381,7 @@ def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
 
 
 def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
-    config = ModelConfig(str(bases("untied")), block_size=64, freeze="embed")
+    config = ModelConfig(str(bases("untied")), max_length=64, freeze="embed")
     with pytest.raises(UserError, match="--freeze cannot be combined with --lora_r"):
         load(accelerator, config, LoraConfig(lora_r=4))
 
@@ -410,7 +410,7 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
     bases, accelerator, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(bases("untied").parent)
-    config = ModelConfig(bases("untied").name, block_size=64)
+    config = ModelConfig(bases("untied").name, max_length=64)
     bundle = load(accelerator, config, LoraConfig(lora_r=4))
     model, files = bundle.model, bundle.files
     write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
@@ -425,7 +425,7 @@ def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
         '{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}'
     )
     for ends, expected in (((), [0, 7]), ((0, 258), [0, 7, 258])):
-        config = ModelConfig(str(folder), block_size=64)
+        config = ModelConfig(str(folder), max_length=64)
         files = load(accelerator, config, ends=ends).files
         assert files.generation["eos_token_id"] == expected
         assert files.generation["temperature"] == 0.6
@@ -433,12 +433,12 @@ def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
 
 def test_random_weights_get_no_adapter(accelerator):
     with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
-        load(accelerator, ModelConfig(from_config="llama", block_size=64), LoraConfig(lora_r=4))
+        load(accelerator, ModelConfig(from_config="llama", max_length=64), LoraConfig(lora_r=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, 4 bits are held")
 def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
-    config = ModelConfig(str(bases("untied")), block_size=64, load_in_4bit=True)
+    config = ModelConfig(str(bases("untied")), max_length=64, load_in_4bit=True)
     with pytest.raises(UserError, match="--load_in_4bit needs a CUDA GPU"):
         load(accelerator, config, LoraConfig(lora_r=4))
     with pytest.raises(UserError, match="--load_in_4bit needs --lora_r"):
@@ -447,7 +447,7 @@ def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
 
 def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
     bundle = load_model(
-        ModelConfig(str(bases("untied")), block_size=64),
+        ModelConfig(str(bases("untied")), max_length=64),
         LoraConfig(lora_r=4),
         SomeRows(words()),
         3,

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import SecondAnswer, TokenRows, TokenStore
+from llmtrain.data.packing import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
@@ -28,6 +28,7 @@ from llmtrain.record.checkpoint import write_model
 from llmtrain.types import Batch, ModelBundle
 from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES
+from tests.pair_rows import write_pair_rows
 
 BLOCK = 32
 LOSSES = {
@@ -58,16 +59,14 @@ def some_pairs(count: int = 9, seed: int = 0) -> list[Pair]:
 
 
 def rows_of(pairs: list[Pair], folder: Path, layout: str) -> TokenRows:
-    store = TokenStore(folder / f"{layout}.arrow")
-    for prompt, first, second, desirable in pairs:
-        shared = len(prompt) - 1 if layout == "one prompt" else 0
-        ids = np.array(prompt + first + (prompt + second)[shared:], np.int32)
-        judged = [*[False] * len(prompt), *[True] * len(first)]
-        judged += ([False] * len(prompt) + [True] * len(second))[shared:]
-        store.add(ids, np.array(judged), SecondAnswer(len(prompt + first), shared, desirable))
-    store.write_rows(folder / f"{layout}.arrow", 2 * BLOCK, layout != "halves")
-    rows = TokenRows.open([folder / f"{layout}.arrow"])
-    rows.pairs = store.pairs  # type: ignore[attr-defined]
+    rows, written = write_pair_rows(
+        folder / f"{layout}.arrow",
+        pairs,
+        width=2 * BLOCK,
+        share_prompts=layout == "one prompt",
+        packing=layout != "halves",
+    )
+    rows.pairs = written.pairs  # type: ignore[attr-defined]
     return rows
 
 
@@ -105,7 +104,7 @@ def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
             tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts
         )
         stand_in.is_packed = "position_ids" in columns
-        overrides = {"config_overrides": OVERRIDES, "block_size": BLOCK, "from_config": family}
+        overrides = {"config_overrides": OVERRIDES, "max_length": BLOCK, "from_config": family}
         preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
         config = ModelConfig(**(overrides | settings))
         return place(

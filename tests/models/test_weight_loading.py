@@ -210,7 +210,7 @@ def test_embeddings_do_not_change_with_the_file_they_were_loaded_from(tmp_path: 
     vocabulary = {f"word{number}": number for number in range(120)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
     rows = SomeRows(tokenizer, new_tokens=[119])  # it has a row in the embedding already
-    config = ModelConfig(model_name_or_path=str(tmp_path), block_size=32)
+    config = ModelConfig(model_name_or_path=str(tmp_path), max_length=32)
     model = load_model(config, lora=None, rows=rows, seed=0, precision="no").model
     embedding = model.get_input_embeddings().weight.detach()
     before = embedding.clone()

@@ -128,7 +128,7 @@ def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
 
 def test_activations_of_experts_are_counted_without_values(accelerator: Accelerator) -> None:
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 32)
-    config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, block_size=32)
+    config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, max_length=32)
     bundle = load_model(config, None, rows_of(tokenizer), 3, "no")
     found = count_activations(bundle.model, bundle.objective, MicroBatch(2, 32))
     model = place(accelerator, bundle).model.train()

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
 
 
 def with_both_ends(
-    tokenizer: Any, *arguments: Any, encoded: Any = pretraining._encoded
-) -> Iterator[np.ndarray]:
+    tokenizer: Any, *arguments: Any, encoded: Any = pretraining._encoded, **options: Any
+) -> Iterator[Any]:
     """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
-    for part in encoded(tokenizer, *arguments):
-        yield part.repeat(2) if part.tolist() == [tokenizer.eos_token_id] else part
+    for piece in encoded(tokenizer, *arguments, **options):
+        is_end = piece.tokens.tolist() == [tokenizer.eos_token_id]
+        yield replace(piece, tokens=piece.tokens.repeat(2)) if is_end else piece
 
 
 class LastLabel(loader.Collate):

@@ -46,7 +46,7 @@ def batches_of(engine: Engine, step: int) -> list[Batch]:
 
 def measured(accelerator: Accelerator, family: str) -> dict[str, Any]:
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
-    config = ModelConfig(from_config=family, config_overrides=OVERRIDES, block_size=LENGTH)
+    config = ModelConfig(from_config=family, config_overrides=OVERRIDES, max_length=LENGTH)
     rows = rows_of(words, packed=True)
     bundle = place(accelerator, load_model(config, None, rows, 3, accelerator.mixed_precision))
     model: Any = bundle.model

@@ -61,6 +61,7 @@ NASTY += [
 FLAGS = {
     GPT: """
         n_layer n_head n_embd block_size dropout gradient_checkpointing dataset mixture text_field
+        dataset_train_split dataset_test_split eval_dataset columns isolate_documents
         eval_fraction tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
         warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout ddp_comm_hook
         pipeline_stages run_name seed logging_steps eval_steps save_steps save_total_limit max_hours

@@ -101,7 +101,7 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
     if "grown" in rest:
         tokenizer.add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
         new_tokens = [257, 258]
-    config = ModelConfig(**settings, block_size=LENGTH)
+    config = ModelConfig(**settings, max_length=LENGTH)
     rows = rows_of(tokenizer, new_tokens=new_tokens)
     return place(accelerator, load_model(config, lora, rows, 3, accelerator.mixed_precision))
 

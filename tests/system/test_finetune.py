@@ -112,6 +112,25 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
     assert written["prompt"] + written["text"] + "\n" == capsys.readouterr().out
 
 
+def test_text_and_conversations_train_in_one_run_with_an_eval_loss_each(
+    chats: Path, text_file: Path, tmp_path: Path
+) -> None:
+    flags = [*SMALL_LLAMA, "--block_size", "64", "--max_steps", "4", "--eval_steps", "2"]
+    data = ["--dataset", str(chats), str(text_file), "--mixture", "3", "1"]
+    ended = run_forked(
+        [*PYTHON, FINETUNE, *flags, *data, "--output_dir", str(tmp_path / "run")]
+    ).assert_ok()
+    assert "mixture   chats 75.0% of rows, " in ended.out
+    assert "--- a question that is not in the training data" in ended.out
+    losses = [series(tmp_path / "run", f"eval/loss{source}") for source in ("", "/chats", "/text")]
+    for loss, *of_sources in zip(*(each.values() for each in losses), strict=True):
+        assert min(of_sources) < loss < max(of_sources)
+    assert all(len(each) == 3 for each in losses)
+    record = read_json(tmp_path / "run" / "run.json")
+    assert record["task"] == "conversations"
+    assert sum(record["source_targets"]) == record["train_tokens"]
+
+
 @long_form
 def test_two_processes_fine_tune_as_one_does(base: Path, chats: Path, tmp_path: Path) -> None:
     flags = [

@@ -158,7 +158,6 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
             "chatml",
             "--learning_rate",
             "3e-3",
-            "--no_packing",
         ],
         PREFERENCE: [
             "--dataset",
@@ -169,7 +168,6 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
             "0.2",
             "--beta",
             "0.3",
-            "--no_packing",
         ],
     }
     for before, recipe in zip((None, GPT, FINETUNE), steps, strict=True):

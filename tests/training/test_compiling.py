@@ -215,7 +215,7 @@ def test_all_blocks_are_one_graph_and_stay_it(graphs: list[Any]) -> None:
 def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -> None:
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     rows = SomeRows(tokenizer, is_packed=True)
-    config = ModelConfig(from_config="llama", block_size=64)
+    config = ModelConfig(from_config="llama", max_length=64)
     accelerator = Accelerator(cpu=True)
     bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
     model = bundle.model.train()
@@ -229,6 +229,50 @@ def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
         model(**batch, **bundle.prepare_batch(batch)).backward()
     assert len(graphs) == 1
+
+
+@pytest.fixture
+def recompile_limit() -> Iterator[None]:
+    """Restore torch's own limit after the test."""
+    limit = torch._dynamo.config.recompile_limit
+    yield
+    torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.mark.usefixtures("recompile_limit")
+def test_every_shape_of_trimmed_rows_is_compiled(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    """By default torch compiles eight shapes, and runs eager code for all others."""
+    monkeypatch.setattr(
+        compiling, "_compile", functools.partial(compiling._compile, backend=counting(graphs))
+    )
+    widths = range(6, 18)
+    engine = engine_of(accelerator, gpt())
+    choose_compiled_or_eager(
+        engine, BATCH, passes=1, mode="always", earlier_choice=None, shapes=len(widths)
+    )
+    for _ in range(2):
+        for width in widths:
+            engine.loss({name: column[:, :width] for name, column in BATCH.items()}).loss.backward()
+    assert len(graphs) == len(widths)
+
+
+@pytest.mark.usefixtures("compiler", "recompile_limit")
+@pytest.mark.parametrize(("shapes", "expected"), [(1, True), (4, True), (5, False)])
+def test_a_run_with_many_shapes_must_be_longer_to_be_compiled(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, shapes: int, expected: bool
+) -> None:
+    times(monkeypatch, 1.0, 0.5)
+    choice = choose_compiled_or_eager(
+        engine_of(accelerator, gpt()),
+        BATCH,
+        passes=1400,
+        mode="auto",
+        earlier_choice=None,
+        shapes=shapes,
+    )
+    assert choice == expected
 
 
 def test_trying_it_leaves_other_devices_alone(

@@ -52,7 +52,7 @@ class Asking:
         self.asked = 0
 
     def bundle(self, loss: str = "sigmoid", seed: int = 0) -> ModelBundle:
-        config = ModelConfig(from_config="llama", config_overrides=SMALL, block_size=64)
+        config = ModelConfig(from_config="llama", config_overrides=SMALL, max_length=64)
         preference = PreferenceConfig(loss_type=loss)  # type: ignore[arg-type]
         bundle = load_model(config, None, self.rows, seed, "no", preference=preference)
         bundle = place(self.accelerator, bundle)

@@ -1,0 +1,104 @@
+"""The lines about the data in the start-up log."""
+
+from llmtrain.console import say
+from llmtrain.data.lengths import LengthSummary
+from llmtrain.data.metadata import DataMetadata
+from llmtrain.data.packing import Counts
+from llmtrain.data.preference import PairAudit
+from llmtrain.data.request import DataRequest
+from llmtrain.data.sft import Audit
+from llmtrain.data.tokenized import Tokenized, short_names
+
+
+def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
+    """Print the lines about the data in the start-up log.
+
+    Args:
+        request: the rows that the recipe asked for.
+        rows: the rows.
+        is_cached: whether they are from the cache.
+    """
+    metadata = rows.metadata
+    kind = "documents" if metadata.task == "text" else metadata.task
+    if metadata.task == "conversations" and "text" in request.formats:
+        kind = "conversations and documents"
+    outcome = "from the cache" if is_cached else "tokenised"
+    say(
+        "data",
+        f"{metadata.dataset}: {metadata.documents:,} {kind}, "
+        f"{metadata.train_tokens:,} train tokens, {metadata.eval_tokens:,} eval tokens, "
+        f"vocabulary {metadata.vocabulary:,} ({metadata.tokenizer}); {outcome}",
+    )
+    if request.takes_conversations:
+        _describe_task(request, metadata)
+    _describe_shares(rows, [source.name for source in request.train])
+
+    if request.eval:
+        config = request.config
+        split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
+        say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
+    if request.chat is not None and rows.tokenizer.chat_template is None:
+        say("template", "none: the rows are prompt, completion and EOS, as plain text")
+
+
+def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
+    """Print what is trained, and how many conversations or pairs are left out and why."""
+    chat = request.chat
+    if chat is None or not metadata.audit:
+        say("task", "continued pretraining: the records are text, not conversations")
+        return
+
+    if metadata.task == "preferences":
+        audit_type: type[Audit | PairAudit] = PairAudit
+        task = "preference training"
+    else:
+        audit_type = Audit
+        task = "fine-tuning on the assistant's turns"
+        if "text" in request.formats:
+            task += ", and on every token of the text"
+    say("task", f"{task}: the records are {', '.join(dict.fromkeys(request.formats))}")
+
+    audit = audit_type(**metadata.audit)
+    for line in audit.lines(chat.overlong):
+        say("audit", line)
+    _describe_lengths(metadata, audit, request.is_auto)
+    left_out = ("overlong", "untrained", "same", "bad")
+    if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
+        say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
+
+
+def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> None:
+    """Print how long the conversations are, if ``--max_length`` depends on that or should."""
+    lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
+    if is_auto:
+        say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
+        return
+    advice = lengths.advice(audit.overlong, metadata.block_size)
+    if advice is not None:
+        say("lengths", advice)
+
+
+def _describe_shares(rows: Tokenized, names: list[str]) -> None:
+    """Print each data set's share of the rows that a run draws, and of their target tokens.
+
+    The two differ, because rows of text are full of targets and rows of conversations are not.
+    """
+    metadata = rows.metadata
+    if len(metadata.source_rows) < 2:
+        return
+
+    # Without a mixture every row is drawn once per epoch.
+    drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
+    drawn_targets = []
+    for i, drawn in enumerate(drawn_rows):
+        targets_per_row = metadata.source_targets[i] / metadata.source_rows[i]
+        drawn_targets.append(drawn * targets_per_row)
+
+    shares: list[str] = []
+    for i, name in enumerate(short_names(names)):
+        row_share = drawn_rows[i] / sum(drawn_rows)
+        target_share = drawn_targets[i] / sum(drawn_targets)
+        of_rows = "" if shares else " of rows"
+        of_targets = "" if shares else " of target tokens"
+        shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")
+    say("mixture", "; ".join(shares))

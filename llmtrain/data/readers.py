@@ -1,0 +1,483 @@
+"""Read the records of a file: text, JSON, JSON Lines, CSV, TSV, Parquet or Arrow.
+
+Files of text, JSON and CSV may be compressed. They are decompressed while they are read.
+"""
+
+import codecs
+import contextlib
+import csv
+import functools
+import io
+import itertools
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, AnyStr, BinaryIO, NamedTuple, TypeAlias
+
+from llmtrain.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# The most bytes in a line of JSON Lines, and characters in a line or a field of CSV. A file without
+# line breaks is then an error, before it fills the memory.
+MAX_LINE_LENGTH = 1 << 28
+
+_SHOWN_CHARACTERS = 40  # of a value that an error message quotes
+_ROWS_PER_BATCH = 1000  # rows of an Arrow file that become Python objects at a time
+_ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an IPC file; an IPC stream has others
+# The formats of compressed files, as pyarrow names them. It cannot read xz.
+_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+class Record(NamedTuple):
+    """A record and its place.
+
+    Attributes:
+        place: the file and the line or row, for error messages.
+        fields: the fields.
+    """
+
+    place: str
+    fields: dict[str, Any]
+
+
+Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]
+
+
+def read_file(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield the records of a file that :func:`is_readable` accepts.
+
+    Args:
+        path: the file.
+        field: the name of the field that is needed; other fields may be left out. Texts without
+            fields become the field of this name, by default ``text``.
+
+    Raises:
+        UserError: with the file, and the line, row or record that cannot be read.
+    """
+    try:
+        yield from _READERS[_split_suffix(path).kind](path, field)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
+
+
+def is_readable(path: Path) -> bool:
+    """Return whether the end of a file's name says that it can be read."""
+    suffix = _split_suffix(path)
+    return suffix.kind in _READERS and not (suffix.compression and suffix.kind in _ARROW_KINDS)
+
+
+def count_records(path: Path) -> int | None:
+    """Count the records of a file without parsing it, for a progress bar.
+
+    Returns:
+        About how many there are; ``None`` if that would take as long as reading the file.
+    """
+    suffix = _split_suffix(path)
+    if suffix.kind == ".parquet":
+        return _parquet_rows(path)
+    if suffix.compression or suffix.kind not in _LINE_KINDS:
+        return None
+    with path.open("rb") as file:
+        blocks = iter(functools.partial(file.read, 1 << 20), b"")
+        return sum(block.count(b"\n") for block in blocks)
+
+
+def suffix_of(path: Path) -> str:
+    """Return the end of a file's name in lower case, such as ``.jsonl`` or ``.jsonl.gz``."""
+    return "".join(_split_suffix(path))
+
+
+def has_artificial_nulls(path: Path) -> bool:
+    """Return whether nulls in a file may stand for absent keys, as in the structs of Arrow."""
+    return _split_suffix(path).kind in _ARROW_KINDS
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value as JSON, for an error message."""
+    return json.dumps(value, default=repr)[:_SHOWN_CHARACTERS]
+
+
+def numbered(records: Iterable[object], place: str, field: str | None = None) -> Iterator[Record]:
+    """Yield records with their places.
+
+    Args:
+        records: texts, or dictionaries of fields.
+        place: followed by the number of a record, this is the record's place.
+        field: the name of the field that a text becomes; by default ``text``.
+
+    Raises:
+        UserError: if a record is neither text nor a dictionary.
+    """
+    for number, record in enumerate(records):
+        fields = {field or "text": record} if isinstance(record, str) else record
+        if not isinstance(fields, dict):
+            raise UserError(
+                f"{place} {number} is {shown(record)}, neither text nor a dictionary of fields."
+            )
+        yield Record(f"{place} {number}", fields)
+
+
+# --- the bytes and lines of a file
+
+
+class _Suffix(NamedTuple):
+    """The end of a file's name, in lower case.
+
+    Attributes:
+        kind: the kind of file, such as ``.jsonl``.
+        compression: a key of ``_CODECS``; empty if the file is not compressed.
+    """
+
+    kind: str
+    compression: str
+
+
+def _split_suffix(path: Path) -> _Suffix:
+    suffix = path.suffix.lower()
+    if suffix not in _CODECS:
+        return _Suffix(suffix, "")
+    return _Suffix(Path(path.stem).suffix.lower(), suffix)
+
+
+@contextlib.contextmanager
+def _open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, and decompress it if its name says that it is compressed."""
+    compression = _split_suffix(path).compression
+    if not compression:
+        with path.open("rb") as file:
+            yield file
+        return
+
+    import pyarrow
+
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty, and no {compression} file; copy or download it again.")
+    try:
+        if compression == ".xz":
+            with lzma.open(path) as stream, io.BufferedReader(stream) as file:
+                yield file
+        else:
+            codec = _CODECS[compression]
+            with (
+                pyarrow.OSFile(str(path)) as compressed,
+                pyarrow.CompressedInputStream(compressed, codec) as stream,
+                io.BufferedReader(stream) as file,
+            ):
+                yield file
+    except (EOFError, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system, not of the compressed data
+        raise UserError(
+            f"{path} cannot be decompressed ({first_line(error)}); copy or download it again."
+        ) from None
+
+
+def _decode(raw: bytes, path: Path, line: int = 1) -> str:
+    """Decode UTF-8.
+
+    Args:
+        raw: the content of a file, or one line of it.
+        path: the file.
+        line: the number of the first line in ``raw``, from 1.
+
+    Raises:
+        UserError: with the number of the line that is not UTF-8.
+    """
+    if line == 1:
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(
+                f"{path} is UTF-16, not UTF-8; convert it with iconv -f UTF-16 -t UTF-8."
+            )
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        byte = raw[error.start]
+        raise UserError(
+            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
+        ) from None
+
+
+def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """Yield the lines of a file, with their line breaks.
+
+    Raises:
+        UserError: with the number of a line that is longer than ``MAX_LINE_LENGTH``.
+    """
+    for number in itertools.count(start=1):
+        line = file.readline(MAX_LINE_LENGTH + 1)
+        if not line:
+            return
+        if len(line) > MAX_LINE_LENGTH:
+            raise UserError(
+                f"{path}, line {number}: the line is longer than {MAX_LINE_LENGTH:,} bytes; write "
+                "each record on a line of its own, or split the record."
+            )
+        yield line
+
+
+# --- the kinds of files
+
+
+def _read_text(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield the file as one record, whose only field has the requested name."""
+    with _open_bytes(path) as file:
+        raw = file.read()
+    yield Record(str(path), {field or "text": _decode(raw, path)})
+
+
+def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
+    with _open_bytes(path) as file:
+        for number, raw in enumerate(_lines(file, path), start=1):
+            place = f"{path}, line {number}"
+            line = _decode(raw, path, number)
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
+            if not isinstance(fields, dict):
+                start = line.strip()[:_SHOWN_CHARACTERS]
+                raise UserError(f"{place}: {start!r} is not a JSON object.")
+            yield Record(place, fields)
+
+
+def _json_reason(error: Exception) -> str:
+    """Return why a text is not JSON, without the line and column that the parser adds."""
+    return first_line(error).partition(": line ")[0]
+
+
+def _read_json(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
+    with _open_bytes(path) as file:
+        text = _decode(file.read(), path)
+
+    if _is_json_lines(text):
+        yield from _read_jsonl(path, field)
+        return
+    start = _after_space(text, 0)
+    if text.startswith("[", start):
+        values: Iterable[object] = _array_values(text, start, path)
+    else:
+        values = _values_of_object(text, path)
+
+    is_empty = True
+    for record in numbered(values, f"{path}, record", field):
+        is_empty = False
+        yield record
+    if is_empty:
+        raise UserError(f"{path}: the array is empty; it must hold records.")
+
+
+def _is_json_lines(text: str) -> bool:
+    """Return whether a text has a JSON object on its first line, and another one after it."""
+    start = _after_space(text, 0)
+    end = text.find("\n", start)
+    if end < 0 or not text.startswith("{", start):
+        return False
+    if not text.startswith("{", _after_space(text, end)):
+        return False
+    try:
+        return isinstance(json.loads(text[start:end]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _after_space(text: str, start: int) -> int:
+    match = _JSON_SPACE.match(text, start)
+    assert match is not None  # it matches the empty string
+    return match.end()
+
+
+def _array_values(text: str, start: int, path: Path) -> Iterator[object]:
+    """Yield the values of an array, each when it is asked for.
+
+    So the format of the records is detected without parsing all of them.
+
+    Args:
+        text: the content of a JSON file.
+        start: the position of the opening bracket.
+        path: the file, for error messages.
+    """
+    decoder = json.JSONDecoder()
+    position = _after_space(text, start + 1)
+    is_at_end = text.startswith("]", position)
+    for number in itertools.count():
+        if is_at_end:
+            break
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError):
+                position = error.pos
+            raise _bad_json(path, number, text, position, _json_reason(error)) from None
+        yield value
+
+        position = _after_space(text, position)
+        is_at_end = text.startswith("]", position)
+        if not is_at_end:
+            if not text.startswith(",", position):
+                reason = "the comma or bracket after it is missing"
+                raise _bad_json(path, number, text, position, reason)
+            position = _after_space(text, position + 1)
+
+    rest = _after_space(text, position + 1)
+    if rest < len(text):
+        line = text.count("\n", 0, rest) + 1
+        raise UserError(f"{path}, line {line}: not JSON (there is text after the array).")
+
+
+def _bad_json(path: Path, number: int, text: str, position: int, reason: str) -> UserError:
+    line = text.count("\n", 0, position) + 1
+    return UserError(f"{path}, record {number}: not JSON ({reason}, line {line}).")
+
+
+def _values_of_object(text: str, path: Path) -> list[object]:
+    """Return the records under the key ``data`` of a JSON object."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise UserError(f"{path}, line {line}: not JSON ({_json_reason(error)}).") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {shown(content)}, not an array of records.")
+    if isinstance(content.get("data"), list):
+        return list(content["data"])
+
+    lists = [key for key, value in content.items() if isinstance(value, list)]
+    if lists:
+        raise UserError(
+            f"{path} is an object with lists under {', '.join(map(repr, lists))}; records are read "
+            "from an array, or from the key 'data'. Rename the key, or keep only its list."
+        )
+    raise UserError(
+        f"{path} is one object, not an array of records; put records into [ and ], or write one on "
+        "each line of a .jsonl file."
+    )
+
+
+def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(MAX_LINE_LENGTH)
+    kind = "CSV" if delimiter == "," else "TSV"
+    separators = "commas" if delimiter == "," else "tabs"
+    try:
+        with (
+            _open_bytes(path) as raw_file,
+            io.TextIOWrapper(raw_file, encoding="utf-8-sig", newline="") as file,
+        ):
+            reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
+            for fields in reader:
+                place = f"{path}, line {reader.line_num}"
+                if None in fields:
+                    raise UserError(
+                        f"{place}: the line has more fields than the header; put text with "
+                        f"{separators} in quotes."
+                    )
+                yield Record(place, fields)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.reader.line_num}: not {kind} ({error}).") from None
+    except UnicodeDecodeError:
+        _find_bad_encoding(path)
+        raise
+
+
+def _find_bad_encoding(path: Path) -> None:
+    """Raise :class:`UserError` for the first line of a file that is not UTF-8."""
+    with _open_bytes(path) as file:
+        for number, raw in enumerate(_lines(file, path), start=1):
+            _decode(raw, path, number)
+
+
+def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
+    import pyarrow.parquet
+
+    def batches() -> Iterator["pyarrow.RecordBatch"]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = [field] if field in file.schema_arrow.names else None
+            yield from file.iter_batches(columns=columns)
+
+    yield from _rows(batches(), path, field)
+
+
+def _parquet_rows(path: Path) -> int | None:
+    """Return the number of rows of a parquet file; ``None`` if it cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    except (pyarrow.ArrowException, OSError):
+        return None  # reading the file will report what is wrong with it
+
+
+def _read_arrow(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield the rows of an IPC file or an IPC stream, which have the same suffix."""
+    import pyarrow
+
+    def batches() -> Iterator["pyarrow.RecordBatch"]:
+        with path.open("rb") as start:
+            is_file = start.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+        with pyarrow.OSFile(str(path)) as source:
+            if is_file:
+                reader = pyarrow.ipc.open_file(source)
+                stored = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                stored = iter(pyarrow.ipc.open_stream(source))
+            for batch in stored:
+                selected = batch.select([field]) if field in batch.schema.names else batch
+                for first in range(0, len(selected), _ROWS_PER_BATCH):
+                    yield selected.slice(first, _ROWS_PER_BATCH)
+
+    yield from _rows(batches(), path, field)
+
+
+def _rows(
+    batches: Iterator["pyarrow.RecordBatch"], path: Path, field: str | None
+) -> Iterator[Record]:
+    """Yield the rows of Arrow batches as records."""
+    import pyarrow
+
+    row = 0
+    try:
+        for batch in batches:
+            for fields in batch.to_pylist():
+                yield Record(f"{path}, row {row}", fields)
+                row += 1
+    except UnicodeDecodeError:
+        column = f"field '{field}'" if field else "a field"
+        raise UserError(f"{path}, row {row} or one of the next: {column} is not UTF-8.") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system, not of the content
+        kind = _ARROW_KINDS[_split_suffix(path).kind]
+        raise UserError(
+            f"{path} is not {kind}, or it is damaged ({first_line(error).rstrip('.')}); copy or "
+            "download it again."
+        ) from None
+
+
+_READERS: dict[str, Reader] = {
+    ".txt": _read_text,
+    ".md": _read_text,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": partial(_read_csv, delimiter=","),
+    ".tsv": partial(_read_csv, delimiter="\t"),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+# These compress their columns themselves.
+_LINE_KINDS = (".jsonl", ".ndjson", ".csv", ".tsv")
+_ARROW_KINDS = {".parquet": "a parquet file", ".arrow": "an Arrow file"}
+_TEXT_KINDS = [kind for kind in _READERS if kind not in _ARROW_KINDS]
+# The files that can be read, for error messages.
+READABLE = f"{' '.join(_TEXT_KINDS)} (also with {' '.join(_CODECS)}) {' '.join(_ARROW_KINDS)}"

@@ -1,0 +1,104 @@
+"""The short convolutions of LFM2, which stay inside the documents of packed rows.
+
+transformers' own convolution takes a packed row for one text: the first positions of a document
+would see the end of the document before.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.models.documents import Documents
+from llmtrain.models.trainable import put_in_front
+
+# Classes of transformers with the modules `in_proj`, `conv` and `out_proj`, which compute the same.
+_CLASS_NAMES = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+
+
+class ShortConvolution(nn.Module):
+    """The ``forward`` of a gated short convolution, for rows of several documents.
+
+    :func:`keep_documents_apart` changes the class of a convolution to a subclass of this class and
+    of the convolution's own. If each row is one document, the own class computes the result.
+    """
+
+    own_class: ClassVar[type]
+
+    if TYPE_CHECKING:  # the modules of the own class
+        in_proj: nn.Module
+        conv: nn.Conv1d
+        out_proj: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        documents: Documents | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the output [B, T, C].
+
+        Args:
+            hidden_states: [B, T, C].
+            documents: the documents of the rows.
+            past_key_values: the cache of generation, which has no packed rows.
+            attention_mask: the padding of rows that are not packed.
+            options: further arguments of the model's layers.
+        """
+        if documents is None or documents.starts is None:
+            output: Tensor = super().forward(
+                hidden_states,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                **options,
+            )
+            return output
+
+        assert past_key_values is None, "packed rows are computed without a cache"
+        gate_before, gate_after, values = self.in_proj(hidden_states).chunk(3, dim=-1)
+        convolved = _convolve(
+            gate_before * values,
+            weight=self.conv.weight.squeeze(1),
+            bias=self.conv.bias,
+            documents=documents,
+        )
+        result: Tensor = self.out_proj(gate_after * convolved)
+        return result
+
+
+def keep_documents_apart(model: nn.Module) -> bool:
+    """Change the short convolutions of a model, in place, and return whether it has any.
+
+    Each gets the ``forward`` of :class:`ShortConvolution`.
+    """
+    convolutions = [module for module in model.modules() if _is_short_convolution(module)]
+    for convolution in convolutions:
+        put_in_front(ShortConvolution, convolution)
+    return bool(convolutions)
+
+
+def _is_short_convolution(module: nn.Module) -> bool:
+    own_class = type(module)
+    is_of_transformers = own_class.__module__.startswith("transformers.")
+    return is_of_transformers and own_class.__name__ in _CLASS_NAMES
+
+
+def _convolve(x: Tensor, *, weight: Tensor, bias: Tensor | None, documents: Documents) -> Tensor:
+    """Return the causal convolution of each channel, inside each document.
+
+    Args:
+        x: [B, T, C].
+        weight: [C, K]. The last column belongs to the position itself.
+        bias: [C].
+        documents: the documents of the rows.
+    """
+    # Like a convolution, round to half precision only once.
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    total = x * weight[:, -1]
+    for distance in range(1, weight.shape[1]):
+        total = total + documents.preceding(x, distance) * weight[:, -1 - distance]
+    if bias is not None:
+        total = total + bias
+    return total.to(x.dtype)

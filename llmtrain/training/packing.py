@@ -1,0 +1,54 @@
+"""Decide how rows are packed for a model, before they are made."""
+
+from llmtrain.console import say
+from llmtrain.data.cache import cache_folder
+from llmtrain.data.config import PairConfig
+from llmtrain.models.packing_support import packing_support
+from llmtrain.training.settings import AnySettings
+
+
+def resolve_packing(settings: AnySettings) -> None:
+    """Set ``--packing`` and ``--share_prompts`` to what the model can do, unless the user set them.
+
+    Call it before :func:`llmtrain.tokenize`. A class that lets packed documents see each other is
+    trained with one document in each row, and the log says so. The verdict on a class is kept in
+    the cache folder.
+
+    Args:
+        settings: settings with a ``ModelConfig``, and with chat or preference data.
+    """
+    chat = settings.chat
+    if chat is None:
+        return
+    is_packing_open = chat.packing is None
+    is_sharing_open = isinstance(chat, PairConfig) and chat.share_prompts is None
+    if not is_packing_open and not (is_sharing_open and chat.is_packed):
+        return
+
+    support = packing_support(settings.model, cache_folder() / "packing")
+    if support is None:
+        return
+
+    rows = "pairs" if isinstance(chat, PairConfig) else "conversations"
+    chat.resolve_packing(support.packs)
+    if is_packing_open and support.problem:
+        say(
+            "packing",
+            f"{rows} are not packed: {support.class_name} was not tried, because {support.problem} "
+            "(--packing packs them)",
+        )
+    elif is_packing_open and not support.packs:
+        say(
+            "packing",
+            f"{rows} are not packed: {support.class_name} lets the documents of a packed row see "
+            "each other",
+        )
+
+    if isinstance(chat, PairConfig):
+        chat.resolve_sharing(support.shares_prompts)
+        if is_sharing_open and chat.is_packed and not chat.shares_prompts:
+            say(
+                "packing",
+                f"each answer has its own copy of the prompt: {support.class_name} cannot share it "
+                "between two answers",
+            )

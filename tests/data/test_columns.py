@@ -1,0 +1,183 @@
+"""--columns: fields of any name are read as those of a format, and a wrong name is one line."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import RECORD_FIELDS
+from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.errors import UserError
+
+BLOCK = 127
+TALK = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}]
+SHAREGPT = [{"from": "human", "value": "2?"}, {"from": "gpt", "value": "two"}]
+
+# A record of each format, and what the recipe passes as `chat`.
+FORMATS: dict[str, tuple[dict[str, Any], type[RowConfig] | None]] = {
+    "text": ({"text": "some words"}, None),
+    "messages": ({"messages": TALK}, ChatConfig),
+    "prompt_completion": ({"prompt": "2?", "completion": "two"}, ChatConfig),
+    "sharegpt": ({"conversations": SHAREGPT, "system": "Be brief."}, ChatConfig),
+    "alpaca": ({"instruction": "Count.", "input": "2", "output": "two"}, ChatConfig),
+    "pairs": ({"prompt": "2?", "chosen": "two", "rejected": "three"}, PairConfig),
+    "examples": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, record: dict[str, Any], count: int = 3) -> str:
+    records = [record] * count
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, record)
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        path.write_text(json.dumps(records))
+    return str(path)
+
+
+def tokenized(path: str, format: str, columns: list[str], **settings: Any) -> Tokenized:
+    chat = FORMATS[format][1]
+    data = DataConfig(
+        dataset=[path], tokenizer="byte", eval_fraction=0.0, columns=columns, **settings
+    )
+    return tokenize(
+        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "examples"
+    )
+
+
+def complaint(path: str, format: str, columns: list[str], **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        tokenized(path, format, columns, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("suffix", [".json", ".parquet", ".csv"])
+def test_renamed_fields_make_the_rows_of_the_usual_ones(tmp_path, format, suffix):
+    record = FORMATS[format][0]
+    if suffix == ".csv" and not all(isinstance(value, str | bool) for value in record.values()):
+        pytest.skip("CSV holds no lists")
+    usual = write(tmp_path / f"usual{suffix}", record)
+    renamed = write(
+        tmp_path / f"renamed{suffix}", {f"their_{name}": value for name, value in record.items()}
+    )
+    columns = [f"{name}=their_{name}" for name in record]
+    made = tokenized(renamed, format, columns)
+    assert made.metadata.data_sha256 == tokenized(usual, format, []).metadata.data_sha256
+
+
+def test_two_fields_may_change_places(tmp_path):
+    record = {"prompt": "two", "completion": "2?"}
+    swapped = write(tmp_path / "a.json", record)
+    usual = write(tmp_path / "b.json", {"prompt": "2?", "completion": "two"})
+    columns = ["prompt=completion", "completion=prompt"]
+    made = tokenized(swapped, "prompt_completion", columns)
+    assert (
+        made.metadata.data_sha256 == tokenized(usual, "prompt_completion", []).metadata.data_sha256
+    )
+
+
+def test_a_field_replaces_another_one_that_has_its_new_name(tmp_path):
+    record = {"prompt": "unused", "question": "2?", "completion": "two"}
+    path = write(tmp_path / "a.json", record)
+    made = tokenized(path, "prompt_completion", ["prompt=question"])
+    text = made.tokenizer.decode(made.train[0]["input_ids"])
+    assert "2?" in text
+    assert "unused" not in text
+
+
+def test_a_record_without_the_renamed_field_does_not_fall_back_to_another(tmp_path):
+    path = tmp_path / "a.json"
+    records = [{"question": "2?", "completion": "two"}, {"prompt": "3?", "completion": "three"}]
+    path.write_text(json.dumps(records))
+    message = complaint(str(path), "prompt_completion", ["prompt=question"])
+    assert "record 1: field 'prompt' is None" in message
+
+
+def test_columns_are_part_of_the_cache_key(tmp_path, capsys):
+    path = write(tmp_path / "a.json", {"prompt": "a", "completion": "b", "question": "c"})
+    hashes = set()
+    for columns in ([], ["prompt=question"], ["completion=question"]):
+        hashes.add(tokenized(path, "prompt_completion", columns).metadata.data_sha256)
+        assert "; tokenised\n" in capsys.readouterr().out
+    assert len(hashes) == 3
+    tokenized(path, "prompt_completion", ["prompt=question"])
+    assert "; from the cache\n" in capsys.readouterr().out
+
+
+def test_the_column_of_text_is_the_text_field(tmp_path, capsys):
+    path = write(tmp_path / "a.json", {"body": "some words", "text": "other words"})
+    made = tokenized(path, "text", ["text=body"])
+    capsys.readouterr()
+    same = tokenized(path, "text", [], text_field="body")
+    assert capsys.readouterr().out.endswith("; from the cache\n")
+    assert made.metadata == same.metadata
+    (tmp_path / "b.txt").write_text("a text file has no fields")
+    assert tokenized(str(tmp_path / "b.txt"), "text", ["text=body"]).metadata.documents == 1
+
+
+def test_eval_data_are_renamed_too(tmp_path):
+    record = {"question": "2?", "answer": "two"}
+    train, eval = (write(tmp_path / name, record) for name in ("t.json", "e.parquet"))
+    columns = ["prompt=question", "completion=answer"]
+    made = tokenized(train, "prompt_completion", columns, eval_dataset=[eval])
+    assert made.metadata.eval_documents == 3
+
+
+@pytest.mark.parametrize(
+    ("format", "columns", "expected"),
+    [
+        ("prompt_completion", ["prompt"], "--columns prompt: write OURS=THEIRS"),
+        ("prompt_completion", ["prompt="], "--columns prompt=: write OURS=THEIRS"),
+        ("prompt_completion", ["=question"], "--columns =question: write OURS=THEIRS"),
+        ("prompt_completion", [""], "--columns : write OURS=THEIRS"),
+        ("prompt_completion", ["prompt=a", "prompt=b"], "prompt is set twice"),
+        ("prompt_completion", ["prompt=a", "completion=a"], "the field a is used twice"),
+        ("prompt_completion", ["question=prompt"], "no format has a field 'question'"),
+        ("prompt_completion", ["Prompt=prompt"], "no format has a field 'Prompt'"),
+        ("prompt_completion", ["prompt=q"], "record 0: no field 'q' for --columns prompt=q; "),
+        ("prompt_completion", ["prompt=q"], "the record has prompt, completion"),
+        ("pairs", ["chosen=best"], "no field 'best' for --columns chosen=best; the record has"),
+        ("pairs", ["text=prompt"], "--columns text=prompt is for text, but"),
+        ("prompt_completion", ["text=prompt"], "--columns text=prompt is for text, but"),
+        (
+            "text",
+            ["prompt=text"],
+            "is read as text, which has no field 'prompt'; rename all fields",
+        ),
+        ("text", ["text=body"], "no field 'body'; the record has text"),
+    ],
+)
+def test_wrong_columns_are_one_line(tmp_path, format, columns, expected):
+    path = write(tmp_path / "a.json", FORMATS[format][0])
+    assert expected in complaint(path, format, columns)
+
+
+def test_an_unknown_field_is_answered_with_all_that_are_known(tmp_path):
+    path = write(tmp_path / "a.json", FORMATS["text"][0])
+    message = complaint(path, "text", ["body=text"])
+    assert ", ".join(RECORD_FIELDS) in message
+    for record, _ in FORMATS.values():
+        assert set(record) <= set(RECORD_FIELDS)
+
+
+def test_both_ways_to_name_the_text_are_an_error(tmp_path):
+    path = write(tmp_path / "a.json", {"body": "some words"})
+    message = complaint(path, "text", ["text=body"], text_field="body")
+    assert "--columns text=body and --text_field body both name" in message

@@ -1,0 +1,166 @@
+"""Lengths of conversations: what ``--max_length auto`` chooses, and which length is suggested."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import llmtrain as lt
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.lengths import LengthSummary, summarize_lengths
+from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.errors import UserError
+from llmtrain.models.config import parse_max_length
+from recipes import finetune
+from tests.data.test_prepare import left_behind
+from tests.data.test_sft import chat, size_of, write
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [1, 2, 199, 200, 201, 1000])
+def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_enough(
+    seed: int, count: int
+) -> None:
+    lengths = np.random.default_rng(seed).lognormal(5.5, 0.8, count).astype(np.int64)
+    summary = summarize_lengths(lengths)
+    assert summary.covering % 64 == 0
+    assert (lengths <= summary.covering).mean() >= 0.995
+    assert summary.covering == 64 or (lengths <= summary.covering - 64).mean() < 0.995
+
+
+def test_a_bin_of_the_histogram_ends_at_twice_the_length_of_the_one_before() -> None:
+    summary = summarize_lengths(np.array([1, 64, 65, 128, 129, 513, 1024]))
+    assert summary.histogram == (2, 2, 1, 0, 2)
+    assert summary.describe() == (
+        "28.6% up to 64, 28.6% up to 128, 14.3% up to 256, 28.6% up to 1,024"
+    )
+    assert summarize_lengths(np.array([], np.int64)) == LengthSummary()
+
+
+def tokenize_lengths(folder: Path, lengths: list[int], max_length: Any, **flags: Any) -> Tokenized:
+    """Tokenise conversations of one turn with some numbers of tokens."""
+    overhead = size_of(chat("q", ""))
+    records = [chat("q", "x" * (length - overhead)) for length in lengths]
+    path = write(folder / "chats.jsonl", records)
+    settings = {name: flags.pop(name) for name in ("eval_fraction",) if name in flags}
+    config = DataConfig(dataset=[str(path)], tokenizer="byte", **{"eval_fraction": 0.0} | settings)
+    max_positions = flags.pop("max_positions", None)
+    return tokenize(config, max_length, ChatConfig(**flags), max_positions=max_positions)
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_positions", "expected"),
+    [(100, None, 128), (129, None, 128), (130, None, 192), (300, None, 320), (300, 150, 150)],
+)
+def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
+    tmp_path: Path, longest: int, max_positions: int | None, expected: int
+) -> None:
+    made = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
+    assert made.metadata.block_size == made.positions == expected
+    assert made.metadata.audit is not None
+    assert made.metadata.audit["overlong"] == (longest > expected + 1)
+
+
+def test_auto_is_found_in_the_cache_and_says_what_it_has_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for outcome in ("tokenised", "from the cache"):
+        made = tokenize_lengths(tmp_path, [40, 60, 100, 200], "auto")
+        out = capsys.readouterr().out
+        assert f"; {outcome}\n" in out
+        assert (
+            "lengths   --max_length auto is 256; "
+            "50.0% up to 64, 25.0% up to 128, 25.0% up to 256 tokens\n" in out
+        )
+    numbered = tokenize_lengths(tmp_path, [40, 60, 100, 200], 256)
+    assert numbered.metadata.data_sha256 == made.metadata.data_sha256
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overlong: str
+) -> None:
+    for number, is_told in ((1, False), (2, True)):
+        lengths = [50] * (200 - number) + [600] * number
+        tokenize_lengths(tmp_path, lengths, 95, overlong=overlong, on_bad_row="skip")
+        out = capsys.readouterr().out
+        assert ("lengths " in out) == is_told
+    assert "1.0% are longer than --max_length 95; --max_length 640 holds 99.5% of them; " in out
+
+
+@pytest.mark.parametrize("chat_type", [ChatConfig, None])
+def test_auto_is_not_for_text(
+    tmp_path: Path, cache: Path, chat_type: type[ChatConfig] | None
+) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    config = DataConfig(dataset=[str(tmp_path / "a.txt")], tokenizer="byte")
+    with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
+        tokenize(config, "auto", chat_type() if chat_type else None)
+    assert left_behind(cache) == []
+
+
+def test_auto_measures_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "pairs.jsonl",
+        [
+            {"prompt": "q", "chosen": "x" * 70, "rejected": "y"},
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+        ],
+    )
+    config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
+    made = tokenize(config, "auto", PairConfig())
+    assert made.metadata.block_size == 128
+    assert made.positions == 2 * 128 - 1
+
+
+@pytest.mark.parametrize("word", ["", "x", "1.5", "Auto", "1e3"])
+def test_a_word_that_is_no_length_is_refused_in_one_line(word: str) -> None:
+    defaults = finetune.DEFAULTS
+    with pytest.raises(UserError) as error:
+        lt.parse(defaults, ["--max_length", word])
+    assert f"--max_length: '{word}' is neither a number of tokens nor auto" in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
+def test_the_name_of_the_other_recipe_is_accepted(flag: str) -> None:
+    defaults = finetune.DEFAULTS
+    settings = lt.parse(defaults, [flag, "96"])
+    assert (settings.model.max_length, settings.model.is_set("max_length")) == (96, True)
+    assert parse_max_length("auto") == "auto"
+
+
+def test_a_recipe_records_the_length_that_auto_has_chosen(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", [chat("q", "a" * 150) for _ in range(4)])
+    flags = ["--dataset", str(path), "--max_length", "auto", "--tokenizer", "byte"]
+    settings = lt.parse(finetune.DEFAULTS, flags)
+    rows = finetune.tokenized(settings)
+    assert settings.model.max_length == rows.metadata.block_size == settings.model.row_length == 192
+
+
+@pytest.mark.parametrize(
+    ("row_tokens", "is_set", "expected"),
+    [
+        (128, False, 16),
+        (256, False, 16),
+        (257, False, 8),
+        (1024, False, 4),
+        (9000, False, 1),
+        (1024, True, 16),
+    ],
+)
+def test_the_default_micro_batch_holds_4096_tokens_at_most(
+    row_tokens: int, is_set: bool, expected: int
+) -> None:
+    config = DataConfig()
+    if is_set:
+        config.origins = {"per_device_train_batch_size": "command line"}
+    config.fit_micro_batch(row_tokens)
+    assert config.per_device_train_batch_size == expected

@@ -1,0 +1,168 @@
+"""Conversations that are rendered in several processes are those of one process, in order."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from llmtrain.data import parallel_rendering
+from llmtrain.data.chat_template import BadRow, set_template
+from llmtrain.data.formats import Conversation, preference_of
+from llmtrain.data.parallel_rendering import render_all
+from llmtrain.data.plain_text import PlainTextRenderer
+from llmtrain.data.render import Rendered, Renderer
+from llmtrain.errors import UserError
+from tests.data.chats import QWEN3, USER, chat, make
+from tests.data.test_shortcuts import assert_same, random_conversation
+
+BAD = chat("a\ud83d", "b")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 30)
+    monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 7)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that a test starts."""
+    processes: list[Any] = []
+    start = parallel_rendering._start_process
+
+    def start_and_keep() -> Any:
+        processes.append(start())
+        return processes[-1]
+
+    monkeypatch.setattr(parallel_rendering, "_start_process", start_and_keep)
+    return processes
+
+
+def renderer() -> Renderer:
+    tokenizer = make()
+    set_template(tokenizer, "chatml")
+    return Renderer(tokenizer, only_last_turns=True)
+
+
+def chats(count: int) -> list[tuple[str, Any]]:
+    generator = random.Random(count)
+    return [(f"line {i}", random_conversation(generator)) for i in range(count)]
+
+
+def compared(result: Rendered | BadRow) -> Rendered | str:
+    return result if isinstance(result, Rendered) else str(result)
+
+
+def assert_all_ended(processes: list[Any]) -> None:
+    assert all(process.returncode is not None for process in processes)
+    assert not [thread for thread in threading.enumerate() if "rendering" in thread.name]
+
+
+def test_the_results_are_those_of_one_process_in_order(started: list[Any]) -> None:
+    items = [*chats(60), ("bad", BAD), *chats(8)]
+    wanted = list(render_all(renderer(), iter(items), processes=1))
+    assert started == []
+    results = list(render_all(renderer(), iter(items), processes=2))
+    assert len(started) == 2
+    assert [(place, item) for place, item, _ in results] == items
+    for (_, _, result), (_, _, expected) in zip(results, wanted, strict=True):
+        assert type(result) is type(expected)
+        assert_same(compared(result), compared(expected))
+    assert any(isinstance(result, BadRow) for _, _, result in results)
+    assert_all_ended(started)
+
+
+def test_few_conversations_start_nothing(started: list[Any]) -> None:
+    assert len(list(render_all(renderer(), iter(chats(29)), processes=2))) == 29
+    assert list(render_all(renderer(), iter([]), processes=2)) == []
+    assert started == []
+
+
+def test_records_of_preference_data_and_plain_text_are_rendered_too(started: list[Any]) -> None:
+    record = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+    for maker in (renderer(), PlainTextRenderer(make())):
+        results = list(render_all(maker, [("line", record)] * 30, processes=2))
+        for _, _, result in results:
+            assert_same(compared(result), maker.render_answers(record))
+    assert len(started) == 4
+    assert_all_ended(started)
+
+
+def test_an_error_of_the_source_comes_after_the_results_before_it(started: list[Any]) -> None:
+    def failing(count: int) -> Iterator[tuple[str, Any]]:
+        yield from chats(count)
+        raise UserError("line 40 is not JSON")
+
+    for count in (40, 10):
+        results = render_all(renderer(), failing(count), processes=2)
+        places = [place for place, _, _ in itertools.islice(results, count)]
+        assert places == [f"line {i}" for i in range(count)]
+        with pytest.raises(UserError, match="line 40 is not JSON"):
+            next(results)
+    assert_all_ended(started)
+
+
+def test_an_error_in_a_process_is_raised_here(started: list[Any]) -> None:
+    wrong = Conversation([USER, {"role": "assistant"}], None)  # without content
+    items = [*chats(40), ("wrong", wrong), *chats(40)]
+    with pytest.raises(KeyError, match="content"):
+        list(render_all(renderer(), items, processes=1))
+    with pytest.raises(KeyError, match="content"):
+        list(render_all(renderer(), items, processes=2))
+    assert_all_ended(started)
+
+
+def test_a_process_that_is_killed_is_one_line_and_no_hang(started: list[Any]) -> None:
+    results = render_all(renderer(), iter(chats(100)), processes=2)
+    next(results)
+    for process in started:
+        os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"has ended \(SIGKILL\).*--dataset_num_proc") as caught:
+        list(results)
+    assert "\n" not in str(caught.value)
+    assert_all_ended(started)
+
+
+def test_a_consumer_that_stops_ends_all_processes(started: list[Any]) -> None:
+    results = render_all(renderer(), iter(chats(100)), processes=2)
+    next(results)
+    results.close()
+    assert_all_ended(started)
+
+
+def test_ctrl_c_ends_all_processes(started: list[Any]) -> None:
+    def interrupted() -> Iterator[tuple[str, Any]]:
+        yield from chats(100)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(render_all(renderer(), interrupted(), processes=2))
+    assert_all_ended(started)
+
+
+def test_a_process_ends_with_the_one_that_started_it(started: list[Any]) -> None:
+    results = render_all(renderer(), iter(chats(60)), processes=2)
+    next(results)
+    for process in started:  # as if this process had ended: its ends of the pipes are closed
+        process.stdin.close()
+    deadline = time.monotonic() + 60
+    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [process.returncode for process in started] == [0, 0]
+    results.close()
+
+
+def test_a_tokenizer_that_cannot_be_sent_is_used_here(started: list[Any]) -> None:
+    class Unsendable(Renderer):
+        def __reduce__(self) -> Any:
+            raise TypeError("cannot pickle this")
+
+    maker = Unsendable(make(QWEN3))
+    assert len(list(render_all(maker, iter(chats(40)), processes=2))) == 40
+    assert started == []

@@ -1,0 +1,242 @@
+"""Prompts and completions of plain text train without a chat template, followed by EOS."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from llmtrain.data.chat_template import BadRow
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.formats import PlainConversation, conversation_of, preference_of
+from llmtrain.data.loader import IGNORED
+from llmtrain.data.plain_text import PlainTextRenderer, make_renderer
+from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.render import Document, Renderer
+from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
+from tests.data.test_prepare import complaint, left_behind
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def pair(prompt: str, completion: str) -> PlainConversation:
+    record = {"prompt": prompt, "completion": completion}
+    conversation = conversation_of(record, "prompt_completion")
+    assert isinstance(conversation, PlainConversation)
+    return conversation
+
+
+def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> Document:
+    (document,) = PlainTextRenderer(tokenizer)(pair(prompt, completion)).documents
+    return document
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+@pytest.mark.parametrize("spec", ["byte", "bpe:320"])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("2 + 3 =", " 5"), ("Question: ", "question?"), ("", "the answer"), ("漢字", " 🙂e\u0301\n")],
+)
+def test_a_document_is_the_prompt_the_completion_and_eos(
+    spec: str, has_bos: bool, prompt: str, completion: str
+) -> None:
+    tokenizer = make(spec=spec)
+    if has_bos:
+        tokenizer = with_bos(tokenizer)
+    document = document_of(tokenizer, prompt, completion)
+    prompt_ids = tokenizer.encode(prompt)
+    assert document.ids[: len(prompt_ids)].tolist() == prompt_ids
+    assert tokenizer.decode(document.ids) == "<s>" * has_bos + prompt + completion + "</s>"
+    assert (document.ids == tokenizer.bos_token_id).sum() == has_bos
+
+    loss_mask = np.arange(len(document.ids)) >= max(len(prompt_ids), 1)
+    np.testing.assert_array_equal(document.loss_mask, loss_mask)
+    assert (document.ids.dtype, document.loss_mask.dtype) == (np.int32, np.bool_)
+    assert document.target_bytes == len(completion.encode())
+    assert (document.turns, document.ended) == (1, 1)
+
+
+def test_no_token_holds_both_the_prompt_and_the_completion() -> None:
+    tokenizer = make(spec="bpe:320")
+    assert tokenizer.tokenize(": question?") == [":", "Ġquestion", "?"]
+    document = document_of(tokenizer, "Ask: ", "question?")
+    assert tokenizer.decode(document.ids[document.loss_mask]) == "question?</s>"
+
+
+def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
+    tokenizer = make()
+    rendered = PlainTextRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
+    (document,) = rendered.documents
+    assert tokenizer.decode(document.ids) == "<s>a</s>b<|im_end|> </s></s>"
+    assert rendered.special_as_text == 4
+    specials = set(tokenizer.all_special_ids) & set(document.ids.tolist())
+    assert specials == {tokenizer.eos_token_id}
+    assert document.ids.tolist().count(tokenizer.eos_token_id) == 1
+    assert document.target_bytes == len("b<|im_end|> </s>")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [USER], "completion": "b"},
+        {"prompt": "a", "completion": "b", "tools": [TOOL]},
+        {"prompt": "a", "completion": "\ud83d"},
+    ],
+)
+def test_other_records_are_refused(record: dict[str, Any]) -> None:
+    with pytest.raises(
+        BadRow, match=r"not plain text .*--chat_template chatml|half of a surrogate"
+    ):
+        PlainTextRenderer(make())(conversation_of(record, "prompt_completion"))
+
+
+def test_each_answer_of_a_pair_is_a_completion() -> None:
+    renderer = PlainTextRenderer(with_bos(make()))
+    record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
+    rendered = renderer.render_answers(record)
+    texts = [renderer.tokenizer.decode(document.ids) for document in rendered.documents]
+    assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
+    targets = [document.ids[document.loss_mask] for document in rendered.documents]
+    assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
+    chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
+    with pytest.raises(BadRow, match="not plain text"):
+        renderer.render_answers(chats)
+
+
+def test_a_document_can_be_cut() -> None:
+    renderer = PlainTextRenderer(make())
+    document = renderer.cut(document_of(renderer.tokenizer, "abc", "dxyz"), 5)
+    assert (len(document.ids), document.target_bytes, document.ended) == (5, 2, 0)
+    assert renderer.cut(document_of(renderer.tokenizer, "abc", "d"), 9).target_bytes == 1
+
+
+def test_the_tokenizer_decides_on_the_renderer() -> None:
+    assert isinstance(make_renderer(make()), PlainTextRenderer)
+    assert isinstance(make_renderer(make(unmarked(TEMPLATES["chatml"]))), Renderer)
+    renderer = make_renderer(make())
+    assert renderer.stop_token_ids == {renderer.tokenizer.eos_token_id}
+
+
+# --- from files to rows ---
+
+PAIRS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(9)]
+PREFERENCES = [
+    {"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": f" {i + 2}"} for i in range(9)
+]
+CONVERSATIONS = [{"messages": chat(f"{i}?", "so").messages} for i in range(9)]
+
+
+def written(folder: Path, records: list[dict[str, Any]]) -> Path:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def saved_tokenizer(folder: Path, template: str | None) -> str:
+    tokenizer = with_bos(make(template))
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return str(folder / "tokenizer")
+
+
+def arguments(
+    folder: Path,
+    records: list[dict[str, Any]],
+    template: str | None = None,
+    preference: bool = False,
+    **flags: Any,
+) -> tuple[Any, ...]:
+    config = DataConfig(
+        dataset=[str(written(folder, records))],
+        tokenizer=saved_tokenizer(folder, template),
+        eval_fraction=0.3,
+    )
+    chat_config = PairConfig(**flags) if preference else ChatConfig(**flags)
+    return config, 63, chat_config
+
+
+def texts_of(rows: Tokenized) -> list[str]:
+    """The prompts and completions in all rows, which have no padding inside."""
+    texts = []
+    for split in (rows.train, rows.eval):
+        for number in range(len(split or [])):
+            row = split[number] if split else {}
+            tokens = row["input_ids"]
+            texts += rows.tokenizer.decode(tokens).split("<s>")
+    return [text.partition("</s>")[0] for text in texts if "</s>" in text]
+
+
+@pytest.mark.parametrize("preference", [False, True])
+@pytest.mark.parametrize(
+    ("template", "flag"), [(None, None), (None, "none"), (unmarked(TEMPLATES["chatml"]), "none")]
+)
+def test_plain_text_trains_without_a_template(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    preference: bool,
+    template: str | None,
+    flag: str | None,
+) -> None:
+    records = PREFERENCES if preference else PAIRS
+    flags = {"share_prompts": False} if preference else {}
+    rows = tokenize(
+        *arguments(tmp_path, records, template, preference, chat_template=flag, **flags)
+    )
+    answers = ("chosen", "rejected") if preference else ("completion",)
+    wanted = [record["prompt"] + record[name] for record in records for name in answers]
+    assert sorted(texts_of(rows)) == sorted(wanted)
+    eos = rows.tokenizer.eos_token_id
+    assert rows.stop_token_ids == (eos,)
+    assert rows.tokenizer.chat_template is None
+    assert rows.new_tokens == []
+    labels = [label for row in rows.train.dataset["labels"] for label in row if label != IGNORED]
+    assert labels.count(eos) == rows.metadata.audit["kept"] * len(answers)
+    prompt = rows.tokenizer.decode(rows.eval_prompt())
+    assert prompt.rpartition("<s>")[2] in [record["prompt"] for record in records]
+    out = capsys.readouterr().out
+    assert "template  none: the rows are prompt, completion and EOS, as plain text\n" in out
+
+
+def test_another_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
+    template = unmarked(TEMPLATES["chatml"])
+    hashes = {
+        tokenize(*arguments(tmp_path, PAIRS, template, chat_template=flag)).metadata.data_sha256
+        for flag in (None, "none", "chatml")
+    }
+    assert len(hashes) == 3
+
+
+MIXED = [*PAIRS[:3], {"prompt": [USER], "completion": [ASSISTANT]}]
+
+
+@pytest.mark.parametrize(
+    ("records", "flag", "what"),
+    [
+        (CONVERSATIONS, None, "the tokenizer has no chat template.*use --chat_template chatml"),
+        (CONVERSATIONS, "none", "--chat_template none is for prompts.*use --chat_template chatml"),
+        (MIXED[::-1], None, "the tokenizer has no chat template.*use --chat_template chatml"),
+        (MIXED, None, "line 4: the record is not plain text .* use --chat_template chatml"),
+        (MIXED, "none", "line 4: the record is not plain text .* use --chat_template chatml"),
+    ],
+)
+def test_conversations_need_a_template(
+    tmp_path: Path, cache: Path, records: list[dict[str, Any]], flag: str | None, what: str
+) -> None:
+    message = complaint(*arguments(tmp_path, records, chat_template=flag))
+    assert re.search(what, message), message
+    assert left_behind(cache) == []
