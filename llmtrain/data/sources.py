@@ -349,12 +349,22 @@ def _find_files(name: str, choice: SplitChoice) -> list[Path]:
         return [path]
 
     if path.is_dir():
-        matches = set(path.rglob("*"))
+        matches = _without_readme(set(path.rglob("*")))
     else:
         # Path.glob takes no absolute patterns.
         names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
         matches = set(map(Path, names))
     return sorted(path for path in matches if is_readable(path) and path.is_file())
+
+
+def _without_readme(paths: set[Path]) -> set[Path]:
+    """Leave out README.md files, unless all files in a folder are text: they describe its data."""
+    are_records = any(
+        is_readable(path) and suffix_of(path) not in (".txt", ".md") for path in paths
+    )
+    if not are_records:
+        return paths
+    return {path for path in paths if path.name.lower() != "readme.md"}
 
 
 def _fingerprint_of_files(paths: list[Path]) -> str:

@@ -453,7 +453,13 @@ class Samples(LoopCallback):
 
         self.engine.set_phase("a sample")
         with self.timing.throughput.paused(), eager_code(self.engine.model):
-            texts = sample(self.engine, self.run.rows.tokenizer, prompts, sampling)
+            texts = sample(
+                self.engine,
+                self.run.rows.tokenizer,
+                prompts,
+                sampling,
+                stop_token_ids=self.run.rows.stop_token_ids,
+            )
         for prompt, text in zip(prompts, texts, strict=True):
             self.run.folder.append(
                 "samples.jsonl", {"step": info.step, "prompt": prompt, "text": text}

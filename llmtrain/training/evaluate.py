@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -225,19 +225,35 @@ def _single_row(local_batch: LocalBatch, index: int) -> Batch:
 
 
 @torch.no_grad()
-def sample(engine: Engine, tokenizer: Any, prompts: list[str], sampling: Sampling) -> list[str]:
+def sample(
+    engine: Engine,
+    tokenizer: Any,
+    prompts: list[str],
+    sampling: Sampling,
+    stop_token_ids: Collection[int] = (),
+) -> list[str]:
     """Generate a continuation of each prompt, or an answer if there is a chat template.
 
     All ranks call this and compute the same text, because no rank may hold the full model. Torch's
     own generators stay as they are.
+
+    Args:
+        engine: computes the model's outputs.
+        tokenizer: the tokenizer.
+        prompts: the prompts.
+        sampling: how tokens are chosen, and how many.
+        stop_token_ids: the tokens at which an answer ends, besides EOS.
     """
+    stops = {tokenizer.eos_token_id, *stop_token_ids}
     model = engine.unwrapped
     was_training = model.training
     model.eval()
     texts = []
     for prompt in prompts:
         ids = _prompt_tokens(tokenizer, prompt)
-        texts.append(_generate(engine, tokenizer, ids, sampling))
+        new_ids = _generate(engine, ids, sampling)
+        answer = itertools.takewhile(lambda token: token not in stops, new_ids)
+        texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))
     engine.free_gathered_weights()
     model.train(was_training)
     return texts
@@ -256,8 +272,8 @@ def _prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return [tokenizer.eos_token_id]
 
 
-def _generate(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling) -> str:
-    """Return the text that follows the tokens ``ids``, up to the EOS token."""
+def _generate(engine: Engine, ids: list[int], sampling: Sampling) -> list[int]:
+    """Return the ``sampling.max_new_tokens`` tokens that follow the tokens ``ids``."""
     model = engine.unwrapped
     max_positions = _max_positions(model)
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -268,10 +284,7 @@ def _generate(engine: Engine, tokenizer: Any, ids: list[int], sampling: Sampling
         output = model(input_ids=torch.tensor([visible], device=engine.device))
         logits = getattr(output, "logits", output)[0, -1].float().cpu()
         new_ids.append(sample_token(logits, sampling, generator))
-
-    if tokenizer.eos_token_id in new_ids:
-        new_ids = new_ids[: new_ids.index(tokenizer.eos_token_id)]
-    return str(tokenizer.decode(new_ids, skip_special_tokens=True))
+    return new_ids
 
 
 def _max_positions(model: Any) -> int:

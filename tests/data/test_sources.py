@@ -532,3 +532,11 @@ def test_what_cannot_be_read_several_times_in_one_order_is_an_error(records, exp
 def test_a_bad_record_in_a_list_is_named_by_its_number():
     with pytest.raises(UserError, match=r"records, record 1 is 3, neither text nor a dictionary"):
         list(documents(records_source(["a", 3]), "text"))
+
+
+@pytest.mark.parametrize(("other", "expected"), [("a.jsonl", ["x"]), ("a.md", ["# Data", "x"])])
+def test_a_readme_is_no_record_beside_files_of_records(tmp_path, other, expected):
+    (tmp_path / "README.md").write_text("# Data")
+    text = '{"text": "x"}\n' if other == "a.jsonl" else "x"
+    (tmp_path / other).write_text(text)
+    assert sorted(documents(open_source(str(tmp_path)), "text")) == expected

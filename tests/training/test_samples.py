@@ -28,6 +28,9 @@ def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_a
     assert len(first) == 2
     assert all(first)
     assert {*"".join(first)} <= {*"the kernel waits for the bucket"}
+    stop = tokenizer.convert_tokens_to_ids(first[0][5])
+    stopped = sample(engine, tokenizer, prompts, sampling, stop_token_ids=[stop])
+    assert stopped == [text.partition(first[0][5])[0] for text in first]
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     with torch.no_grad():
