@@ -52,6 +52,18 @@ class LengthSummary(NamedTuple):
         )
 
 
+def describe_overlong_count(overlong: int, covering_length: int) -> str:
+    """Return how many conversations are overlong, and which ``--max_length`` would hold them.
+
+    Args:
+        overlong: how many there are.
+        covering_length: the value of ``--max_length`` that would hold almost all conversations.
+    """
+    if not overlong:
+        return "0 are overlong"
+    return f"{overlong:,} are overlong, for which --max_length {covering_length} would do"
+
+
 def summarize_lengths(lengths: np.ndarray) -> LengthSummary:
     """Summarise the lengths of conversations.
 

@@ -18,6 +18,7 @@ import numpy as np
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
+from llmtrain.data.lengths import describe_overlong_count, summarize_lengths
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -387,7 +388,7 @@ class EncodedPairs:
             audit.records += self.records.unreadable
             audit.bad += self.records.unreadable
         if split == "train":
-            self._check(audit)
+            self._check(audit, summarize_lengths(self.lengths(split)).covering)
         return SplitStats(
             documents=documents,
             rows=written.rows,
@@ -398,13 +399,19 @@ class EncodedPairs:
             pairs=written.pairs,
         )
 
-    def _check(self, audit: PairAudit) -> None:
-        """Raise :class:`UserError` if there is nothing to train on."""
+    def _check(self, audit: PairAudit, covering_length: int) -> None:
+        """Raise :class:`UserError` if there is nothing to train on.
+
+        Args:
+            audit: the counts.
+            covering_length: the value of ``--max_length`` that would hold almost all pairs.
+        """
         if not audit.kept:
+            overlong = describe_overlong_count(audit.overlong, covering_length)
             raise UserError(
                 f"--dataset {self.records.source.name}: none of {audit.records:,} records can be "
-                f"compared ({audit.overlong:,} are overlong, {audit.bad:,} bad, {audit.same:,} "
-                "without a difference); check --max_length and the chat template."
+                f"compared ({overlong}, {audit.bad:,} bad, {audit.same:,} without a difference); "
+                "check --max_length and the chat template."
             )
 
     def _fit(

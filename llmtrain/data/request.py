@@ -272,7 +272,7 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
 
     return _Sources(
         train=[with_columns(source, config.renamed_columns) for source in train],
-        eval=[with_columns(source, config.renamed_columns) for source in eval],
+        eval=[with_columns(source, config.renamed_columns, may_be_renamed=True) for source in eval],
     )
 
 

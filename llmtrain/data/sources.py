@@ -111,7 +111,8 @@ def documents(source: Source, field: str) -> Iterator[str]:
             names = ", ".join(map(str, fields))
             raise UserError(
                 f"{place}: no field '{field}'; the record has {names}. Name the field that holds "
-                "the text with --text_field."
+                "the text with --text_field, or the fields of conversations with --columns, such "
+                "as prompt=question completion=answer."
             )
 
         text = fields[field]
@@ -159,25 +160,34 @@ def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
     return _hub_source(name, choice)
 
 
-def with_columns(source: Source, columns: Mapping[str, str]) -> Source:
+def with_columns(
+    source: Source, columns: Mapping[str, str], may_be_renamed: bool = False
+) -> Source:
     """Return a source whose fields are renamed.
 
     Args:
         source: the records.
         columns: the name of a field in the source, by its new name.
+        may_be_renamed: accept a source whose fields already have their new names.
     """
     if not columns:
         return source
 
     def records(_: str | None) -> Iterator[Record]:
-        is_first = True
-        for place, fields in source.records(None):
-            if is_first:
+        names = columns
+        for number, (place, fields) in enumerate(source.records(None)):
+            if number == 0 and may_be_renamed and _are_renamed(fields, columns):
+                names = {}
+            elif number == 0:
                 _check_columns(place, fields, columns)
-                is_first = False
-            yield Record(place, _renamed(fields, columns))
+            yield Record(place, _renamed(fields, names))
 
     return replace(source, records=records)
+
+
+def _are_renamed(fields: Fields, columns: Mapping[str, str]) -> bool:
+    """Return whether a record has the new names of all fields, and none of the old ones."""
+    return all(ours in fields and theirs not in fields for ours, theirs in columns.items())
 
 
 def _check_columns(place: str, fields: Fields, columns: Mapping[str, str]) -> None:

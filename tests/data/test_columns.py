@@ -140,6 +140,17 @@ def test_eval_data_are_renamed_too(tmp_path):
     assert made.metadata.eval_documents == 3
 
 
+def test_eval_data_may_have_the_new_names_already(tmp_path):
+    train = write(tmp_path / "t.json", {"question": "2?", "answer": "two"})
+    eval = write(tmp_path / "e.json", {"prompt": "3?", "completion": "three"})
+    columns = ["prompt=question", "completion=answer"]
+    made = tokenized(train, "prompt_completion", columns, eval_dataset=[eval])
+    assert made.metadata.eval_documents == 3
+    halfway = write(tmp_path / "h.json", {"prompt": "3?", "answer": "three"})
+    with pytest.raises(UserError, match="no field 'question' for --columns prompt=question"):
+        tokenized(train, "prompt_completion", columns, eval_dataset=[halfway])
+
+
 @pytest.mark.parametrize(
     ("format", "columns", "expected"),
     [

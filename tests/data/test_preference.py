@@ -482,13 +482,13 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        "a.jsonl: none of 1 records can be compared (1 are overlong, 0 bad, 0 without a difference)",
+        "a.jsonl: none of 1 records can be compared (1 are overlong, for which --max_length 128 would do, 0 bad, 0 without a difference)",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK + "b", "a" * BLOCK + "c")).encode(),
         {"overlong": "truncate"},
-        "a.jsonl: none of 1 records can be compared (1 are overlong, 0 bad, 1 without a difference)",
+        "a.jsonl: none of 1 records can be compared (1 are overlong, for which --max_length 128 would do, 0 bad, 1 without a difference)",
     ),
     "letters for tokens": (
         "a.jsonl",
