@@ -26,6 +26,7 @@ class GPTConfig(Config):
         128,
         "context length of the model, and the length of a row, in tokens",
         affects="model data",
+        alias="max_length",  # the name in recipes/finetune.py
     )
     dropout: float = flag(
         0.0,

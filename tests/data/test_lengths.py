@@ -12,7 +12,7 @@ from llmtrain.data.lengths import LengthSummary, summarize_lengths
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import parse_max_length
-from recipes import finetune
+from recipes import finetune, gpt
 from tests.data.test_prepare import left_behind
 from tests.data.test_sft import chat, size_of, write
 
@@ -131,9 +131,10 @@ def test_a_word_that_is_no_length_is_refused_in_one_line(word: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
 def test_the_name_of_the_other_recipe_is_accepted(flag: str) -> None:
-    defaults = finetune.DEFAULTS
-    settings = lt.parse(defaults, [flag, "96"])
+    settings = lt.parse(finetune.DEFAULTS, [flag, "96"])
     assert (settings.model.max_length, settings.model.is_set("max_length")) == (96, True)
+    settings_of_gpt = lt.parse(gpt.DEFAULTS, [flag, "96"])
+    assert settings_of_gpt.model.block_size == 96
     assert parse_max_length("auto") == "auto"
 
 
