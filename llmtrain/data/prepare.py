@@ -259,10 +259,12 @@ def _row_length(request: DataRequest, covering: int) -> int:
 
     Args:
         request: holds the length, or ``auto``.
-        covering: the length that ``auto`` chooses, unless the model has fewer positions.
+        covering: the length that ``auto`` chooses, unless the model has fewer positions; 0 if no
+            conversation has a target. Writing the rows then reports that, whatever their length.
     """
     if request.max_length != "auto":
         return request.max_length
+    covering = max(covering, 1)
     if request.max_positions is None:
         return covering
     return min(covering, request.max_positions)

@@ -144,10 +144,10 @@ def make_request(
         row_config.resolve_sharing(can_share=True)
 
     _check_text_flags(config, all_sources, formats, row_config)
-    if row_config is None and max_length == "auto":
+    if max_length == "auto" and set(formats[: len(sources.train)]) == {"text"}:
         raise UserError(
-            f"--max_length auto is for conversations, but {all_sources[0].name} is text; give the "
-            "number of tokens in a row."
+            f"--max_length auto is for conversations, but {sources.train[0].name} is text; give "
+            "the number of tokens in a row."
         )
     request = DataRequest(
         config=config,

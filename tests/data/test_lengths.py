@@ -107,6 +107,32 @@ def test_auto_is_not_for_text(
     assert left_behind(cache) == []
 
 
+def test_auto_is_not_for_text_that_is_evaluated_on_conversations(
+    tmp_path: Path, cache: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    chats = write(tmp_path / "chats.jsonl", [chat("q", "a")])
+    config = DataConfig(
+        dataset=[str(tmp_path / "a.txt")], eval_dataset=[str(chats)], tokenizer="byte"
+    )
+    with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
+        tokenize(config, "auto", ChatConfig())
+    assert left_behind(cache) == []
+
+
+def test_auto_without_a_target_is_one_line_beside_text_too(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    messages = chat("q", "a")["messages"]
+    untrained = {"messages": [messages[0], {**messages[1], "weight": 0}]}
+    chats = write(tmp_path / "chats.jsonl", [untrained])
+    config = DataConfig(
+        dataset=[str(tmp_path / "a.txt"), str(chats)], tokenizer="byte", eval_fraction=0.0
+    )
+    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turns have weight 0\)"):
+        tokenize(config, "auto", ChatConfig())
+    assert left_behind(cache) == []
+
+
 def test_auto_measures_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
     path = write(
         tmp_path / "pairs.jsonl",
