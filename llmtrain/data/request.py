@@ -23,7 +23,7 @@ from llmtrain.data.sources import (
     SplitChoice,
     open_source,
     records_source,
-    with_columns,
+    rename_columns,
 )
 from llmtrain.errors import UserError
 
@@ -270,10 +270,8 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
     else:
         eval = []
 
-    return _Sources(
-        train=[with_columns(source, config.renamed_columns) for source in train],
-        eval=[with_columns(source, config.renamed_columns) for source in eval],
-    )
+    renamed = rename_columns([*train, *eval], config.renamed_columns)
+    return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
 
 
 def _own_source(config: DataConfig, records: PythonRecords) -> Source:
