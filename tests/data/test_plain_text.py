@@ -114,6 +114,7 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
     targets = [document.ids[document.loss_mask] for document in rendered.documents]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
+    assert rendered.special_as_text == 1  # the last </s> is the EOS of the document
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
     with pytest.raises(BadRow, match="not plain text"):
         renderer.render_answers(chats)
