@@ -272,23 +272,31 @@ def records_source(records: PythonRecords) -> Source:
             "once; pass a list, or a function that returns it anew."
         )
 
-    source = _iterated_source(lambda: records, "records", place="records, record")
-    is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
-    return replace(source, has_artificial_nulls=is_streamed)
+    return _iterated_source(
+        lambda: records,
+        "records",
+        place="records, record",
+        is_streamed=datasets is not None and isinstance(records, datasets.IterableDataset),
+    )
 
 
-def _iterated_source(function: RecordFunction, name: str, place: str) -> Source:
+def _iterated_source(
+    function: RecordFunction, name: str, place: str, is_streamed: bool = False
+) -> Source:
     """Return the records that a function yields.
 
     Args:
         function: yields texts, or dictionaries of fields.
         name: the name of the source.
         place: what error messages write before the number of a record.
+        is_streamed: whether they come from a ``datasets.IterableDataset``, so that nulls may stand
+            for absent keys.
     """
 
     def fingerprint() -> str:
         # A hash of the records, because a function whose name stays the same may have changed.
-        digest = hashlib.sha256()
+        # Nulls with another meaning make other rows.
+        digest = hashlib.sha256(b"streamed\n" if is_streamed else b"")
         for record in function():
             digest.update(json.dumps(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
@@ -296,7 +304,7 @@ def _iterated_source(function: RecordFunction, name: str, place: str) -> Source:
     def records(field: str | None) -> Iterator[Record]:
         return numbered(function(), place, field)
 
-    return Source(name, fingerprint, records)
+    return Source(name, fingerprint, records, has_artificial_nulls=is_streamed)
 
 
 # --- files and folders

@@ -485,6 +485,14 @@ def test_a_data_set_in_python_is_read_like_one_of_the_hub():
     assert records_source(data.select([1, 0])).fingerprint() != source.fingerprint()
 
 
+def test_streamed_records_are_other_records_than_a_list_of_the_same():
+    datasets = pytest.importorskip("datasets")
+    records = [{"text": "a", "tools": None}]
+    streamed = records_source(datasets.IterableDataset.from_generator(lambda: iter(records)))
+    assert streamed.has_artificial_nulls  # so null has another meaning
+    assert streamed.fingerprint() != records_source(records).fingerprint()
+
+
 class Reiterable:
     def __init__(self, records: list) -> None:
         self.records = records
