@@ -80,6 +80,11 @@ class DataRequest:
         return [*self.train, *self.eval]
 
     @property
+    def train_formats(self) -> list[str]:
+        """The format of each data set in ``train``."""
+        return self.formats[: len(self.train)]
+
+    @property
     def length_flag(self) -> str:
         """The flag that sets the length of the rows, for error messages."""
         return "--max_length" if self.takes_conversations else "--block_size"
