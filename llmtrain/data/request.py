@@ -186,14 +186,16 @@ def _load_tokenizer(request: DataRequest, trust_remote_code: bool) -> None:
     if chat is None:
         return
 
-    has_plain_text = _are_plain_text(request.sources, request.formats)
-    if chat.chat_template == NO_TEMPLATE and not has_plain_text:
+    conversations = _first_that_needs_template(request.sources, request.formats)
+    if chat.chat_template == NO_TEMPLATE and conversations is not None:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
-            f"of {request.sources[0].name} are conversations; use --chat_template chatml."
+            f"of {conversations.name} are conversations; use --chat_template chatml."
         )
     if request.tokenizer is not None:
-        request.new_tokens = set_template(request.tokenizer, chat.chat_template, has_plain_text)
+        request.new_tokens = set_template(
+            request.tokenizer, chat.chat_template, is_plain_text=conversations is None
+        )
         request.stop_token_ids = tok.stop_token_ids_of(spec)
     if spec == "char":
         raise UserError(
@@ -378,8 +380,8 @@ def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
     return TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
 
-def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
-    """Return whether the records are prompts with texts as completions.
+def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Source | None:
+    """Return the first source whose records are not prompts with texts as completions.
 
     The first record of each source decides. Sources of text have no prompts, and do not count.
     """
@@ -387,8 +389,8 @@ def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
         if format == "text":
             continue
         if format not in ("prompt_completion", "pairs", "examples"):
-            return False
+            return source
         first = next(source.records(None), None)
         if first is None or not is_plain_text(first.fields):
-            return False
-    return True
+            return source
+    return None

@@ -241,3 +241,11 @@ def test_conversations_need_a_template(
     message = complaint(*arguments(tmp_path, records, chat_template=flag))
     assert re.search(what, message), message
     assert left_behind(cache) == []
+
+
+def test_the_data_set_that_needs_a_template_is_named(tmp_path: Path) -> None:
+    data, *rest = arguments(tmp_path, PAIRS, chat_template="none")
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(CONVERSATIONS[0]))
+    data.eval_dataset = [str(path)]
+    assert "the records of " + str(path) in complaint(data, *rest)
