@@ -59,7 +59,7 @@ def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
         audit = audit_type(**metadata.audit)
         for line in audit.lines(chat.overlong):
             say("audit", line)
-        _describe_lengths(metadata, audit, request.is_auto)
+        _describe_lengths(request, metadata, audit)
     else:
         say("task", "continued pretraining: the training records are text, not conversations")
 
@@ -78,13 +78,13 @@ def _task(request: DataRequest) -> str:
     return task
 
 
-def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> None:
+def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Counts) -> None:
     """Print how long the conversations are, if ``--max_length`` depends on that or should."""
     lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
-    if is_auto:
+    if request.is_auto:
         say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
         return
-    advice = lengths.advice(audit.overlong, metadata.block_size)
+    advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
     if advice is not None:
         say("lengths", advice)
 

@@ -58,7 +58,8 @@ def tokenize(
             texts or of dictionaries of fields, or a function that yields them, always the same
             records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
-        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
+        max_positions: the number of positions of the model. ``auto`` chooses no larger length, and
+            the log suggests none. ``None`` if there is no limit.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.

@@ -39,7 +39,8 @@ class DataRequest:
     Attributes:
         config: the data sets, the tokenizer and the share of the eval data.
         max_length: the length of the rows, or ``auto``.
-        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
+        max_positions: the number of positions of the model, which no length may exceed; ``None`` if
+            there is no limit.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
         train: the data sets to train on.

@@ -96,6 +96,21 @@ def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
     assert "1.0% are longer than --max_length 95; --max_length 640 holds 99.5% of them; " in out
 
 
+@pytest.mark.parametrize(
+    ("max_positions", "expected"),
+    [
+        (600, "--max_length 600, all positions of the model, holds more; "),
+        (95, "the model has no more positions; "),
+    ],
+)
+def test_no_length_is_named_for_which_the_model_has_too_few_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_positions: int, expected: str
+) -> None:
+    tokenize_lengths(tmp_path, [50, 620], 95, max_positions=max_positions)
+    line = f"lengths   50.0% are longer than --max_length 95; {expected}50.0% up to 64, "
+    assert line in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("chat_type", [ChatConfig, None])
 def test_auto_is_not_for_text(
     tmp_path: Path, cache: Path, chat_type: type[ChatConfig] | None
