@@ -295,13 +295,15 @@ def _write_rows(
         if corpus.only_split == "eval":
             _check_eval_data(corpus.source, eval[-1], request.chat)
 
-    smallest = min(stats.targets for stats in train)
-    if request.chat is None and smallest < length:
-        raise UserError(
-            f"{request.length_flag} {length} is larger than the training text ({smallest + 1} "
-            f"tokens of {' '.join(request.config.dataset)}); use at most {max(smallest, 1)}, or "
-            "more text."
-        )
+    if request.chat is None:
+        sizes = [stats.targets for stats in train]
+        smallest = min(sizes)
+        if smallest < length:
+            name = request.train[sizes.index(smallest)].name
+            raise UserError(
+                f"{request.length_flag} {length} is larger than the training text "
+                f"({smallest + 1} tokens of {name}); use at most {max(smallest, 1)}, or more text."
+            )
     return train, eval
 
 
