@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.chat_template import BadRow, Message, begins_with_bos
+from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.formats import (
     Conversation,
     PlainConversation,
@@ -14,7 +14,7 @@ from llmtrain.data.formats import (
 )
 from llmtrain.data.render import Document, Rendered, Renderer, TurnEnd, cut
 from llmtrain.data.text_encoder import TextEncoder
-from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 
 
 class PlainTextRenderer:
