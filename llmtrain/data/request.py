@@ -362,7 +362,7 @@ def _check_text_flags(
     if config.isolate_documents and chat is not None and not chat.is_packed:
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
-            "run does not pack them (--no_packing); leave --isolate_documents out."
+            "run does not pack them; leave --isolate_documents out."
         )
 
 
