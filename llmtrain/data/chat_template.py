@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from llmtrain.data.sources import Fields
-from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 
 Message: TypeAlias = Fields  # role, content and all other fields, as chat templates take them
@@ -142,12 +142,6 @@ def set_template(
 
     vocabulary = tokenizer.get_vocab()
     return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
-
-
-def begins_with_bos(tokenizer: FastTokenizer) -> bool:
-    """Return whether a tokenizer puts BOS before every text."""
-    has_bos = tokenizer.bos_token is not None
-    return has_bos and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
 
 
 def render(

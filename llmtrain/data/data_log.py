@@ -1,6 +1,7 @@
 """The lines about the data in the start-up log."""
 
 from llmtrain.console import say
+from llmtrain.data.config import PairConfig
 from llmtrain.data.lengths import LengthSummary
 from llmtrain.data.metadata import DataMetadata
 from llmtrain.data.packing import Counts
@@ -44,36 +45,46 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     """Print what is trained, and how many conversations or pairs are left out and why."""
     chat = request.chat
-    if chat is None or not metadata.audit:
+    if chat is None:
         say("task", "continued pretraining: the records are text, not conversations")
         return
 
-    if metadata.task == "preferences":
-        audit_type: type[Audit | PairAudit] = PairAudit
-        task = "preference training"
+    audit_type: type[Audit | PairAudit] = Audit
+    if isinstance(chat, PairConfig):
+        audit_type = PairAudit
+    if metadata.audit:
+        say(
+            "task", f"{_task(request)}: the records are {', '.join(dict.fromkeys(request.formats))}"
+        )
+        audit = audit_type(**metadata.audit)
+        for line in audit.lines(chat.overlong):
+            say("audit", line)
+        _describe_lengths(request, metadata, audit)
     else:
-        audit_type = Audit
-        task = "fine-tuning on the assistant's turns"
-        if "text" in request.formats:
-            task += ", and on every token of the text"
-    say("task", f"{task}: the records are {', '.join(dict.fromkeys(request.formats))}")
+        say("task", "continued pretraining: the training records are text, not conversations")
 
-    audit = audit_type(**metadata.audit)
-    for line in audit.lines(chat.overlong):
-        say("audit", line)
-    _describe_lengths(metadata, audit, request.is_auto)
     left_out = ("overlong", "untrained", "same", "bad")
     if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
         say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
 
 
-def _describe_lengths(metadata: DataMetadata, audit: Counts, is_auto: bool) -> None:
+def _task(request: DataRequest) -> str:
+    """Return what is trained, if it is not text alone."""
+    if isinstance(request.chat, PairConfig):
+        return "preference training"
+    task = "fine-tuning on the assistant's turns"
+    if "text" in request.train_formats:
+        task += ", and on every token of the text"
+    return task
+
+
+def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Counts) -> None:
     """Print how long the conversations are, if ``--max_length`` depends on that or should."""
     lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
-    if is_auto:
+    if request.is_auto:
         say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
         return
-    advice = lengths.advice(audit.overlong, metadata.block_size)
+    advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
     if advice is not None:
         say("lengths", advice)
 

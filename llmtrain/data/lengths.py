@@ -36,19 +36,25 @@ class LengthSummary(NamedTuple):
                 shares.append(f"{count / self.conversations:.1%} up to {_SMALLEST_BIN << i:,}")
         return ", ".join(shares)
 
-    def advice(self, overlong: int, max_length: int) -> str | None:
+    def advice(self, overlong: int, max_length: int, max_positions: int | None) -> str | None:
         """Return a line that names a better ``--max_length``, if too many are longer.
 
         Args:
             overlong: how many conversations are longer than ``max_length``.
             max_length: the value of ``--max_length``.
+            max_positions: the number of positions of the model; ``None`` if there is no limit.
         """
         if overlong <= (1 - _COVERED_SHARE) * self.conversations:
             return None
+        if max_positions is None or self.covering <= max_positions:
+            better = f"--max_length {self.covering} holds {_COVERED_SHARE:.1%} of them"
+        elif max_length < max_positions:
+            better = f"--max_length {max_positions}, all positions of the model, holds more"
+        else:
+            better = "the model has no more positions"
         return (
             f"{overlong / self.conversations:.1%} are longer than --max_length {max_length:,}; "
-            f"--max_length {self.covering} holds {_COVERED_SHARE:.1%} of them; "
-            f"{self.describe()} tokens"
+            f"{better}; {self.describe()} tokens"
         )
 
 

@@ -319,8 +319,8 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> int:
-        """Add a document, and return its number.
+    def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        """Add a document.
 
         Args:
             ids: int32 [n], the tokens.
@@ -329,7 +329,6 @@ class TokenStore:
         self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32).tobytes())
         begin = self._ends[-1] if self._ends else 0
         self._ends.append(begin + len(ids))
-        return len(self._ends) - 1
 
     def close(self) -> None:
         """Delete the file."""

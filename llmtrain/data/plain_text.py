@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.chat_template import BadRow, Message, begins_with_bos
+from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.formats import (
     Conversation,
     PlainConversation,
@@ -14,7 +14,7 @@ from llmtrain.data.formats import (
 )
 from llmtrain.data.render import Document, Rendered, Renderer, TurnEnd, cut
 from llmtrain.data.text_encoder import TextEncoder
-from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 
 
 class PlainTextRenderer:
@@ -72,9 +72,8 @@ class PlainTextRenderer:
             BadRow: if they are not plain texts, or if their text cannot be used.
         """
         documents = [self.render_answer(record, answer) for answer in record.answers]
-        _, special_as_text = self.encoder.escape(
-            [message["content"] for message in record.messages]
-        )
+        completions = [self._without_eos(answer[0]["content"]) for answer in record.answers]
+        _, special_as_text = self.encoder.escape([record.prompt[0]["content"], *completions])
         return Rendered(documents, special_as_text=special_as_text)
 
     def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> Document:
@@ -88,6 +87,10 @@ class PlainTextRenderer:
         """Return the first ``width`` tokens of a document, without the ends of its turns."""
         return cut(document, width, self.encoder)
 
+    def _without_eos(self, completion: str) -> str:
+        """Drop one EOS from the end of a completion: every document ends with it anyway."""
+        return completion.removesuffix(self._eos)
+
     def _document(self, prompt: str, completion: str) -> tuple[Document, int]:
         """Encode a prompt and its completion.
 
@@ -97,7 +100,7 @@ class PlainTextRenderer:
         Returns:
             The document, and the number of special tokens that are encoded as text.
         """
-        completion = completion.removesuffix(self._eos)
+        completion = self._without_eos(completion)
         try:
             completion_bytes = len(completion.encode())
             prompt.encode()

@@ -353,7 +353,7 @@ class EncodedPairs:
         encoded = self.splits[split]
         audit = replace(encoded.audit)
         pairs = encoded.pairs
-        is_kept = self._fit(encoded, pairs, max_length, audit)
+        is_kept = self._fit(split, pairs, max_length, audit)
 
         kept = np.flatnonzero(is_kept)
         pairs = pairs[kept]
@@ -415,56 +415,57 @@ class EncodedPairs:
             )
 
     def _fit(
-        self, encoded: _EncodedSplit, pairs: np.ndarray, max_length: int, audit: PairAudit
+        self, split: Split, pairs: np.ndarray, max_length: int, audit: PairAudit
     ) -> np.ndarray:
         """Choose the pairs that become rows, bool [pairs].
 
         Args:
-            encoded: the pairs of a split.
-            pairs: their numbers. Those of truncated answers are replaced.
+            split: the split.
+            pairs: its pairs, as numbers. Those of truncated answers are replaced.
             max_length: the largest length of an answer with its prompt.
             audit: counts the pairs that are left out.
         """
+        encoded = self.splits[split]
+        lengths = encoded.lengths
+        is_overlong = self.lengths(split) > max_length
+        audit.overlong += int(is_overlong.sum())
+        if self.chat.overlong == "error" and is_overlong.any():
+            self._refuse_overlong(pairs[np.argmax(is_overlong)], max_length)
+
         is_kept = np.ones(len(pairs), bool)
-        longest = encoded.lengths.max(axis=1)
-        for number in np.flatnonzero(longest > max_length).tolist():
+        if self.chat.overlong == "drop":
+            is_kept = ~is_overlong
+        # An answer that an unpaired one is compared with is truncated in any case.
+        is_too_long = is_kept & (lengths.max(axis=1) > max_length)
+        for number in np.flatnonzero(is_too_long).tolist():
             pair = _Pair._make(pairs[number].tolist())
-            cut = self._cut(encoded, number, pair, max_length, audit)
+            cut = self._cut(encoded, number, pair, max_length)
             if cut is None:
                 is_kept[number] = False
+                audit.same += 1
             else:
                 pairs[number] = cut
 
         is_useless = is_kept & self._are_useless(pairs)
         audit.same += int(is_useless.sum())
         is_kept &= ~is_useless
+
+        kept_lengths = np.where(is_kept[:, None], lengths.clip(max=max_length), 0)
+        audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
         return is_kept
 
-    def _cut(
-        self,
-        encoded: _EncodedSplit,
-        number: int,
-        pair: _Pair,
-        max_length: int,
-        audit: PairAudit,
-    ) -> _Pair | None:
-        """Truncate the answers of a pair, or return ``None`` if the pair is left out."""
-        lengths = encoded.lengths[number]
-        is_overlong = bool(lengths[0] > max_length)
-        if not self.unpaired:
-            is_overlong = bool(lengths.max() > max_length)
-        if is_overlong:
-            audit.overlong += 1
-            if self.chat.overlong == "error":
-                raise UserError(
-                    f"{self.records.place_of(pair.record)}: an answer with its prompt is longer "
-                    f"than --max_length {max_length}; raise it, or set --overlong drop or truncate."
-                )
-            if self.chat.overlong == "drop":
-                audit.lost += int(lengths.sum())
-                return None
-            audit.lost += int((lengths - max_length).clip(0).sum())
+    def _refuse_overlong(self, pair: np.ndarray, max_length: int) -> None:
+        """Raise :class:`UserError` for a pair that is too long."""
+        place = self.records.place_of(_Pair._make(pair.tolist()).record)
+        raise UserError(
+            f"{place}: an answer with its prompt is longer than --max_length {max_length}; raise "
+            "it, or set --overlong drop or truncate."
+        )
 
+    def _cut(
+        self, encoded: _EncodedSplit, number: int, pair: _Pair, max_length: int
+    ) -> _Pair | None:
+        """Truncate the answers of a pair; return ``None`` if one is left without a target."""
         first = self._truncated(encoded, 2 * number, pair.first_bytes, max_length)
         second = self._truncated(encoded, 2 * number + 1, pair.second_bytes, max_length)
         cut = _Pair.of(pair.record, first, second, bool(pair.is_first_desirable))
@@ -480,7 +481,6 @@ class EncodedPairs:
                     f"{max_length}, so truncation would leave no answer; raise it, set --overlong "
                     "drop, or leave such records out with --on_bad_row skip."
                 )
-            audit.same += 1
             return None
         return cut
 

@@ -58,7 +58,8 @@ def tokenize(
             texts or of dictionaries of fields, or a function that yields them, always the same
             records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
-        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
+        max_positions: the number of positions of the model. ``auto`` chooses no larger length, and
+            the log suggests none. ``None`` if there is no limit.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -259,10 +260,12 @@ def _row_length(request: DataRequest, covering: int) -> int:
 
     Args:
         request: holds the length, or ``auto``.
-        covering: the length that ``auto`` chooses, unless the model has fewer positions.
+        covering: the length that ``auto`` chooses, unless the model has fewer positions; 0 if no
+            conversation has a target. Writing the rows then reports that, whatever their length.
     """
     if request.max_length != "auto":
         return request.max_length
+    covering = max(covering, 1)
     if request.max_positions is None:
         return covering
     return min(covering, request.max_positions)
@@ -292,13 +295,15 @@ def _write_rows(
         if corpus.only_split == "eval":
             _check_eval_data(corpus.source, eval[-1], request.chat)
 
-    smallest = min(stats.targets for stats in train)
-    if request.chat is None and smallest < length:
-        raise UserError(
-            f"{request.length_flag} {length} is larger than the training text ({smallest + 1} "
-            f"tokens of {' '.join(request.config.dataset)}); use at most {max(smallest, 1)}, or "
-            "more text."
-        )
+    if request.chat is None:
+        sizes = [stats.targets for stats in train]
+        smallest = min(sizes)
+        if smallest < length:
+            name = request.train[sizes.index(smallest)].name
+            raise UserError(
+                f"{request.length_flag} {length} is larger than the training text "
+                f"({smallest + 1} tokens of {name}); use at most {max(smallest, 1)}, or more text."
+            )
     return train, eval
 
 

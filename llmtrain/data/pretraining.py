@@ -52,7 +52,7 @@ from llmtrain.data.packing import (
     hash_fraction,
 )
 from llmtrain.data.sources import Source, documents
-from llmtrain.data.tokenizer import FastTokenizer, is_trained
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, is_trained
 from llmtrain.errors import UserError, first_line
 from llmtrain.types import IGNORED
 
@@ -235,11 +235,10 @@ def _encoded(
         bar: shows how many bytes of text were tokenised.
     """
     end_of_text = np.array([tokenizer.eos_token_id], np.int32)
-    bos = tokenizer.bos_token_id
-    puts_bos = bos is not None and tokenizer.encode("")[:1] == [bos]
-    first_token = np.array([bos], np.int32) if puts_bos else end_of_text
+    puts_bos = begins_with_bos(tokenizer)
+    first_token = np.array([tokenizer.bos_token_id], np.int32) if puts_bos else end_of_text
 
-    # These come after the call of encode() above, which changes the same settings.
+    # These come after the call of begins_with_bos(), which changes the same settings.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

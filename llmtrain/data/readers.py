@@ -475,8 +475,8 @@ _READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-# These compress their columns themselves.
 _LINE_KINDS = (".jsonl", ".ndjson", ".csv", ".tsv")
+# These compress their columns themselves.
 _ARROW_KINDS = {".parquet": "a parquet file", ".arrow": "an Arrow file"}
 _TEXT_KINDS = [kind for kind in _READERS if kind not in _ARROW_KINDS]
 # The files that can be read, for error messages.

@@ -273,8 +273,8 @@ class Renderer:
     Special tokens in messages are encoded as ordinary text.
 
     Most conversations are rendered completely only once, and encoded once; see
-    :class:`JinjaTemplate` and :meth:`TextEncoder.count_before`. Where that cannot be shown to give
-    the same text and the same tokens, each turn is rendered and encoded by itself.
+    :class:`JinjaTemplate` and :meth:`TextEncoder.count_before`. If it is not certain that this
+    gives the same text and the same tokens, each turn is rendered and encoded by itself.
 
     Args:
         tokenizer: a tokenizer with a chat template.

@@ -23,7 +23,7 @@ from llmtrain.data.sources import (
     SplitChoice,
     open_source,
     records_source,
-    with_columns,
+    rename_columns,
 )
 from llmtrain.errors import UserError
 
@@ -39,7 +39,8 @@ class DataRequest:
     Attributes:
         config: the data sets, the tokenizer and the share of the eval data.
         max_length: the length of the rows, or ``auto``.
-        max_positions: the largest length that ``auto`` may choose; ``None`` for any.
+        max_positions: the number of positions of the model, which no length may exceed; ``None`` if
+            there is no limit.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
         train: the data sets to train on.
@@ -78,6 +79,11 @@ class DataRequest:
     def sources(self) -> list[Source]:
         """All data sets, in the order of ``formats``."""
         return [*self.train, *self.eval]
+
+    @property
+    def train_formats(self) -> list[str]:
+        """The format of each data set in ``train``."""
+        return self.formats[: len(self.train)]
 
     @property
     def length_flag(self) -> str:
@@ -144,10 +150,10 @@ def make_request(
         row_config.resolve_sharing(can_share=True)
 
     _check_text_flags(config, all_sources, formats, row_config)
-    if row_config is None and max_length == "auto":
+    if max_length == "auto" and set(formats[: len(sources.train)]) == {"text"}:
         raise UserError(
-            f"--max_length auto is for conversations, but {all_sources[0].name} is text; give the "
-            "number of tokens in a row."
+            f"--max_length auto is for conversations, but {sources.train[0].name} is text; give "
+            "the number of tokens in a row."
         )
     request = DataRequest(
         config=config,
@@ -181,14 +187,16 @@ def _load_tokenizer(request: DataRequest, trust_remote_code: bool) -> None:
     if chat is None:
         return
 
-    has_plain_text = _are_plain_text(request.sources, request.formats)
-    if chat.chat_template == NO_TEMPLATE and not has_plain_text:
+    conversations = _first_that_needs_template(request.sources, request.formats)
+    if chat.chat_template == NO_TEMPLATE and conversations is not None:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
-            f"of {request.sources[0].name} are conversations; use --chat_template chatml."
+            f"of {conversations.name} are conversations; use --chat_template chatml."
         )
     if request.tokenizer is not None:
-        request.new_tokens = set_template(request.tokenizer, chat.chat_template, has_plain_text)
+        request.new_tokens = set_template(
+            request.tokenizer, chat.chat_template, is_plain_text=conversations is None
+        )
         request.stop_token_ids = tok.stop_token_ids_of(spec)
     if spec == "char":
         raise UserError(
@@ -270,10 +278,8 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
     else:
         eval = []
 
-    return _Sources(
-        train=[with_columns(source, config.renamed_columns) for source in train],
-        eval=[with_columns(source, config.renamed_columns, may_be_renamed=True) for source in eval],
-    )
+    renamed = rename_columns([*train, *eval], config.renamed_columns)
+    return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
 
 
 def _own_source(config: DataConfig, records: PythonRecords) -> Source:
@@ -356,7 +362,7 @@ def _check_text_flags(
     if config.isolate_documents and chat is not None and not chat.is_packed:
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
-            "run does not pack them (--no_packing); leave --isolate_documents out."
+            "run does not pack them; leave --isolate_documents out."
         )
 
 
@@ -375,8 +381,8 @@ def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
     return TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
 
-def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
-    """Return whether the records are prompts with texts as completions.
+def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Source | None:
+    """Return the first source whose records are not prompts with texts as completions.
 
     The first record of each source decides. Sources of text have no prompts, and do not count.
     """
@@ -384,8 +390,8 @@ def _are_plain_text(sources: list[Source], formats: list[str]) -> bool:
         if format == "text":
             continue
         if format not in ("prompt_completion", "pairs", "examples"):
-            return False
+            return source
         first = next(source.records(None), None)
         if first is None or not is_plain_text(first.fields):
-            return False
-    return True
+            return source
+    return None

@@ -138,6 +138,8 @@ class Audit(Counts):
                 reasons += (
                     f"; {left_out:,} turns are shown differently from the way they are prompted for"
                 )
+            if self.unweighted:
+                reasons += f"; {self.unweighted:,} turns have weight 0"
             raise UserError(
                 f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} "
                 f"conversations would be trained ({reasons}); check --format, --max_length and the "

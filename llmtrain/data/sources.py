@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ RecordFunction: TypeAlias = Callable[[], Iterable[str | Fields]]
 # What a recipe with its own data passes: a function that yields them, a datasets.Dataset, a list.
 PythonRecords: TypeAlias = RecordFunction | Iterable[str | Fields]
 
+# Files beside the data of a folder that hold counts and types.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
 _CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
@@ -160,44 +162,57 @@ def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
     return _hub_source(name, choice)
 
 
-def with_columns(
-    source: Source, columns: Mapping[str, str], may_be_renamed: bool = False
-) -> Source:
-    """Return a source whose fields are renamed.
+def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> list[Source]:
+    """Return sources whose fields are renamed.
+
+    A source that has none of these fields stays as it is: it may hold text, or have the usual
+    names. The first record of each source decides.
 
     Args:
-        source: the records.
-        columns: the name of a field in the source, by its new name.
-        may_be_renamed: accept a source whose fields already have their new names.
+        sources: the data sets of a run.
+        columns: the name of a field in the sources, by its new name.
+
+    Raises:
+        UserError: with the place of a record that has only some of the fields; or with the first
+            record of all if no source has them.
     """
     if not columns:
-        return source
+        return list(sources)
 
+    renamed_sources: list[Source] = []
+    is_any_renamed = False
+    first_records = [next(source.records(None), None) for source in sources]
+    for source, first in zip(sources, first_records, strict=True):
+        is_renamed = first is not None and any(name in first.fields for name in columns.values())
+        if first is not None and is_renamed:
+            _check_columns(first, columns)
+            is_any_renamed = True
+        renamed_sources.append(_with_columns(source, columns) if is_renamed else source)
+
+    if not is_any_renamed:
+        for first in first_records:
+            if first is not None:
+                _check_columns(first, columns)
+    return renamed_sources
+
+
+def _check_columns(record: Record, columns: Mapping[str, str]) -> None:
+    """Raise :class:`UserError` if a record lacks a field to rename."""
+    for ours, theirs in columns.items():
+        if theirs not in record.fields:
+            names = ", ".join(map(str, record.fields))
+            raise UserError(
+                f"{record.place}: no field '{theirs}' for --columns {ours}={theirs}; the record "
+                f"has {names}."
+            )
+
+
+def _with_columns(source: Source, columns: Mapping[str, str]) -> Source:
     def records(_: str | None) -> Iterator[Record]:
-        names = columns
-        for number, (place, fields) in enumerate(source.records(None)):
-            if number == 0 and may_be_renamed and _are_renamed(fields, columns):
-                names = {}
-            elif number == 0:
-                _check_columns(place, fields, columns)
-            yield Record(place, _renamed(fields, names))
+        for place, fields in source.records(None):
+            yield Record(place, _renamed(fields, columns))
 
     return replace(source, records=records)
-
-
-def _are_renamed(fields: Fields, columns: Mapping[str, str]) -> bool:
-    """Return whether a record has the new names of all fields, and none of the old ones."""
-    return all(ours in fields and theirs not in fields for ours, theirs in columns.items())
-
-
-def _check_columns(place: str, fields: Fields, columns: Mapping[str, str]) -> None:
-    for ours, theirs in columns.items():
-        if theirs not in fields:
-            names = ", ".join(map(str, fields))
-            raise UserError(
-                f"{place}: no field '{theirs}' for --columns {ours}={theirs}; the record has "
-                f"{names}."
-            )
 
 
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
@@ -260,23 +275,31 @@ def records_source(records: PythonRecords) -> Source:
             "once; pass a list, or a function that returns it anew."
         )
 
-    source = _iterated_source(lambda: records, "records", place="records, record")
-    is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
-    return replace(source, has_artificial_nulls=is_streamed)
+    return _iterated_source(
+        lambda: records,
+        "records",
+        place="records, record",
+        is_streamed=datasets is not None and isinstance(records, datasets.IterableDataset),
+    )
 
 
-def _iterated_source(function: RecordFunction, name: str, place: str) -> Source:
+def _iterated_source(
+    function: RecordFunction, name: str, place: str, is_streamed: bool = False
+) -> Source:
     """Return the records that a function yields.
 
     Args:
         function: yields texts, or dictionaries of fields.
         name: the name of the source.
         place: what error messages write before the number of a record.
+        is_streamed: whether they come from a ``datasets.IterableDataset``, so that nulls may stand
+            for absent keys.
     """
 
     def fingerprint() -> str:
         # A hash of the records, because a function whose name stays the same may have changed.
-        digest = hashlib.sha256()
+        # Nulls with another meaning make other rows.
+        digest = hashlib.sha256(b"streamed\n" if is_streamed else b"")
         for record in function():
             digest.update(json.dumps(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
@@ -284,7 +307,7 @@ def _iterated_source(function: RecordFunction, name: str, place: str) -> Source:
     def records(field: str | None) -> Iterator[Record]:
         return numbered(function(), place, field)
 
-    return Source(name, fingerprint, records)
+    return Source(name, fingerprint, records, has_artificial_nulls=is_streamed)
 
 
 # --- files and folders
@@ -359,7 +382,7 @@ def _find_files(name: str, choice: SplitChoice) -> list[Path]:
         return [path]
 
     if path.is_dir():
-        matches = _without_readme(set(path.rglob("*")))
+        matches = _without_descriptions(set(path.rglob("*")))
     else:
         # Path.glob takes no absolute patterns.
         names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
@@ -367,14 +390,18 @@ def _find_files(name: str, choice: SplitChoice) -> list[Path]:
     return sorted(path for path in matches if is_readable(path) and path.is_file())
 
 
-def _without_readme(paths: set[Path]) -> set[Path]:
-    """Leave out README.md files, unless all files in a folder are text: they describe its data."""
+def _without_descriptions(paths: set[Path]) -> set[Path]:
+    """Leave out files that describe the data of a folder.
+
+    A README.md is a document like others if all files are text.
+    """
+    described = {path for path in paths if path.name not in _DESCRIPTIONS}
     are_records = any(
-        is_readable(path) and suffix_of(path) not in (".txt", ".md") for path in paths
+        is_readable(path) and suffix_of(path) not in (".txt", ".md") for path in described
     )
     if not are_records:
-        return paths
-    return {path for path in paths if path.name.lower() != "readme.md"}
+        return described
+    return {path for path in described if path.name.lower() != "readme.md"}
 
 
 def _fingerprint_of_files(paths: list[Path]) -> str:

@@ -167,7 +167,7 @@ def _short_name(name: str) -> str:
     path = Path(name)
     if is_readable(path):
         return path.name[: -len(suffix_of(path))]
-    return path.stem or name
+    return path.name or name
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:

@@ -155,6 +155,12 @@ def load_tokenizer(
     return tokenizer
 
 
+def begins_with_bos(tokenizer: FastTokenizer) -> bool:
+    """Return whether a tokenizer puts BOS before every text."""
+    has_bos = tokenizer.bos_token_id is not None
+    return has_bos and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+
+
 def stop_token_ids_of(name: str) -> list[int]:
     """Return the tokens at which a model stops generating, from its ``generation_config.json``.
 

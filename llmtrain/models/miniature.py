@@ -174,7 +174,7 @@ def _layers_of_every_kind(config: "PreTrainedConfig", model: nn.Module) -> int:
 
 
 def _with_fewer_layers(values: dict[str, Any], config: "PreTrainedConfig", layers: int) -> None:
-    """Keep the first layers alone."""
+    """Keep only the first layers."""
     count = int(config.num_hidden_layers)
     depth_key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if depth_key in values:

@@ -175,7 +175,7 @@ def _verdicts(
         torch.manual_seed(0)
         model = _build(miniature, implementation)
     if has_recurrence_kernels() and torch.cuda.is_available():
-        # These kernels run on GPUs alone. Not run yet.
+        # These kernels need a GPU. This branch has not been run yet.
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # type: ignore[arg-type]
 
     # A model that shares prompts may compute its attention in another way.

@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llmtrain.console import say
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.memory import memory_used
@@ -175,13 +176,22 @@ class MemoryAdvice(LoopCallback):
                 "less memory."
             )
         else:
-            advice = "one row is too much. Lower --block_size, or make the model smaller."
+            advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
         if self.engine.is_sharded and not self.engine.sync_each_batch:
             advice += (
                 " With several micro-batches per step, --sync_each_batch also saves memory for "
                 "gradients."
             )
         return advice
+
+    def _shorter_rows(self) -> str:
+        """Return how to make rows shorter: with a flag, if the recipe has one."""
+        model = self.run.settings.model
+        if isinstance(model, ModelConfig):
+            return "Lower --max_length"
+        if isinstance(model, GPTConfig):
+            return "Lower --block_size"
+        return "Make the rows shorter"
 
 
 class WarmUp(LoopCallback):

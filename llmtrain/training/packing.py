@@ -47,8 +47,10 @@ def resolve_packing(settings: AnySettings) -> None:
     if isinstance(chat, PairConfig):
         chat.resolve_sharing(support.shares_prompts)
         if is_sharing_open and chat.is_packed and not chat.shares_prompts:
+            reason = "cannot share it between two answers"
+            if support.problem:
+                reason = f"was not tried, because {support.problem} (--share_prompts shares it)"
             say(
                 "packing",
-                f"each answer has its own copy of the prompt: {support.class_name} cannot share it "
-                "between two answers",
+                f"each answer has its own copy of the prompt: {support.class_name} {reason}",
             )

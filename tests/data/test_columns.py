@@ -140,15 +140,36 @@ def test_eval_data_are_renamed_too(tmp_path):
     assert made.metadata.eval_documents == 3
 
 
-def test_eval_data_may_have_the_new_names_already(tmp_path):
-    train = write(tmp_path / "t.json", {"question": "2?", "answer": "two"})
-    eval = write(tmp_path / "e.json", {"prompt": "3?", "completion": "three"})
-    columns = ["prompt=question", "completion=answer"]
-    made = tokenized(train, "prompt_completion", columns, eval_dataset=[eval])
-    assert made.metadata.eval_documents == 3
-    halfway = write(tmp_path / "h.json", {"prompt": "3?", "answer": "three"})
-    with pytest.raises(UserError, match="no field 'question' for --columns prompt=question"):
-        tokenized(train, "prompt_completion", columns, eval_dataset=[halfway])
+RENAMED = ["prompt=question", "completion=answer"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_text_beside_renamed_conversations_keeps_its_own_names(tmp_path, order):
+    chats = write(tmp_path / "chats.json", {"question": "2?", "answer": "two"})
+    (tmp_path / "a.txt").write_text("some words")
+    bodies = write(tmp_path / "bodies.json", {"body": "some words", "prompt": "unused"})
+    sources = [chats, str(tmp_path / "a.txt"), bodies][::order]
+    data = DataConfig(
+        dataset=sources, tokenizer="byte", eval_fraction=0.0, columns=[*RENAMED, "text=body"]
+    )
+    made = tokenize(data, BLOCK, ChatConfig())
+    text = "<|endoftext|>".join([""] + ["some words"] * 3 + [""])
+    rows = [
+        made.tokenizer.decode([id for id in row["input_ids"] if id >= 0]) for row in made.train
+    ][::order]
+    assert "2?" in rows[0]
+    assert text in rows[2]
+    assert "unused" not in "".join(rows)
+
+
+def test_data_that_have_the_usual_names_are_read_beside_renamed_ones(tmp_path):
+    renamed = write(tmp_path / "a.json", {"question": "2?", "answer": "two"})
+    usual = write(tmp_path / "b.json", {"prompt": "3?", "completion": "three"})
+    made = tokenized(renamed, "prompt_completion", RENAMED, eval_dataset=[usual])
+    assert "three" in made.tokenizer.decode(made.eval[0]["input_ids"])
+    half = write(tmp_path / "c.json", {"question": "3?", "completion": "three"})
+    message = complaint(renamed, "prompt_completion", RENAMED, eval_dataset=[half])
+    assert "c.json, record 0: no field 'answer' for --columns completion=answer" in message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import short_names
 from llmtrain.errors import UserError
 from tests.data.test_prepare import documents_of, left_behind
 from tests.launching import GPT, ROOT, TINY, series
@@ -65,6 +66,11 @@ def complaint(config: DataConfig, chat: RowConfig | None = None, **options: Any)
         tokenize(config, BLOCK, chat, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_short_name_keeps_a_version_number() -> None:
+    names = ["teknium/OpenHermes-2.5", "data/easy.v2.jsonl.gz", "builtin:python-docs"]
+    assert short_names(names) == ["OpenHermes-2.5", "easy.v2", "builtin:python-docs"]
 
 
 @pytest.mark.parametrize("task", TASKS)

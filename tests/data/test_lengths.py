@@ -96,6 +96,21 @@ def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
     assert "1.0% are longer than --max_length 95; --max_length 640 holds 99.5% of them; " in out
 
 
+@pytest.mark.parametrize(
+    ("max_positions", "expected"),
+    [
+        (600, "--max_length 600, all positions of the model, holds more; "),
+        (95, "the model has no more positions; "),
+    ],
+)
+def test_no_length_is_named_for_which_the_model_has_too_few_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_positions: int, expected: str
+) -> None:
+    tokenize_lengths(tmp_path, [50, 620], 95, max_positions=max_positions)
+    line = f"lengths   50.0% are longer than --max_length 95; {expected}50.0% up to 64, "
+    assert line in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("chat_type", [ChatConfig, None])
 def test_auto_is_not_for_text(
     tmp_path: Path, cache: Path, chat_type: type[ChatConfig] | None
@@ -104,6 +119,32 @@ def test_auto_is_not_for_text(
     config = DataConfig(dataset=[str(tmp_path / "a.txt")], tokenizer="byte")
     with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
         tokenize(config, "auto", chat_type() if chat_type else None)
+    assert left_behind(cache) == []
+
+
+def test_auto_is_not_for_text_that_is_evaluated_on_conversations(
+    tmp_path: Path, cache: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    chats = write(tmp_path / "chats.jsonl", [chat("q", "a")])
+    config = DataConfig(
+        dataset=[str(tmp_path / "a.txt")], eval_dataset=[str(chats)], tokenizer="byte"
+    )
+    with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
+        tokenize(config, "auto", ChatConfig())
+    assert left_behind(cache) == []
+
+
+def test_auto_without_a_target_is_one_line_beside_text_too(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words")
+    messages = chat("q", "a")["messages"]
+    untrained = {"messages": [messages[0], {**messages[1], "weight": 0}]}
+    chats = write(tmp_path / "chats.jsonl", [untrained])
+    config = DataConfig(
+        dataset=[str(tmp_path / "a.txt"), str(chats)], tokenizer="byte", eval_fraction=0.0
+    )
+    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turns have weight 0\)"):
+        tokenize(config, "auto", ChatConfig())
     assert left_behind(cache) == []
 
 

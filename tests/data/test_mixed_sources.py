@@ -11,7 +11,7 @@ from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
 from tests.data.test_prepare import complaint, left_behind, stream
-from tests.data.test_sft import END, answers_of, chats, config, texts_of, write
+from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
 BLOCK = 63
 TEXTS = [f"document {i} " + "abcdefgh " * (i % 7) for i in range(30)]
@@ -151,6 +151,25 @@ def test_each_source_has_an_eval_loss_and_the_prompt_is_of_a_conversation(paths,
     prompt = made.tokenizer.decode(made.eval_prompt())
     assert prompt.startswith("<|im_start|>user")
     assert prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_the_log_says_which_split_the_text_is_in(paths, capsys):
+    chats_path, text_path = paths
+    mixed([chats_path], eval_dataset=[str(text_path)], eval_fraction=0.1)
+    out = capsys.readouterr().out
+    assert "fine-tuning on the assistant's turns: the records are messages, text\n" in out
+    mixed([text_path], ChatConfig(), eval_dataset=[str(chats_path)])
+    out = capsys.readouterr().out
+    assert "continued pretraining: the training records are text, not conversations\n" in out
+
+
+def test_eval_conversations_beside_training_text_are_counted_if_some_are_left_out(
+    tmp_path, paths, capsys
+):
+    records = [*chats(3), chat("q", "long " * BLOCK)]
+    eval_path = write(tmp_path / "eval.jsonl", records)
+    mixed([paths[1]], eval_dataset=[str(eval_path)])
+    assert "eval      3 of 4 conversations: 1 overlong dropped" in capsys.readouterr().out
 
 
 def test_bits_per_byte_count_the_text_and_the_answers(paths):

@@ -114,6 +114,7 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
     targets = [document.ids[document.loss_mask] for document in rendered.documents]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
+    assert rendered.special_as_text == 1  # the last </s> is the EOS of the document
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
     with pytest.raises(BadRow, match="not plain text"):
         renderer.render_answers(chats)
@@ -240,3 +241,11 @@ def test_conversations_need_a_template(
     message = complaint(*arguments(tmp_path, records, chat_template=flag))
     assert re.search(what, message), message
     assert left_behind(cache) == []
+
+
+def test_the_data_set_that_needs_a_template_is_named(tmp_path: Path) -> None:
+    data, *rest = arguments(tmp_path, PAIRS, chat_template="none")
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(CONVERSATIONS[0]))
+    data.eval_dataset = [str(path)]
+    assert "the records of " + str(path) in complaint(data, *rest)

@@ -950,6 +950,8 @@ def by_brute_force(
         judged = [max(len(document) - prompt, 0) for document in documents]
         if not judged[0] or (not alone and (not judged[1] or documents[0] == documents[1])):
             count["same"] += 1
+            if too_long:
+                count["lost"] += sum(map(len, documents))
             continue
         count["kept"] += 1
         count["tokens"] += sum(map(len, documents))

@@ -656,6 +656,14 @@ def test_a_block_that_is_too_large_is_answered_with_one_that_fits(tmp_path):
     assert "is larger" in complaint(config(path), fits + 2)
 
 
+def test_the_text_that_is_shorter_than_a_row_is_named(tmp_path):
+    for name, count in (("long", 60), ("short", 1)):
+        (tmp_path / f"{name}.txt").write_text("words " * count)
+    paths = [tmp_path / "long.txt", tmp_path / "short.txt"]
+    data = DataConfig(dataset=list(map(str, paths)), tokenizer="byte", eval_fraction=0.0)
+    assert f"(8 tokens of {paths[1]}); use at most 7" in complaint(data, 100)
+
+
 def test_a_data_set_that_was_mended_is_tokenised(tmp_path):
     path = write(tmp_path / "a.jsonl", TEXTS)
     good = path.read_text()

@@ -485,6 +485,14 @@ def test_a_data_set_in_python_is_read_like_one_of_the_hub():
     assert records_source(data.select([1, 0])).fingerprint() != source.fingerprint()
 
 
+def test_streamed_records_are_other_records_than_a_list_of_the_same():
+    datasets = pytest.importorskip("datasets")
+    records = [{"text": "a", "tools": None}]
+    streamed = records_source(datasets.IterableDataset.from_generator(lambda: iter(records)))
+    assert streamed.has_artificial_nulls  # so null has another meaning
+    assert streamed.fingerprint() != records_source(records).fingerprint()
+
+
 class Reiterable:
     def __init__(self, records: list) -> None:
         self.records = records
@@ -537,6 +545,7 @@ def test_a_bad_record_in_a_list_is_named_by_its_number():
 @pytest.mark.parametrize(("other", "expected"), [("a.jsonl", ["x"]), ("a.md", ["# Data", "x"])])
 def test_a_readme_is_no_record_beside_files_of_records(tmp_path, other, expected):
     (tmp_path / "README.md").write_text("# Data")
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
     text = '{"text": "x"}\n' if other == "a.jsonl" else "x"
     (tmp_path / other).write_text(text)
     assert sorted(documents(open_source(str(tmp_path)), "text")) == expected

@@ -9,13 +9,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
-from llmtrain.models.config import PreferenceConfig
+from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.callbacks import Logging, LoopContext
+from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice
 from llmtrain.types import Batch, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
 
@@ -31,6 +32,27 @@ class GivenRewards(PreferenceObjective):
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
         return {"rewards/chosen": self.chosen, "rewards/rejected": self.rejected}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (GPTConfig(), "Lower --block_size, or"),
+        (ModelConfig(), "Lower --max_length, or"),
+        (None, "Make the rows shorter, or"),
+    ],
+)
+def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, expected: str) -> None:
+    run = SimpleNamespace(
+        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model, loop=None)
+    )
+    engine = SimpleNamespace(is_sharded=False)
+    context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
+    with (
+        pytest.raises(UserError, match=f"one row is too much. {expected} make the model smaller"),
+        MemoryAdvice(context).context(),
+    ):
+        raise torch.OutOfMemoryError
 
 
 def logging_of(objective: GivenRewards, run: Any) -> Logging:

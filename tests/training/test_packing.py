@@ -255,6 +255,21 @@ def test_a_class_that_accepts_no_small_sizes_is_not_packed_and_the_reason_is_sai
     assert not cache.exists(), "only verdicts are remembered"
 
 
+def test_sharing_prompts_that_was_not_tried_says_so(
+    pairs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def reject(*_: Any) -> Any:
+        raise ValueError("heads must be 7")
+
+    monkeypatch.setattr(packing_support, "_verdicts", reject)
+    _, rows = prepared(preference, pairs, "llama", "--packing")
+    assert rows.is_packed
+    assert packing_lines(capsys.readouterr().out) == [
+        "packing   each answer has its own copy of the prompt: LlamaForCausalLM was not tried, "
+        "because a small model of it fails: heads must be 7 (--share_prompts shares it)"
+    ]
+
+
 @pytest.mark.parametrize("trusted", [True, False])
 def test_code_of_a_model_s_own_is_not_packed_and_not_run(
     trusted: bool, tmp_path: Path, capsys: pytest.CaptureFixture
