@@ -32,6 +32,7 @@ from benchmarks.inputs import letters_of_docs, write_chats, write_tokenizer
 from benchmarks.runs import (
     FINETUNE_RECIPE,
     GPT_RECIPE,
+    ROOT,
     UPDATES_ALONE,
     flags,
     gpt_flags,
@@ -767,6 +768,7 @@ def main() -> None:
         sys.exit(
             "error: there is no GPU here; --rehearse tries everything at a tiny size on the CPU."
         )
+    os.environ.setdefault("PYTHONPATH", str(ROOT))  # the package need not be installed
     out, work = arguments.out.absolute(), Path("/tmp/llmtrain-gpu")
     out.mkdir(parents=True, exist_ok=True)
     work.mkdir(exist_ok=True)
