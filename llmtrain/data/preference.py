@@ -186,13 +186,7 @@ class Pairs:
                 not say to go on without it.
         """
         renderer = make_renderer(tokenizer, self.stop_token_ids)
-        encoded = self._encode_once(renderer, folder)
-        if self.records.settle_limit():
-            # The splits are others than this pass assumed. That happens to few records, or to many
-            # copies of one.
-            encoded.close()
-            encoded = self._encode_once(renderer, folder)
-        return encoded
+        return self.records.encode_settled(lambda: self._encode_once(renderer, folder))
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedPairs":
         encoded = EncodedPairs(self.records, self.chat, self.unpaired, renderer, folder)

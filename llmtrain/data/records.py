@@ -4,7 +4,7 @@ import array
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -17,6 +17,14 @@ from llmtrain.errors import UserError
 
 R = TypeVar("R", Conversation, PreferenceRecord)
 T = TypeVar("T")
+
+
+class _Closable(Protocol):
+    def close(self) -> None:
+        """Delete all temporary files."""
+
+
+C = TypeVar("C", bound=_Closable)
 
 
 class ReadRecord(NamedTuple, Generic[R]):
@@ -99,6 +107,20 @@ class Records(Generic[R]):
                 leave=False,
             )
         )
+
+    def encode_settled(self, encode_once: Callable[[], C]) -> C:
+        """Encode all records, and again if their splits are others than the first pass assumed.
+
+        That happens to few records, or to many copies of one.
+
+        Args:
+            encode_once: passes over all records, and returns what it has made of them.
+        """
+        encoded = encode_once()
+        if self.settle_limit():
+            encoded.close()
+            encoded = encode_once()
+        return encoded
 
     def settle_limit(self) -> bool:
         """Choose the limit for the records that were read, after all of them were.

@@ -232,13 +232,7 @@ class Conversations:
             stop_token_ids=self.stop_token_ids,
             only_last_turns=self.chat.turns == "last",
         )
-        encoded = self._encode_once(renderer, folder)
-        if self.records.settle_limit():
-            # The splits are others than this pass assumed. That happens to few records, or to many
-            # copies of one.
-            encoded.close()
-            encoded = self._encode_once(renderer, folder)
-        return encoded
+        return self.records.encode_settled(lambda: self._encode_once(renderer, folder))
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedConversations":
         encoded = EncodedConversations(self.records, self.chat, folder)
