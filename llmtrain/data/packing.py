@@ -427,39 +427,38 @@ class _RowWriter:
         Args:
             rows: the numbers of each row's examples.
         """
-        half = self.width // 2
-        longest = half if self.examples.are_pairs else self.width  # of a document
-
         shape = (len(rows), self.width)
-        ids = np.full(shape, 0, np.int32)
-        labels = np.full(shape, IGNORED, np.int32)
-        positions = np.full(shape, 0, np.int32)
-        answers = np.full(shape, -1, np.int32)
-        lengths = np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32)
-        for i, row in enumerate(rows):
-            end = 0  # of the tokens in the row so far
-            for number_in_row, example in enumerate(row):
-                for part_number, part in enumerate(self._parts(example, number_in_row)):
-                    is_second_half = part_number == 1 and not self.packing
-                    start = half if is_second_half else end
-                    end = start + len(part.tokens)
-                    lengths[i, part_number] = len(part.tokens)
-
-                    ids[i, start:end] = np.maximum(part.tokens, ~part.tokens)
-                    labels[i, start:end] = np.where(part.tokens < 0, IGNORED, part.tokens)
-                    labels[i, start : min(start + 1, end)] = IGNORED
-                    end_position = part.first_position + len(part.tokens)
-                    positions[i, start:end] = np.arange(part.first_position, end_position)
-                    answers[i, start:end] = part.answer
-            # Padding is a document of its own, or several if it is longer than any document may be.
-            positions[i, end:] = np.arange(self.width - end) % longest
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "position_ids": positions,
-            "answers": answers,
-            LENGTHS: lengths,
+        columns = {
+            "input_ids": np.full(shape, 0, np.int32),
+            "labels": np.full(shape, IGNORED, np.int32),
+            "position_ids": np.full(shape, 0, np.int32),
+            "answers": np.full(shape, -1, np.int32),
+            LENGTHS: np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32),
         }
+        for i, row in enumerate(rows):
+            self._fill_row(row, {name: column[i] for name, column in columns.items()})
+        return columns
+
+    def _fill_row(self, row: list[int], columns: dict[str, np.ndarray]) -> None:
+        """Lay out the examples of a row, and number the positions of its padding.
+
+        Args:
+            row: the numbers of its examples.
+            columns: the values of the row in each column, as they are if it is all padding.
+        """
+        half = self.width // 2
+        end = 0  # of the tokens in the row so far
+        for number_in_row, example in enumerate(row):
+            for part_number, part in enumerate(self._parts(example, number_in_row)):
+                is_second_half = part_number == 1 and not self.packing
+                start = half if is_second_half else end
+                end = start + len(part.tokens)
+                columns[LENGTHS][part_number] = len(part.tokens)
+                _fill_part(part, {name: column[start:end] for name, column in columns.items()})
+
+        # Padding is a document of its own, or several if it is longer than any document may be.
+        longest = half if self.examples.are_pairs else self.width
+        columns["position_ids"][end:] = np.arange(self.width - end) % longest
 
     def _parts(self, example: int, number_in_row: int) -> list[_Part]:
         """Return the parts of an example: the two answers of a pair, or one conversation."""
@@ -477,3 +476,12 @@ class _RowWriter:
             tokens = self.stored[begin + starts[i] : begin + stops[i]]
             parts.append(_Part(tokens, first_position=starts[i], answer=first_answer + i))
         return parts
+
+
+def _fill_part(part: _Part, columns: dict[str, np.ndarray]) -> None:
+    """Write the tokens of a part to its stretch of a row, by column."""
+    columns["input_ids"][:] = np.maximum(part.tokens, ~part.tokens)
+    columns["labels"][:] = np.where(part.tokens < 0, IGNORED, part.tokens)
+    columns["labels"][:1] = IGNORED  # the first token of a document has no context
+    columns["position_ids"][:] = part.first_position + np.arange(len(part.tokens))
+    columns["answers"][:] = part.answer

@@ -463,20 +463,19 @@ class EncodedPairs:
         first = self._truncated(encoded, 2 * number, pair.first_bytes, max_length)
         second = self._truncated(encoded, 2 * number + 1, pair.second_bytes, max_length)
         cut = _Pair.of(pair.record, first, second, bool(pair.is_first_desirable))
-        is_left_without_target = pair.first_targets and not cut.first_targets
-        if not self.unpaired:
-            is_left_without_target = is_left_without_target or (
-                pair.second_targets and not cut.second_targets
+        has_lost_first = pair.first_targets > 0 and cut.first_targets == 0
+        has_lost_second = pair.second_targets > 0 and cut.second_targets == 0
+        # The second answer of an unpaired one is only there for comparison.
+        if not has_lost_first and (self.unpaired or not has_lost_second):
+            return cut
+
+        if self.chat.on_bad_row == "error":
+            raise UserError(
+                f"{self.records.place_of(pair.record)}: the prompt alone fills --max_length "
+                f"{max_length}, so truncation would leave no answer; raise it, set --overlong "
+                "drop, or leave such records out with --on_bad_row skip."
             )
-        if is_left_without_target:
-            if self.chat.on_bad_row == "error":
-                raise UserError(
-                    f"{self.records.place_of(pair.record)}: the prompt alone fills --max_length "
-                    f"{max_length}, so truncation would leave no answer; raise it, set --overlong "
-                    "drop, or leave such records out with --on_bad_row skip."
-                )
-            return None
-        return cut
+        return None
 
     def _truncated(
         self, encoded: _EncodedSplit, number: int, target_bytes: int, max_length: int
