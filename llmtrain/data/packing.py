@@ -482,6 +482,6 @@ def _fill_part(part: _Part, columns: dict[str, np.ndarray]) -> None:
     """Write the tokens of a part to its stretch of a row, by column."""
     columns["input_ids"][:] = np.maximum(part.tokens, ~part.tokens)
     columns["labels"][:] = np.where(part.tokens < 0, IGNORED, part.tokens)
-    columns["labels"][:1] = IGNORED  # the first token of a document has no context
+    columns["labels"][:1] = IGNORED  # nothing in the part predicts its first token
     columns["position_ids"][:] = part.first_position + np.arange(len(part.tokens))
     columns["answers"][:] = part.answer
