@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.autograd import DeviceType
 
 from benchmarks.inputs import letters_of_docs, write_chats, write_tokenizer
 from benchmarks.runs import (
@@ -275,6 +276,7 @@ def graphs(call: Call) -> Figures:
         command = [sys.executable, GPT_RECIPE, *words, *place(folder)]
         status = subprocess.run(command, env=told, stdout=log, stderr=log, check=False).returncode
     text = (call.folder / "graphs.txt").read_text()
+    print(text)
     return {
         "status": status,
         "recompiled": text.count("Recompiling function"),
@@ -342,7 +344,10 @@ def waits(call: Call) -> Figures:
                 yield batch
                 if not call.cpu:
                     torch.cuda.set_sync_debug_mode("default")
-            counts.append(sum("synchronizing CUDA" in str(one.message) for one in seen))
+            found = [one for one in seen if "synchronizing CUDA" in str(one.message)]
+            for one in found:
+                print(f"waits at {one.filename}:{one.lineno}")
+            counts.append(len(found))
 
     words = flags(
         n_layer=4,
@@ -403,7 +408,7 @@ def packed(call: Call) -> Figures:
     )
     here = call.recipe(FINETUNE_RECIPE, "packed", *words, precision="no")
     there = call.recipe(
-        FINETUNE_RECIPE, "packed-cpu", *words, precision="no", ACCELERATE_USE_CPU="true"
+        FINETUNE_RECIPE, "packed-cpu", *words, precision="no", CUDA_VISIBLE_DEVICES=""
     )
     pairs = [
         [line["train/loss"] for line in metrics(one) if "train/loss" in line]
@@ -483,7 +488,7 @@ def half_a_million(call: Call) -> Figures:
 
 
 def profile(call: Call) -> Figures:
-    """The share of three updates in which the device idles, and its 25 longest kernels."""
+    """The share of three steps in which the device idles, and its 25 longest kernels."""
     found: Figures = {}
 
     def profiled(batches: Iterator[Any]) -> Iterator[Any]:
@@ -491,25 +496,37 @@ def profile(call: Call) -> Figures:
         for number, batch in enumerate(batches):
             if number == 10:
                 recording = torch.profiler.profile().__enter__()
-                began = time.perf_counter()
             yield batch
             if number == 12 and recording is not None:
                 if not call.cpu:
                     torch.cuda.synchronize()
-                passed = time.perf_counter() - began
                 recording.__exit__(None, None, None)
-                events = recording.key_averages()
-                times = {
-                    event.key: getattr(event, "self_device_time_total", 0) / 1e6 for event in events
-                }
-                found["idle"] = 1 - sum(times.values()) / passed
-                longest = sorted(times, key=times.__getitem__, reverse=True)[:25]
-                found["kernels"] = {name[:80]: times[name] / passed for name in longest}
+                recording.export_chrome_trace(str(call.folder / "trace.json.gz"))
+                found.update(_device_times(recording))
 
     words = _gpt2_words(call, max_steps=16, logging_steps=100, eval_steps=0)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no" if call.cpu else "bf16"
     _watched(GPT_RECIPE, words, profiled, call.folder / "profile")
     return found
+
+
+def _device_times(recording: torch.profiler.profile) -> Figures:
+    """Return the share of time in which the device idles, and its longest kernels' shares."""
+    kernels = [event for event in recording.events() if event.device_type == DeviceType.CUDA]
+    # Marks of the profiler, such as those around an optimizer's step, contain kernels.
+    kernels = [event for event in kernels if "#" not in event.name]
+    if not kernels:
+        return {}
+    start = min(event.time_range.start for event in kernels)
+    end = max(event.time_range.end for event in kernels)
+
+    times = collections.Counter[str]()
+    for event in kernels:
+        times[event.name[:80]] += event.time_range.elapsed_us()
+    return {
+        "idle": 1 - times.total() / (end - start),
+        "kernels": {name: time / (end - start) for name, time in times.most_common(25)},
+    }
 
 
 def letters(call: Call) -> Figures:

@@ -175,11 +175,7 @@ class _InPlaceNLL(torch.autograd.Function):
 
 
 def _nll_and_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    needs_grad: bool,
-    is_fusible: bool = False,
+    logits: Tensor, targets: Tensor, softcap: float | None, needs_grad: bool
 ) -> Tensor:
     """Return the nll of each target, [N], and overwrite logits with the gradient of the sum.
 
@@ -188,7 +184,6 @@ def _nll_and_gradient(
         targets: [N, 1].
         softcap: of the logits.
         needs_grad: overwrite the logits.
-        is_fusible: subtract one at the target by an operation that a compiler can fuse.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     vocabulary = logits.shape[1]
@@ -204,12 +199,8 @@ def _nll_and_gradient(
     if not needs_grad:
         return nll
 
-    if is_fusible:
-        is_target = torch.arange(vocabulary, device=logits.device) == columns
-        grad = log_p.exp() - is_target.to(dtype)
-    else:
-        minus_one = torch.full_like(targets, -1, dtype=dtype)
-        grad = log_p.exp_().scatter_add_(1, columns, minus_one)
+    minus_one = torch.full_like(targets, -1, dtype=dtype)
+    grad = log_p.exp_().scatter_add_(1, columns, minus_one)
     if softcap is not None:
         slope = capped.div_(softcap).square_().neg_().add_(1)  # tanh' is 1 - tanh^2
         grad.mul_(slope)
@@ -217,8 +208,72 @@ def _nll_and_gradient(
     return nll
 
 
+class _FusedKernel:
+    """The same as :func:`_nll_and_gradient`, in two passes over the logits that can be compiled.
+
+    Everything that a row needs only once is computed between the two passes. A compiler would
+    otherwise repeat it for each of the row's logits.
+
+    Args:
+        compile: compiles a function. The default leaves the functions as they are.
+    """
+
+    def __init__(self, compile: Callable[[Callable[..., Any]], Any] = lambda function: function):
+        self._log_total = compile(_log_total)
+        self._write_gradient = compile(_write_gradient)
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, softcap: float | None, needs_grad: bool
+    ) -> Tensor:
+        vocabulary = logits.shape[1]
+        columns = targets.clamp(0, vocabulary - 1)
+        log_total: Tensor = self._log_total(logits, softcap)
+        weights = target_weights(targets, vocabulary).to(log_total.dtype)
+
+        target_logits = _capped(logits.gather(1, columns), softcap)
+        nll = ((log_total - target_logits) * weights)[:, 0]
+        if needs_grad:
+            # Comparing 64-bit columns would take longer than reading the logits.
+            self._write_gradient(logits, log_total, columns.int(), weights, softcap)
+        return nll
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits in float32 (or wider), with the softcap."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is None:
+        return logits
+    return softcap * torch.tanh(logits / softcap)
+
+
+def _log_total(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logarithm of the sum of exponentials of each row: [N, V] -> [N, 1]."""
+    return _capped(logits, softcap).logsumexp(1, keepdim=True)
+
+
+def _write_gradient(
+    logits: Tensor, log_total: Tensor, columns: Tensor, weights: Tensor, softcap: float | None
+) -> None:
+    """Overwrite logits [N, V] with the gradient of the weighted sum of nlls.
+
+    Args:
+        logits: [N, V].
+        log_total: of :func:`_log_total`, [N, 1].
+        columns: int32, the column of each target, [N, 1].
+        weights: of :func:`target_weights`, [N, 1].
+        softcap: of the logits.
+    """
+    capped = _capped(logits, softcap)
+    tokens = torch.arange(logits.shape[1], device=logits.device, dtype=columns.dtype)
+    is_target = tokens == columns
+    grad = torch.exp(capped - log_total) - is_target.to(capped.dtype)
+    if softcap is not None:
+        grad = grad * (1 - (capped / softcap).square())  # tanh' is 1 - tanh^2
+    logits.copy_(grad * weights)
+
+
 def _compiled_kernel() -> Callable[..., Tensor] | None:
-    """Return :func:`_nll_and_gradient` compiled for a GPU, or ``None`` if it must not be compiled.
+    """Return a compiled :class:`_FusedKernel`, or ``None`` if it must not be compiled.
 
     It must not if algorithms have to be deterministic: the bits of compiled code depend on which
     shapes came first. Runs of one process may differ in that, so it is asked for in every call.
@@ -230,13 +285,13 @@ def _compiled_kernel() -> Callable[..., Tensor] | None:
 
 @functools.cache
 def _compile_for_gpu() -> Callable[..., Tensor] | None:
-    """Compile :func:`_nll_and_gradient`; return ``None`` if nothing can compile it."""
+    """Compile :class:`_FusedKernel`; return ``None`` if nothing can compile it."""
     try:
-        torch.compile(torch.exp)(torch.zeros(8, device="cuda"))
+        torch.compile(lambda x: x.exp())(torch.zeros(8, device="cuda"))
     except Exception:  # each compiler raises its own errors
         return None
 
-    return torch.compile(functools.partial(_nll_and_gradient, is_fusible=True))
+    return _FusedKernel(torch.compile)
 
 
 def blockwise_nll(

@@ -107,10 +107,12 @@ class Engine(Ranks):
         """
         target_tokens = torch.stack([count_targets(batch["labels"]) for batch in batches])
         denominators = torch.stack([self.objective.denominator(batch) for batch in batches])
+        denominator = denominators.sum()
         local_counts = StepTotals(
             target_tokens=target_tokens.sum(),
-            denominator=denominators.sum(),
-            stop_votes=denominators.new_tensor(int(stop_requested)),
+            denominator=denominator,
+            # A tensor copied from the host would make the host wait for the device.
+            stop_votes=torch.full_like(denominator, int(stop_requested)),
         )
         # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its
         # fields.

@@ -1,6 +1,5 @@
 """The loss that never holds all logits, beside the one that does."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     limit(monkeypatch, block=1, in_place=in_place, tile=7)
     if request.param == "in place, a GPU's":
         limit(monkeypatch, tile=10**9)
-        kernel = functools.partial(nll_kernels._nll_and_gradient, is_fusible=True)
-        monkeypatch.setattr(nll_kernels, "_nll_and_gradient", kernel)
+        monkeypatch.setattr(nll_kernels, "_nll_and_gradient", nll_kernels._FusedKernel())
     monkeypatch.setattr(nll_kernels, "_BLOCK_MULTIPLE", ROWS)
     return str(request.param).partition(",")[0]
 
