@@ -213,7 +213,7 @@ def test_no_secret_reaches_any_file_of_a_run(
         monkeypatch.setattr(run.accelerator.trackers[1], "log", fail_to_log)
         run.log({"train/loss": 1.0})
         finish(run, model)
-    folder = run.folder.path
+    folder = run.folder
     record = json.loads((folder / "run.json").read_text())
     assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}
     assert record["settings"]["seed"] == {"value": 3, "from": "recipe"}

@@ -49,7 +49,7 @@ class Timing(Callback):
         self.heartbeat = Heartbeat(
             engine,
             self.phases,
-            folder=run.folder.path,
+            folder=run.folder,
             timeout=run.settings.parallel.ddp_timeout,
             on_failure=run.record_failure,
         )
@@ -245,7 +245,7 @@ class Replay(LoopCallback):
             return
         with eager_code(self.engine.model):
             rows = row_losses(self.engine, batch)
-        self.run.folder.write("replay.json", {"step": self.run.step + 1, "rows": rows})
+        self.run.writer.write("replay.json", {"step": self.run.step + 1, "rows": rows})
 
     def wants_to_stop(self) -> bool:
         # The loop asks before it makes the step, and stops after it.
@@ -265,7 +265,7 @@ class RowLedger(LoopCallback):
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         rows = self.engine.gather_rows(batch.rows)
         targets = self.engine.gather_rows(batch.targets)
-        self.run.folder.append(
+        self.run.writer.append(
             "rows.jsonl", {"step": info.step, "rows": rows.tolist(), "targets": targets.tolist()}
         )
 
@@ -387,7 +387,7 @@ class XRayRecording(LoopCallback):
             self.timing.phases,
             self.engine.model,
             self.settings.xray_range,
-            self.run.folder.path / "xray",
+            self.run.folder / "xray",
         )
 
     @classmethod
@@ -471,7 +471,7 @@ class Samples(LoopCallback):
                 stop_token_ids=self.run.rows.stop_token_ids,
             )
         for prompt, text in zip(prompts, texts, strict=True):
-            self.run.folder.append(
+            self.run.writer.append(
                 "samples.jsonl", {"step": info.step, "prompt": prompt, "text": text}
             )
 
@@ -519,7 +519,7 @@ class Finish(LoopCallback):
         write_model(self.run, self.engine)
 
     def _say_how_to_resume(self, reason: str) -> None:
-        folder = self.run.folder.path
+        folder = self.run.folder
         flags = ""
         if self.run.settings.run.resume_from_checkpoint == "never":
             flags = f" and --resume_from_checkpoint auto --output_dir {folder}"

@@ -77,7 +77,8 @@ class Run:
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
-        folder: the run folder.
+        folder: the path of the run folder.
+        writer: writes the run folder.
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
@@ -98,7 +99,8 @@ class Run:
     rows: Tokenized
     bundle: ModelBundle
     fingerprint: JsonObject
-    folder: RunFolder
+    folder: Path
+    writer: RunFolder
     saver: Saver
     metrics: Metrics
     deadline: Deadline
@@ -133,7 +135,7 @@ class Run:
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""
         say(kind, text)
-        self.folder.record_event(self.step, kind, text)
+        self.writer.record_event(self.step, kind, text)
 
     def ask_to_stop(self, reason: str) -> None:
         """Let all ranks save and stop after the current step."""
@@ -148,12 +150,12 @@ class Run:
     def show(self) -> None:
         """Print the loss curve and a text by the model, if the run is finished."""
         if self.is_finished:
-            show_result(self.folder.path, self.rows.eval_prompt())
+            show_result(self.folder, self.rows.eval_prompt())
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
-            self.folder.set_status("failed", self.step, redacted(reason))
+            self.writer.set_status("failed", self.step, redacted(reason))
 
 
 @contextlib.contextmanager
@@ -224,7 +226,7 @@ def open_run(
 
     leave_group()
     if run.is_finished and run.is_main:
-        publish(run.folder.path / "model", settings.run.push_to_hub)
+        publish(run.folder / "model", settings.run.push_to_hub)
 
 
 def _new_run(
@@ -255,7 +257,8 @@ def _new_run(
         rows=rows,
         bundle=bundle,
         fingerprint=fingerprint,
-        folder=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
+        folder=resume_point.folder,
+        writer=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
         saver=saver,
         metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=Deadline() if is_replay else Deadline.of(settings.loop.max_hours),
@@ -278,9 +281,9 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     settings = resolved(run.settings)
 
     def begin() -> JsonObject:
-        run.folder.begin(run.step)
+        run.writer.begin(run.step)
         record = _record_of(run, settings)
-        run.folder.write("run.json", record)
+        run.writer.write("run.json", record)
         return {key: record["starts"][-1][key] for key in _TRACKED_KEYS}
 
     values = {name: setting["value"] for name, setting in settings.items()}
@@ -288,14 +291,14 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.with_new_group(run.folder.can_write(), timeout)
+        run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
 
     with stop_signals(run.ask_to_stop):
         try:
             run.metrics.start(
                 run.settings.run.trackers,
                 settings=tracked,
-                run_name=run.settings.run.run_name or run.folder.path.name,
+                run_name=run.settings.run.run_name or run.folder.name,
                 run_id=run.resume_point.run_id,
             )
             yield
@@ -313,8 +316,8 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
             run.metrics.close(exit_code=1)
             raise
 
-        run.folder.set_status(run.outcome.state, run.step, run.outcome.reason)
-        model = run.folder.path / "model" if run.is_finished else None
+        run.writer.set_status(run.outcome.state, run.step, run.outcome.reason)
+        model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
 
 
@@ -328,7 +331,7 @@ def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
         "mixed_precision": accelerator.mixed_precision,
     }
     return run_record(
-        run.folder.path,
+        run.folder,
         fingerprint=run.fingerprint,
         settings=settings,
         details=asdict(run.rows.metadata),

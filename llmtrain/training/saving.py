@@ -40,7 +40,7 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     run.skipped = state["skipped"]
     run.compiled = state["compiled"]
     # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
-    is_own = path.parent == run.folder.path / "checkpoints"
+    is_own = path.parent == run.folder / "checkpoints"
     if state["best"] and is_own:
         run.patience.restore(state["best"])
     scaler = engine.accelerator.scaler
@@ -59,13 +59,13 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
     def prepare() -> None:
         run.saver.wait()
-        if engine.is_main and run.folder.is_taken_over():
+        if engine.is_main and run.writer.is_taken_over():
             raise UserError(
-                f"{run.folder.path}: another run has taken over this folder, so no checkpoint was "
+                f"{run.folder}: another run has taken over this folder, so no checkpoint was "
                 "saved; use another --output_dir."
             )
         if engine.is_main:
-            run.folder.sync_logs()
+            run.writer.sync_logs()
 
     def write() -> None:
         optimizer_state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
@@ -75,7 +75,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
             engine.gatherable(weights),
             engine.gatherable(optimizer_state),
             _state(run, engine),
-            on_commit=functools.partial(run.folder.set_status, "running", run.step),
+            on_commit=functools.partial(run.writer.set_status, "running", run.step),
         )
 
     _on_writers(run, prepare)
@@ -114,7 +114,7 @@ def load_best(run: Run, engine: Engine) -> None:
     if best_step in (0, run.step):
         return
 
-    path = checkpoint.path_of(run.folder.path / "checkpoints", best_step)
+    path = checkpoint.path_of(run.folder / "checkpoints", best_step)
     fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
     if fault:
         run.record_event(
@@ -132,7 +132,7 @@ def write_model(run: Run, engine: Engine) -> None:
     """Write the finished model as a folder that Hugging Face loads."""
     model = engine.unwrapped
     files = run.bundle.files
-    target = run.folder.path / "model"
+    target = run.folder / "model"
     check_finite(model, engine)
 
     def write() -> None:

@@ -81,7 +81,7 @@ def begin(accelerator: Accelerator, opened):
                 finish(run, model)
         except CrashError:
             pass
-        return run.folder.path.name, started
+        return run.folder.name, started
 
     return go
 
@@ -189,7 +189,7 @@ def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
         def start() -> None:
             try:
                 with opened(**flags) as run:
-                    outcomes.put(f"{run.folder.path.name} from step {run.step}")
+                    outcomes.put(f"{run.folder.name} from step {run.step}")
                     have_chosen.wait(60)  # hold the folder until all have said theirs
             except BaseException as error:
                 outcomes.put(repr(error))
@@ -295,7 +295,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
             run.step = step
             run.log({"train/loss": 1.0})
         finish(run, torch.nn.Linear(2, 2))
-    assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 3
     assert capsys.readouterr().err.count("tracking stopped: division by zero") == 1
 
 
@@ -310,7 +310,7 @@ def test_tensorboard_holds_what_the_file_holds(
             run.log({"train/loss": step / 4})
         finish(run, torch.nn.Linear(2, 2))
     (events,) = [
-        path.parent for path in run.folder.path.rglob("events.*") if path.parent.name == "llmtrain"
+        path.parent for path in run.folder.rglob("events.*") if path.parent.name == "llmtrain"
     ]
     reader = EventAccumulator(str(events))
     reader.Reload()
