@@ -50,7 +50,8 @@ def load(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
     Raises:
         UserError: if a value is out of range, or if there is no model.
     """
-    from llmtrain.models.generation import Sampling, TextModel, model_folder
+    from llmtrain.model_folders import model_folder
+    from llmtrain.models.generation import Sampling, TextModel
 
     sampling = Sampling(
         max_new_tokens=arguments.max_new_tokens,

@@ -75,7 +75,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import append_json_line
     from llmtrain.launching.accelerator import start_accelerator
-    from llmtrain.models.generation import model_folder
+    from llmtrain.model_folders import model_folder
     from llmtrain.record.history import is_run
 
     _check(arguments)

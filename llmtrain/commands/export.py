@@ -31,8 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
-    from llmtrain.models.generation import largest_logit_difference, model_folder
-    from llmtrain.models.lora import is_adapter, write_merged
+    from llmtrain.model_folders import is_adapter, model_folder
+    from llmtrain.models.adapters import write_merged
+    from llmtrain.models.generation import largest_logit_difference
 
     model = Path(arguments.model)
     if not model.is_dir():

@@ -271,7 +271,8 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
-    from llmtrain.models.generation import model_folder, tokenizer_of
+    from llmtrain.model_folders import model_folder
+    from llmtrain.models.generation import tokenizer_of
 
     try:
         tokenizer = tokenizer_of(model_folder(str(run_folder)))

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
+from llmtrain.models.adapters import write_merged
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.generation import Sampling, TextModel
-from llmtrain.models.lora import write_merged
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
