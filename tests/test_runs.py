@@ -327,6 +327,27 @@ def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -
 
 
 @pytest.mark.parametrize(
+    ("state", "status"), [("finished", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
+)
+def test_scripts_can_ask_whether_a_run_is_finished(
+    state: str, status: int, tmp_path: Path, capsys
+) -> None:
+    run = make(tmp_path / "run", STATUS | {"state": state}, {})
+    found, out, err = ended(capsys, "runs", "--finished", str(run))
+    assert (found, err, out.count("\n")) == (status, "", 1)
+    assert f"run       {run}: {state} at step 30" in out
+    found, out, _ = ended(capsys, "runs", "--finished", str(run), "--json")
+    assert found == status
+    assert json.loads(out)["step"] == 30
+
+
+def test_what_is_no_run_is_neither_finished_nor_unfinished(tmp_path: Path, capsys) -> None:
+    for words in (["--finished", str(tmp_path)], ["--finished", str(tmp_path), "runs"]):
+        status, out, err = ended(capsys, "runs", *words)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
     "words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]]
 )
 def test_what_lists_nothing_is_one_line(words: list[str], capsys) -> None:

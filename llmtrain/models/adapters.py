@@ -48,7 +48,7 @@ def merged_model(adapter: Path) -> str:
     Raises:
         UserError: if that folder holds something else, or if the adapter cannot be loaded.
     """
-    target = _merged_folder(adapter)
+    target = merged_folder(adapter)
     # The processes of a machine come here at the same time.
     with filelock.FileLock(target.with_name(f".lock-{target.name}")):
         if not target.exists():
@@ -63,7 +63,7 @@ def merged_model(adapter: Path) -> str:
     return str(target)
 
 
-def _merged_folder(adapter: Path) -> Path:
+def merged_folder(adapter: Path) -> Path:
     """Return where to write the merged model of an adapter."""
     if adapter.name != "model":
         return adapter.with_name(f"{adapter.name}-merged")
