@@ -12,7 +12,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="folder of a run or of a model, or a hub name",
+        help="folder of a run, a checkpoint or a model, or a hub name",
     )
     parser.add_argument(
         "--max_new_tokens",

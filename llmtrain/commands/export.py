@@ -10,7 +10,7 @@ _TOLERANCE = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN", help="folder of a run or of a model")
+    parser.add_argument("model", metavar="RUN", help="folder of a run, a checkpoint or a model")
     parser.add_argument(
         "--merge",
         action="store_true",
