@@ -326,6 +326,17 @@ def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -
     assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
 
 
+def test_a_step_of_an_extended_run_is_repeated_in_the_run_that_made_it(
+    tmp_path: Path, capsys
+) -> None:
+    run = make(tmp_path / "run-2", STATUS, {})
+    extends = {"run": "runs/run", "step": 20, "start_times": []}
+    (run / "run.json").write_text(json.dumps({"format_version": 1, "extends": extends}))
+    status, _, err = ended(capsys, "replay", str(run), "--step", "20")
+    assert status == 2
+    assert "llmtrain replay runs/run --step 20" in err
+
+
 @pytest.mark.parametrize(
     ("state", "status"), [("finished", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
 )

@@ -63,6 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
             f"--step {step} is out of range: this run has made steps 1 to {history.step}."
         )
 
+    if step <= history.extends.get("step", 0):
+        earlier_run = history.extends["run"]
+        raise UserError(
+            f"--step {step} was made by {earlier_run}, which this run extends; repeat it there: "
+            f"llmtrain replay {earlier_run} --step {step}"
+        )
     start = _start_that_made(history, step)
     origin = _find_origin(history, step)
     repeated = _repeat(
