@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="folder of a run (which then keeps the scores), a checkpoint or a model, or a hub name",
+        help="folder of a run (which keeps the scores), a checkpoint or a model, or a hub name",
     )
     parser.add_argument(
         "--tasks",

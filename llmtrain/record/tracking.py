@@ -76,7 +76,9 @@ class Metrics:
             run_name: the name that W&B shows.
             run_id: the id of the run, by which W&B continues it.
         """
-        self.accelerator.project_configuration.set_directories(str(self.path.parent))
+        folders = self.accelerator.project_configuration
+        folders.logging_dir = None  # otherwise it stays that of an earlier run of this process
+        folders.set_directories(str(self.path.parent))
         if not self.ranks.is_main:
             return
         if wants_model() and "wandb" not in names:

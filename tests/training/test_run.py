@@ -354,13 +354,13 @@ def test_a_longer_run_says_how_to_extend_the_finished_one(
 def test_a_run_that_extends_nothing_says_nothing(begin, fingerprint: dict, capsys) -> None:
     begin(longer(10), steps=(10,))
     assert begin(fingerprint)[0] == "run-2"
-    assert "extend" not in capsys.readouterr().out
+    assert "to extend it" not in capsys.readouterr().out
 
 
 def test_an_unfinished_run_is_not_called_shorter(begin, capsys) -> None:
     begin(longer(10), steps=(5,), crash=True)
     assert begin(longer(20))[0] == "run-2"
-    assert "extend" not in capsys.readouterr().out
+    assert "to extend it" not in capsys.readouterr().out
 
 
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
