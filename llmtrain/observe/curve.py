@@ -61,20 +61,20 @@ def _set_round_limits(figure: Any, entries: list[JsonObject]) -> None:
     if not losses:
         return
 
-    # The last tick of the steps need not be labelled.
+    # plotille draws no point on the upper limit. So the last step has a column of its own.
     step_tick = max(1.0, round_tick(last_step, _MOST_STEP_TICKS))
-    figure.width = max(_TICK_COLUMNS, math.ceil(last_step / step_tick * _TICK_COLUMNS))
+    figure.width = math.ceil(last_step / step_tick * _TICK_COLUMNS) + 1
     figure.set_x_limits(min_=0, max_=figure.width * step_tick / _TICK_COLUMNS)
 
     lowest = min(losses)
     highest = max(losses)
     height = highest - lowest or abs(highest) or 1.0
-    # One row fewer, because both ends are rounded outwards.
-    loss_tick = round_tick(height, _MOST_ROWS - 1)
+    # Two rows fewer, because both ends are rounded outwards.
+    loss_tick = round_tick(height, _MOST_ROWS - 2)
     first_row = math.floor(lowest / loss_tick)
-    last_row = max(math.ceil(highest / loss_tick), first_row + 1)
-    figure.height = last_row - first_row
-    figure.set_y_limits(min_=first_row * loss_tick, max_=last_row * loss_tick)
+    end_row = math.floor(highest / loss_tick) + 1
+    figure.height = end_row - first_row
+    figure.set_y_limits(min_=first_row * loss_tick, max_=end_row * loss_tick)
 
 
 def round_tick(length: float, most: int) -> float:

@@ -27,6 +27,7 @@ _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still h
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
 _MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
+_PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
 # Settings of the optimizer that may differ between a run and a longer version of it.
 _LENGTH_KEYS = {"max_steps", "num_train_epochs", "warmup_steps"}
 # Above 0 if the launcher or Slurm has started the same command again.
@@ -359,7 +360,9 @@ def _named_checkpoint(
                 before_record=read_object(named.parent.parent / "run.json"),
                 now_record=record,
             )
-            raise UserError(f"{flag} has a different {key}: {reason}.")
+            part = key.replace("_", " ")
+            article = "" if key in _PLURAL_KEYS else "a "
+            raise UserError(f"{flag} has {article}different {part}: {reason}.")
 
     if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
         old_exchange = named_fingerprint.get("gradient_exchange") or "exact"

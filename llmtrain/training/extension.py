@@ -23,7 +23,7 @@ def say_how_to_extend(folder: Path, optim: OptimConfig) -> None:
         advice = f"to extend it instead: {shlex.join([*redacted(command), *flags])}"
     else:
         advice = f"to extend it instead, add {shlex.join(flags)}"
-    say("finished", f"{folder} has made fewer steps of the same run; {advice}")
+    say("finished", f"{folder} is a shorter version of this run; {advice}")
 
 
 def _is_from_command_line(optim: OptimConfig) -> bool:

@@ -48,6 +48,13 @@ def test_ticks_are_round(last_step: int, first_loss: float, last_loss: float) ->
     assert max(len(line) for line in lines) <= 100
 
 
+@pytest.mark.parametrize("last_step", [1, 7, 100, 120])
+def test_the_first_and_the_last_evaluation_are_drawn(last_step: int) -> None:
+    evaluations = [{"step": step, "eval/loss": 5.0 - step / last_step} for step in (0, last_step)]
+    drawn = loss_curve(evaluations).split("Legend")[0]
+    assert sum(line.partition(" | ")[2].count("o") for line in drawn.splitlines()) == 2
+
+
 def test_a_run_without_a_loss_is_drawn_without_an_error() -> None:
     assert "step" in loss_curve([{"step": 0, "train/weight_norm": 1.0}])
 

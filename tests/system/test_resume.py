@@ -238,7 +238,14 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
     assert "    60" in ended.out, "the curve at the end begins with the first run"
 
 
-@pytest.mark.parametrize("launcher", [PYTHON, accelerate("cpu")], ids=["python", "accelerate"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(PYTHON, id="python"),
+        pytest.param(accelerate("cpu"), id="accelerate", marks=long_form),
+        pytest.param(torchrun(2), id="torchrun", marks=long_form),
+    ],
+)
 def test_a_longer_run_prints_the_command_that_extends_the_finished_one(
     launcher: list[str], text_file: Path, tmp_path: Path
 ) -> None:
