@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     default_target = model / ("merged" if arguments.merge else "export")
     target = Path(arguments.to or default_target)
     if target.exists():
-        raise UserError(f"{target} already exists; name another folder with --to.")
+        raise UserError(f"{target} already exists: use it, or name another folder with --to.")
     if arguments.merge and not is_adapter(source):
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."

@@ -115,7 +115,7 @@ def _is_shorter_run(folder: Path, fingerprint: JsonObject) -> bool:
     if not isinstance(recorded, dict):
         return False
     for candidate in (recorded, current):
-        if "max_steps" not in candidate.get("optimizer", {}):
+        if not isinstance(candidate.get("optimizer", {}).get("max_steps"), int):
             return False
     is_longer = recorded["optimizer"]["max_steps"] < current["optimizer"]["max_steps"]
     return is_longer and _without_length(recorded) == _without_length(current)
