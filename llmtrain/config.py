@@ -372,7 +372,9 @@ class _Parser(HfArgumentParser):
         plain_field = copy.copy(field)
         metadata: dict[str, Any] = {"help": field.metadata["help"]}
         if field.metadata["alias"] is not None:
-            metadata["aliases"] = [f"--{field.metadata['alias']}"]
+            alias = f"--{field.metadata['alias']}"
+            dashed = f"--{field.metadata['alias'].replace('_', '-')}"
+            metadata["aliases"] = list(dict.fromkeys([alias, dashed]))
         plain_field.metadata = metadata  # type: ignore[assignment]
         if field.metadata["parse"] is not None:
             plain_field.type = field.metadata["parse"]
@@ -436,8 +438,7 @@ class _Parser(HfArgumentParser):
     def spellings_in(self, argv: list[str]) -> dict[str, str]:
         """Return how each setting in ``argv`` is written, such as ``--no_packing``."""
         spellings = {}
-        for word in argv:
-            option = word.partition("=")[0]
+        for option in _options_in(argv):
             action = self._option_string_actions.get(option)
             if action is not None:
                 spellings[action.dest] = _with_underscores(option)
@@ -447,7 +448,8 @@ class _Parser(HfArgumentParser):
         """Return the message for a flag whose value is missing or wrong."""
         names = (error.argument_name or "").split("/")  # such as --max_steps/--max-steps
         action = self._option_string_actions[names[0]]
-        flag = self.spellings_in(argv).get(action.dest, names[0])
+        written = [option for option in _options_in(argv) if option in names]
+        flag = _with_underscores(written[-1])
         if error.message.startswith("expected"):
             meaning = self._help_texts[action.dest].replace("%%", "%").partition(";")[0]
             return f"{flag} needs a value: {meaning}"
@@ -505,6 +507,11 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
         raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
+
+
+def _options_in(argv: list[str]) -> list[str]:
+    """Return the words of a command line that may be flags, without the values after ``=``."""
+    return [word.partition("=")[0] for word in argv if word.startswith("-")]
 
 
 def _with_underscores(option: str) -> str:
