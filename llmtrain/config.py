@@ -23,6 +23,7 @@ from llmtrain.console import rank, say
 from llmtrain.errors import UserError
 
 _UNSET = object()
+COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 S = TypeVar("S")
 
 # Returns what to write instead of a flag that a recipe does not have, or None. The arguments are
@@ -169,7 +170,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     spellings = parser.spellings_in(argv)
     path = values.pop("config", None)
     should_print = values.pop("print_config", False)
-    origins = dict.fromkeys(values, "command line")
+    origins = dict.fromkeys(values, COMMAND_LINE)
     if path is not None:
         file_argv = config_file.words_of(path, parser.keys, parser.describe_unknown_keys)
         file_values = parser.explicit_values(file_argv, source=path)
