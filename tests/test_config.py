@@ -454,6 +454,11 @@ def printed_config(capsys, defaults, *argv: str) -> str:
     return capsys.readouterr().out
 
 
+def test_a_config_is_printed_once_by_all_ranks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert printed_config(capsys, together(Toy())) == ""
+
+
 def values_of(settings) -> dict[str, object]:
     return {name: entry["value"] for name, entry in resolved(settings).items()}
 
