@@ -76,6 +76,7 @@ def flag(
     affects: str | None = None,
     hidden: bool = False,
     group: str | None = None,
+    metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     alias: str | None = None,
 ) -> Any:
@@ -102,6 +103,7 @@ def flag(
         hidden: show the flag only in ``--help_all``.
         group: the title in ``--help`` under which the flag is shown. By default, that of the
             dataclass.
+        metavar: the name of the value in ``--help``. By default, the last word of the flag.
         parse: turns the word on the command line into the value, or raises
             ``argparse.ArgumentTypeError``. By default, the type of the field does.
         alias: another name of the flag, which ``--help`` does not show.
@@ -111,6 +113,7 @@ def flag(
         "affects": affects,
         "hidden": hidden,
         "group": group,
+        "metavar": metavar,
         "parse": parse,
         "alias": alias,
     }
@@ -372,6 +375,8 @@ class _Parser(HfArgumentParser):
         # HF passes the metadata on to argparse, which accepts only its own arguments.
         plain_field = copy.copy(field)
         metadata: dict[str, Any] = {"help": field.metadata["help"]}
+        if field.metadata["metavar"] is not None:
+            metadata["metavar"] = field.metadata["metavar"]
         if field.metadata["alias"] is not None:
             alias = f"--{field.metadata['alias']}"
             dashed = f"--{field.metadata['alias'].replace('_', '-')}"

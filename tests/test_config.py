@@ -24,7 +24,7 @@ class Toy(Config):
 
     size: int = flag(3, "how large it is, 100% of the time")
     rate: float = flag(0.5, "a rate")
-    name: str = flag("bear", "a name")
+    name: str = flag("bear", "a name", metavar="WORD")
     maker: str | None = flag(None, "a maker")
     soft: bool = flag(True, "whether it is soft")
     loud: bool = flag(False, "whether it is loud")
@@ -416,6 +416,8 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
     assert text.index("toys:") < text.index("--size") < text.index("boxes:") < text.index("--lid")
     assert "--config" in text
     assert "{red,blue}" in text
+    assert "--name WORD " in text
+    assert "--maker MAKER " in text
     assert "None" not in text
     assert "--secret" not in text
     assert text.index("boxes:") < text.index("--stuffed"), "a flag in the group of another config"
@@ -496,7 +498,7 @@ def test_a_printed_config_has_every_setting_with_its_help(capsys, tmp_path, reci
     text = printed_config(capsys, defaults)
     assert max(map(len, text.splitlines())) <= 100
     assert sorted(re.findall(r"^#(\w+):", text, re.MULTILINE)) == sorted(values_of(defaults))
-    assert "# number of optimizer steps\n#max_steps: " in text
+    assert "# random seed of the initial weights, the data order and dropout\n#seed: 0\n" in text
     assert "\n# --- batch and memory\n" in text
 
     everything = tmp_path / "everything.yaml"

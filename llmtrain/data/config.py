@@ -93,6 +93,7 @@ class DataConfig(BatchConfig):
         [],
         "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
         "the field question as the prompt; text=body does the same as --text_field body",
+        metavar="OURS=THEIRS",
     )
     mixture: list[float] = flag(
         [],

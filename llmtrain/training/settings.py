@@ -224,15 +224,18 @@ class RunConfig(Config):
         "auto",
         "auto: resume an unfinished run with the same settings, if there is one; never: start a "
         "new run; or the folder of a run or of a checkpoint to resume from",
+        metavar="RUN",
     )
     push_to_hub: str | None = flag(
         None,
         "upload the finished model to this repository on the Hugging Face hub; a new repository is "
         "private",
+        metavar="NAME/MODEL",
     )
     report_to: list[str] = flag(
         ["wandb"],
         "trackers that get the metrics: wandb (offline without a login), tensorboard or none",
+        metavar="TRACKER",
         group="evaluation and logging",
     )
 
