@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 # Flags of `accelerate launch` that hints name. All other flags in a hint are the recipe's own.
 LAUNCHER_FLAGS = frozenset(
-    {"--mixed_precision", "--config_file", "--num_processes", "--num_machines", "--cpu"}
+    {"--mixed_precision", "--config_file", "--multi_gpu", "--num_processes", "--cpu"}
 )
 
 _BF16 = (
@@ -103,7 +103,7 @@ _add(
 _add("tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type", "use --tokenizer")
 _add(
     "vocab_size",
-    "leave it out: the vocabulary is that of --model_name_or_path",
+    "use --tokenizer; by default, the vocabulary is that of --model_name_or_path",
     "use --tokenizer bpe:8192, which trains a tokenizer with a vocabulary of that size",
 )
 _add(
@@ -115,7 +115,10 @@ _add(
     "leave it out: the next batch is read while the current one is computed",
 )
 _add("dataset_prepared_path", "leave it out: rows are kept in the folder that LLMTRAIN_CACHE names")
-_add("remove_unused_columns", "leave it out: --columns names the fields that are read")
+_add(
+    "remove_unused_columns",
+    "leave it out: other fields are not read; --columns renames those that are",
+)
 
 # --- lengths and packing
 
@@ -196,8 +199,7 @@ _add(
 _add(
     "init_from",
     "use --model_name_or_path; a run that is not finished resumes by itself",
-    "leave it out: weights are new, and a run that is not finished resumes by itself; "
-    f"{_OTHER_MODEL_IN_GPT}",
+    f"{_OTHER_MODEL_IN_GPT}; a run that is not finished resumes by itself",
 )
 _add("bf16 bf16_full_eval", _BF16)
 _add("fp16 half_precision_backend", _FP16)
@@ -388,9 +390,13 @@ _add("ddp", "leave it out: several processes of the launcher train with DDP")
 _add("mixed_precision", f"{_BEFORE_RECIPE} --mixed_precision bf16 RECIPE")
 _add(
     "num_processes num_gpus n_gpus gpus nproc_per_node",
-    f"{_BEFORE_RECIPE} --num_processes 2 RECIPE",
+    f"{_BEFORE_RECIPE} --multi_gpu --num_processes 2 RECIPE",
 )
-_add("num_machines nnodes num_nodes", f"{_BEFORE_RECIPE} --num_machines 2 RECIPE")
+_add(
+    "num_machines nnodes num_nodes",
+    "start the launcher on each machine: accelerate launch --config_file "
+    "accelerate_configs/multi_node.yaml RECIPE",
+)
 _add(
     "config_file",
     "use --config FILE for settings of the recipe; a config of accelerate goes before the recipe: "
