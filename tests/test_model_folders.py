@@ -63,6 +63,13 @@ def test_other_names_stay_as_they_are(name: str) -> None:
     assert ModelConfig(model_name_or_path=name).model_name_or_path == name
 
 
+def test_a_model_type_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "llama" / "model")
+    monkeypatch.chdir(tmp_path)
+    assert ModelConfig(from_config="llama").from_config == "llama"
+    assert ModelConfig(from_config="./llama").from_config == "llama/model"
+
+
 def test_a_folder_of_a_tokenizer_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert DataConfig(tokenizer=str(tmp_path)).tokenizer == str(tmp_path)
