@@ -22,6 +22,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 
 _UNSET = object()
+COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 _YAML_NULL = ("", "~", "null", "Null", "NULL")
 S = TypeVar("S")
 
@@ -145,7 +146,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     values = parser.explicit_values(argv)
     config_file = values.pop("config", None)
-    origins = dict.fromkeys(values, "command line")
+    origins = dict.fromkeys(values, COMMAND_LINE)
     if config_file is not None:
         file_argv = _argv_from_yaml(config_file, parser)
         file_values = parser.explicit_values(file_argv, source=config_file)
