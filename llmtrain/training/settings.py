@@ -374,7 +374,7 @@ class Settings(Generic[M, D]):
         Without a data set, a recipe trains on its demo for its own ``max_steps``.
         """
         if self.data.is_set("dataset") and not self.optim.is_set("max_steps"):
-            self.optim.set_default("num_train_epochs", epochs, "default for a data set of yours")
+            self.optim.set_default("num_train_epochs", epochs, "default for your own data")
 
 
 AnySettings: TypeAlias = Settings[Any, Any]

@@ -1,5 +1,6 @@
 """How many steps a run makes: epochs and fractions become steps once the rows are known."""
 
+import copy
 import math
 from fractions import Fraction
 
@@ -20,21 +21,23 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
     ``save_steps`` are integers. Calling it again changes nothing.
 
     Args:
-        settings: the settings of the recipe.
+        settings: the settings of the recipe. They get new configs, because the defaults of a recipe
+            may be shared by several runs.
         rows: the rows to train on.
 
     Raises:
         UserError: if the user asked for a warmup that is as long as the run.
     """
-    optim = settings.optim
+    optim = settings.optim = copy.copy(settings.optim)
+    loop = settings.loop = copy.copy(settings.loop)
+    run = settings.run = copy.copy(settings.run)
+
     if optim.num_train_epochs is not None and not _overrides_epochs(optim):
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
-
     _settle_warmup(optim)
-    loop = settings.loop
     loop.logging_steps = _steps(loop.logging_steps, optim.max_steps)
     loop.eval_steps = _steps(loop.eval_steps, optim.max_steps)
-    settings.run.save_steps = _steps(settings.run.save_steps, optim.max_steps)
+    run.save_steps = _steps(run.save_steps, optim.max_steps)
 
 
 def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
