@@ -147,7 +147,6 @@ class LoopConfig(Config):
         False,
         "give the finished model the weights of the best evaluation, by --metric_for_best_model, "
         "instead of the last ones; each evaluation then saves a checkpoint",
-        affects="update",
     )
     early_stopping_patience: int = flag(
         0,
