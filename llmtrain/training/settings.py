@@ -159,6 +159,7 @@ class LoopConfig(Config):
         "eval metric that --load_best_model_at_end and --early_stopping_patience compare; lower is "
         "better if its name contains loss, perplexity or bits, otherwise higher is better",
         affects="update",
+        hidden=True,
     )
     sample_prompts: list[str] = flag(
         [],
@@ -166,7 +167,7 @@ class LoopConfig(Config):
         "chat template; the texts go to samples.jsonl in the run folder",
     )
     max_hours: float | None = flag(
-        None, "save and stop before this many hours have passed since the start"
+        None, "save and stop before this many hours have passed since the start", hidden=True
     )
     bitwise: bool = flag(
         False,
