@@ -133,7 +133,7 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert record["settings"]["dropout"] == {"value": 0.0, "from": "recipe"}
     assert record["fingerprint"]["global_batch_size"] == 8
     before, first, second, *_ = metrics(plain_run)
-    always = {"step", "tokens", "time"}
+    always = {"step", "epoch", "tokens", "time"}
     assert set(before) == {*always, "train/weight_norm"}
     assert set(first) == {*always, "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert set(second) == {
