@@ -188,9 +188,9 @@ class MemoryAdvice(LoopCallback):
         """Return how to make rows shorter: with a flag, if the recipe has one."""
         model = self.run.settings.model
         if isinstance(model, ModelConfig):
-            return "Lower --max_length"
+            return f"Lower {model.spelling('max_length')}"
         if isinstance(model, GPTConfig):
-            return "Lower --block_size"
+            return f"Lower {model.spelling('block_size')}"
         return "Make the rows shorter"
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
+from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 from llmtrain.types import JsonObject
@@ -82,7 +83,9 @@ class OptimConfig(Config):
         parse=steps_or_fraction,
     )
     weight_decay: float = flag(
-        0.1, "decoupled weight decay of matrices; biases and the weights of norms do not decay"
+        0.1,
+        "decoupled weight decay of matrices; biases and the weights of norms do not decay",
+        hidden=True,
     )
     adam_beta1: float = flag(
         0.9, "decay of the running mean of gradients, for AdamW and Muon", hidden=True
@@ -91,7 +94,9 @@ class OptimConfig(Config):
         0.95, "decay of AdamW's running mean of squared gradients", hidden=True
     )
     max_grad_norm: float = flag(
-        1.0, "clip the gradient of each step to this norm, over all weights together"
+        1.0,
+        "clip the gradient of each step to this norm, over all weights together",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -127,10 +132,13 @@ class OptimConfig(Config):
 class LoopConfig(Config):
     """The training loop, its evaluations and early stopping. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "loop"
+    _argument_group_name: ClassVar[str] = "evaluation and logging"
 
     seed: int = flag(
-        0, "random seed of the initial weights, the data order and dropout", affects="seed"
+        0,
+        "random seed of the initial weights, the data order and dropout",
+        affects="seed",
+        group="optimization",
     )
     logging_steps: float = flag(
         10,
@@ -165,24 +173,34 @@ class LoopConfig(Config):
         [],
         "prompts that the model continues at every evaluation, or answers if the tokenizer has a "
         "chat template; the texts go to samples.jsonl in the run folder",
+        hidden=True,
     )
     max_hours: float | None = flag(
-        None, "save and stop before this many hours have passed since the start", hidden=True
+        None,
+        "save and stop before this many hours have passed since the start",
+        hidden=True,
+        group="run folder and checkpoints",
     )
     bitwise: bool = flag(
         False,
         "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
         "bits; slower",
         affects="layout",
+        hidden=True,
+        group="processes",
     )
     torch_compile: Literal["auto", "always", "never"] | None = flag(
         None,
         "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
         "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
         affects="layout",
+        hidden=True,
+        group="batch and memory",
     )
     dry_run: bool = flag(
-        False, "stop before the first step, and print the first rows of the training data"
+        False,
+        "stop before the first step, and print the first rows of the training data",
+        group="data",
     )
     skip_nonfinite: int = flag(
         0,
@@ -190,6 +208,7 @@ class LoopConfig(Config):
         "error",
         affects="update",
         hidden=True,
+        group="optimization",
     )
     xray_steps: str | None = flag(
         None,
@@ -260,7 +279,7 @@ def _parse_xray_steps(text: str | None) -> range | None:
 class RunConfig(Config):
     """The run folder, its checkpoints, and trackers. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "run"
+    _argument_group_name: ClassVar[str] = "run folder and checkpoints"
 
     output_dir: str = flag(
         "runs/run",
@@ -268,7 +287,10 @@ class RunConfig(Config):
         "number is appended (run-2)",
     )
     run_name: str | None = flag(
-        None, "name of the run in trackers (default: the name of the run folder)"
+        None,
+        "name of the run in trackers (default: the name of the run folder)",
+        hidden=True,
+        group="evaluation and logging",
     )
     save_steps: float = flag(
         100,
@@ -279,23 +301,30 @@ class RunConfig(Config):
     save_total_limit: int = flag(
         2,
         "number of checkpoints to keep, at least 2, in addition to the one with the best eval loss",
+        hidden=True,
     )
     async_save: bool = flag(
         False,
         "write checkpoints in the background while training continues, from a copy in host memory",
+        hidden=True,
     )
     resume_from_checkpoint: str = flag(
         "auto",
         "auto: resume an unfinished run with the same settings, if there is one; never: start a "
         "new run; or the folder of a run or of a checkpoint to resume from",
+        metavar="RUN",
     )
     push_to_hub: str | None = flag(
         None,
         "upload the finished model to this repository on the Hugging Face hub; a new repository is "
         "private",
+        metavar="NAME/MODEL",
     )
     report_to: list[str] = flag(
-        ["wandb"], "trackers that get the metrics: wandb, tensorboard or none"
+        ["wandb"],
+        "trackers that get the metrics: wandb (offline without a login), tensorboard or none",
+        metavar="TRACKER",
+        group="evaluation and logging",
     )
 
     def __post_init__(self) -> None:
@@ -303,6 +332,11 @@ class RunConfig(Config):
         require_at_least(self, 2, "save_total_limit")
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
+        if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
+            raise UserError(
+                f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
+                "leave the flag out."
+            )
         _check_trackers(self.report_to)
 
     @property
@@ -349,24 +383,27 @@ class Settings(Generic[M, D]):
         data: the data set and the batch sizes. A recipe that makes its own rows uses a
             ``BatchConfig``.
         model: the model. A recipe that makes its own model leaves it out.
+        lora: LoRA adapters, if the recipe has them.
+        chat: chat or preference data, if the recipe trains on it.
+        preference: the preference loss, if the recipe has one.
         optim: the optimizer.
         parallel: how processes share the work.
         loop: the training loop.
         run: the run folder, its checkpoints, and trackers.
-        chat: chat or preference data, if the recipe trains on it.
-        preference: the preference loss, if the recipe has one.
-        lora: LoRA adapters, if the recipe has them.
     """
 
+    hint_for = staticmethod(hint_for)  # explains flags of other programs, for `config.parse`
+
+    # --help shows the flags in this order.
     data: D
     model: M = None  # type: ignore[assignment]
+    lora: LoraConfig | None = None
+    chat: RowConfig | None = None
+    preference: PreferenceConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    chat: RowConfig | None = None
-    preference: PreferenceConfig | None = None
-    lora: LoraConfig | None = None
 
     def default_epochs(self, epochs: float) -> None:
         """Train for this many epochs if the user named a data set, but no number of steps.

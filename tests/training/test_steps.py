@@ -283,6 +283,23 @@ def test_a_run_of_some_epochs_is_the_run_of_as_many_steps(
     assert read_json(second / "run.json")["fingerprint"] == record["fingerprint"]
 
 
+def test_a_recipe_with_rows_of_its_own_trains_for_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 4 of docs/migrate.md has rows from `Tokenized.of`."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
+    monkeypatch.chdir(tmp_path)
+    recipe = runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")
+
+    flags = ["--num_train_epochs", "0.25", "--report_to", "none"]
+    recipe["main"]([*flags, "--output_dir", str(tmp_path / "run")])
+
+    record = read_json(tmp_path / "run" / "run.json")
+    epoch = record["train_rows"] / record["settings"]["global_batch_size"]["value"]
+    assert read_json(tmp_path / "run" / "status.json")["step"] == epoch / 4
+    assert metrics(tmp_path / "run")[-1]["epoch"] == 0.25
+
+
 def test_a_plan_counts_the_steps_of_the_epochs(text_file: Path) -> None:
     flags = [*TINY[:10], "--dataset", str(text_file), "--global_batch_size", "8"]
     one, two = (
