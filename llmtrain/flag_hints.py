@@ -351,6 +351,11 @@ _add("wandb_log wandb use_wandb with_tracking", "leave it out: --report_to is wa
 _add("wandb_name wandb_run_name exp_name experiment_name", "use --run_name")
 _add("use_tensorboard tensorboard", "use --report_to tensorboard")
 _add("early_stopping", "use --early_stopping_patience 3")
+_add(
+    "greater_is_better",
+    "leave it out: the name of --metric_for_best_model decides; a loss, perplexity or bits are "
+    "better if they are lower, all else if it is higher",
+)
 
 # --- the run folder
 

@@ -37,6 +37,7 @@ from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.steps import settle_steps, steps_per_epoch
 from llmtrain.training.summary import show_result
 from llmtrain.types import JsonObject, ModelBundle
 
@@ -84,7 +85,7 @@ class Run:
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
-        patience: decides about early stopping.
+        patience: chooses the best evaluation, and decides about early stopping.
         resume_point: the checkpoint that this start resumes from, if there is one.
         step: steps made so far.
         tokens: target tokens of these steps.
@@ -141,8 +142,15 @@ class Run:
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry to ``metrics.jsonl`` and to the trackers."""
+        epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
         self.metrics.write(
-            {"step": self.step, "tokens": self.tokens, **metrics, "time": round(time.time(), 3)}
+            {
+                "step": self.step,
+                "epoch": round(epoch, 4),
+                "tokens": self.tokens,
+                **metrics,
+                "time": round(time.time(), 3),
+            }
         )
         if "eval/loss" in metrics:
             self.last_eval = EvalResult(self.step, metrics)
@@ -196,13 +204,14 @@ def open_run(
         Ranks(accelerator).data_parallel_size,
         bitwise=settings.loop.bitwise,
     )
-    if not settings.loop.dry_run:
-        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
-    if settings.loop.early_stopping_patience and rows.eval is None:
+    settle_steps(settings, rows)  # for a recipe that does not call `place`
+    if settings.loop.keeps_best and rows.eval is None:
         raise UserError(
-            "--early_stopping_patience needs eval rows, and there are none; raise "
+            f"{settings.loop.best_flag} needs eval rows, and there are none; raise "
             "--eval_fraction, or name eval data with --eval_dataset."
         )
+    if not settings.loop.dry_run:
+        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -287,6 +296,7 @@ def _new_run(
         patience=Patience(
             settings.loop.early_stopping_patience,
             settings.loop.metric_for_best_model,
+            keeps_best=settings.loop.keeps_best,
         ),
         resume_point=resume_point,
         step=resume_point.step,

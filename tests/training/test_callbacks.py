@@ -150,7 +150,7 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
 ) -> None:
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(loop=SimpleNamespace(eval_steps=2)),
-        patience=SimpleNamespace(allowed=int(keeps_best)),
+        patience=SimpleNamespace(keeps_best=keeps_best),
     )
     unused: Any = None
     context = LoopContext(
