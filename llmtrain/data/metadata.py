@@ -44,6 +44,9 @@ class DataMetadata:
             99.5 % of the training conversations; 0 for text.
         length_histogram: how many training conversations there are in each bin of lengths; see
             :class:`llmtrain.data.lengths.LengthSummary`.
+        overlong_lengths: the shortest, the median and the longest training conversation that is
+            longer than ``--max_length``, as :class:`llmtrain.data.lengths.OverlongLengths`; empty
+            if there is none.
     """
 
     dataset: str
@@ -70,6 +73,7 @@ class DataMetadata:
     shared: bool = False
     covering_length: int = 0
     length_histogram: list[int] = field(default_factory=list)
+    overlong_lengths: list[int] = field(default_factory=list)
 
 
 def metadata_of(

@@ -205,7 +205,7 @@ def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
 
 def _largest_token(rows: TokenRows) -> int:
     """Return the largest number among the tokens and labels of rows."""
-    return max(max(_largest_tokens(rows).values()), 0)
+    return max(0, *_largest_tokens(rows).values())
 
 
 def _largest_tokens(rows: TokenRows) -> dict[str, int]:

@@ -188,7 +188,7 @@ class ModuleFiles(ModelFiles):
         return (
             "from safetensors.torch import load_model\n\n"
             f"model = {class_name}(...)  # as the recipe builds it\n"
-            f'load_model(model, "FOLDER/{self.weights_name}")  # load_state_dict, and tied weights\n'
+            f'load_model(model, "FOLDER/{self.weights_name}")\n'
         )
 
     def title(self, parameters: int) -> str:

@@ -29,9 +29,7 @@ _QUOTES = _TargetMarks(
 )
 
 
-def preview(
-    rows: RowSequence, tokenizer: "PreTrainedTokenizerFast | None", count: int = 2
-) -> None:
+def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast | None", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
     Target tokens are green on a terminal, and in angle quotes elsewhere.

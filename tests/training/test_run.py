@@ -523,4 +523,4 @@ def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) 
     assert history["train/loss"].dropna().tolist() == [3.0]
     assert history.set_index("step")["eval/loss"].dropna().to_dict() == {2: 2.5}
     assert history["phases/forward"][0] == 0.5  # the slowest rank
-    assert all(history.dtypes != object), "a column that cannot be plotted"
+    assert "batch" not in history, "a text, which cannot be plotted"
