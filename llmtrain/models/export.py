@@ -118,10 +118,12 @@ class ModelFiles:
         hub_line = ""
         origin = "Trained"
         if self.base:
-            is_local = Path(self.base).exists()
-            if not is_local:
+            base_name = self.base
+            if Path(self.base).exists():
+                base_name = _folder_name(Path(self.base))
+            else:
                 hub_line = f"base_model: {self.base}\n"
-            origin = f"Fine-tuned from {Path(self.base).name if is_local else self.base}"
+            origin = f"Fine-tuned from {base_name}"
 
         vocabulary = ""
         if self.tokenizer is not None:
@@ -218,6 +220,12 @@ def _auto_class(config: JsonObject) -> str:
     if gives_scores(config):
         return "AutoModelForSequenceClassification"
     return "AutoModelForCausalLM"
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
+    path = folder.resolve()
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
