@@ -296,7 +296,7 @@ class ModelBundle:
     """
 
     model: nn.Module
-    files: ModelWriter = None  # type: ignore[assignment] - `llmtrain.place` sets it
+    files: ModelWriter = None  # type: ignore[assignment] # `llmtrain.place` sets it
     weights: Weights | None = None
     start: dict[str, Any] | None = None
     check: Callable[[], None] = field(default=lambda: None)

@@ -38,6 +38,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         config = request.config
         split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
+    assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
 

@@ -79,7 +79,7 @@ class DataMetadata:
 def metadata_of(
     dataset: str,
     spec: str,
-    tokenizer: tok.FastTokenizer | None,
+    tokenizer: "tok.FastTokenizer | None",
     block_size: int,
     train: Sequence[SplitStats],
     eval: Sequence[SplitStats],

@@ -45,7 +45,7 @@ class Tokenized:
 
     train: TokenRows
     eval: TokenRows | None
-    tokenizer: tok.FastTokenizer | None
+    tokenizer: "tok.FastTokenizer | None"
     metadata: DataMetadata
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Tokenized:
     def of(
         cls,
         train: Rows,
-        tokenizer: tok.FastTokenizer | None,
+        tokenizer: "tok.FastTokenizer | None",
         eval: "Rows | None" = None,
         in_order: bool = False,
     ) -> "Tokenized":
@@ -229,7 +229,7 @@ def _check_vocabulary(rows: TokenRows, tokenizer: tok.FastTokenizer) -> None:
             )
 
 
-def _measure(rows: TokenRows, tokenizer: tok.FastTokenizer | None, split: Split) -> SplitStats:
+def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Split) -> SplitStats:
     """Hash the content of rows that were tokenised elsewhere, and count their targets.
 
     Raises:

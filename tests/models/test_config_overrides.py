@@ -22,7 +22,6 @@ def head_dim_of(source: str, overrides: str) -> int | None:
         ("llama", "hidden_size=256", 64),
         ("llama", "num_attention_heads=8", 16),
         ("mistral", "hidden_size=256,num_attention_heads=4", 64),
-        ("mixtral", "hidden_size=256,num_attention_heads=4", 64),
         # These classes have heads of a fixed size.
         ("qwen3", "hidden_size=1024,num_attention_heads=16", 128),
         ("gemma2", "hidden_size=2304,num_attention_heads=8", 256),
@@ -31,7 +30,8 @@ def head_dim_of(source: str, overrides: str) -> int | None:
         ("qwen3", "num_hidden_layers=8", 32),
         ("llama", "hidden_size=256,head_dim=16", 16),
         ("qwen3", "hidden_size=256,head_dim=16", 16),
-        # A class without head_dim.
+        # These models divide the width themselves.
+        ("mixtral", "hidden_size=256,num_attention_heads=4", None),
         ("gpt2", "n_embd=256", None),
     ],
 )

@@ -142,7 +142,7 @@ def test_report_and_diff_read_such_runs(
     train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [str(train(name).folder) for name in ("one", "two")]
-    command(["report", *folders, "--to", str(tmp_path / "page.html")])
+    command(["report", *folders, "--output", str(tmp_path / "page.html")])
     assert "eval/accuracy" not in capsys.readouterr().err
     assert "one" in (tmp_path / "page.html").read_text()
     with pytest.raises(SystemExit) as ended:
