@@ -93,7 +93,7 @@ class Tokenized:
     @property
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
-        return int(self.train.data.schema.field("input_ids").type.list_size) - 1
+        return len(self.train[0]["input_ids"]) - 1
 
     def eval_prompt(self) -> list[int] | None:
         """Return the tokens before the first answer of an eval conversation, if there is one."""

@@ -150,6 +150,38 @@ def test_report_and_diff_read_such_runs(
     assert ended.value.code == 0
 
 
+RECIPE = """
+import datasets
+import torch
+import llmtrain as lt
+
+DEFAULTS = lt.Settings(lt.BatchConfig(global_batch_size=4))
+
+class Successor(torch.nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, 8)
+        self.head = torch.nn.Linear(8, vocabulary)
+
+    def forward(self, input_ids, labels):
+        return lt.summed_nll(self.head(self.embedding(input_ids[:, :-1])), labels[:, 1:])
+
+def tokenized(settings):
+    return lt.Tokenized.of(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]]}), None)
+
+def build(settings, rows, precision):
+    return Successor(rows.vocabulary)
+"""
+
+
+def test_plan_reads_such_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "numbers.py").write_text(RECIPE)
+    command(["plan", str(tmp_path / "numbers.py"), "--device", "h100-80gb"])
+    out = capsys.readouterr().out
+    assert "Successor: 85 parameters" in out
+    assert "4 rows of 3 tokens" in out
+
+
 def test_a_dry_run_shows_numbers(
     train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
