@@ -78,7 +78,9 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
             run=lt.RunConfig(str(tmp_path / folder), report_to=["none"]),
         )
         accelerator = lt.start(settings)
-        bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
+        bundle = lt.place(
+            accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows
+        )
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         callbacks = [StopAfter(stop_after)] if stop_after else []
         with lt.open_run(accelerator, settings, rows, bundle) as run:
@@ -122,7 +124,7 @@ def test_the_end_of_the_run_and_the_card_say_how_to_load_a_plain_module(
     assert "transformers" not in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     names: dict[str, Any] = {"Successor": Successor}
-    exec(code.replace("FOLDER", str(folder)).replace("...", str(NUMBERS)), names)  # noqa: S102
+    exec(code.replace("FOLDER", str(folder)).replace("...", str(NUMBERS)), names)
     ids = torch.arange(NUMBERS)
     assert torch.equal(names["model"].logits(ids), run.bundle.model.logits(ids))
 
