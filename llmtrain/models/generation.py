@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
+# Patterns of the files of tokenizers, new and old.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are sampled.
@@ -270,6 +274,12 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
+    folder = Path(name)
+    # Without any file, AutoTokenizer makes an empty tokenizer for some families.
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise UserError(
+            f"{name} holds no tokenizer, so it cannot write text: its rows were made without one."
+        )
     with as_user_error(f"{name}: no model could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
 

@@ -6,8 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
+from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.checkpoint import write_model
@@ -56,3 +58,5 @@ def test_a_language_model_without_a_tokenizer_writes_no_text(
     card = (tmp_path / "model" / "README.md").read_text()
     assert "AutoTokenizer" not in card
     assert "vocabulary" not in card
+    with pytest.raises(UserError, match="holds no tokenizer, so it cannot write text"):
+        TextModel(str(tmp_path / "model"))
