@@ -154,7 +154,10 @@ class ModelFiles:
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
-        return f"A {self.config['model_type']} of {parameters:,} parameters"
+        kind = self.config["model_type"]
+        if gives_scores(self.config):
+            return f"A reward model of {parameters:,} parameters, a {kind} that scores answers"
+        return f"A {kind} of {parameters:,} parameters"
 
 
 @dataclass(frozen=True)
