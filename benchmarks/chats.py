@@ -1,4 +1,6 @@
-"""Preparing conversations: files to rows, beside one ``apply_chat_template`` with its mask per conversation.
+"""Preparing conversations: files to rows, beside ``apply_chat_template`` alone and beside TRL.
+
+The least that any preparation does is one ``apply_chat_template`` with its mask per conversation.
 
 python -m benchmarks.chats
 """
@@ -15,7 +17,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.inputs import write_tokenizer
-from benchmarks.runs import scratch
+from benchmarks.runs import peer, scratch
 from llmtrain import ChatConfig, DataConfig, tokenize
 from llmtrain.data import builtin
 from llmtrain.launching.process import launch
@@ -70,6 +72,14 @@ def template_alone(tokenizer: Any, path: Path) -> float:
     return time.perf_counter() - began
 
 
+def of_trl(folder: Path, path: Path) -> float:
+    """Return the seconds in which TRL makes packed rows, in a process of its own."""
+    cache = folder / f"trl-{time.monotonic_ns()}"
+    return peer(
+        "sft-preparation", folder / "tokenizer", path, "--length", LONGEST, "--cache", cache
+    )
+
+
 def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rows = []
@@ -82,12 +92,14 @@ def main() -> None:
                 {
                     "ours": partial(ours, folder, path, processes=1),
                     "template": partial(template_alone, tokenizer, path),
+                    "trl": partial(of_trl, folder, path),
                 },
                 rounds=5,
             )
+            work = f"{count} conversations of {turns} turns to rows, one process"
             rows.append(
                 Row(
-                    f"{count} conversations of {turns} turns to rows, one process",
+                    work,
                     "apply_chat_template with its mask",
                     found["ours"].value,
                     found["template"].value,
@@ -95,6 +107,7 @@ def main() -> None:
                     f"<= {target}",
                 )
             )
+            rows.append(Row(work, "TRL", found["ours"].value, found["trl"].value, "s", "<= 1.0"))
 
         many = write_conversations(folder / "many.jsonl", turns=1, count=MANY)
         found = in_turn(

@@ -270,6 +270,43 @@ def sft(arguments: argparse.Namespace) -> None:
     real_tokens_per_second(SFTTrainer, arguments, args=settings, peft_config=adapters)
 
 
+def sft_preparation(arguments: argparse.Namespace) -> None:
+    """Print the seconds in which TRL's SFTTrainer makes packed rows of conversations, with masks."""
+    import datasets
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    shape = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    model = LlamaForCausalLM(shape)
+    settings = SFTConfig(
+        output_dir=str(arguments.cache / "trl"),
+        assistant_only_loss=True,
+        packing=True,
+        max_length=arguments.length,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    began = time.perf_counter()
+    data = datasets.load_dataset(
+        "json", data_files=str(arguments.rows), split="train", cache_dir=str(arguments.cache)
+    )
+    trainer = SFTTrainer(model=model, args=settings, train_dataset=data, processing_class=tokenizer)
+    seconds = time.perf_counter() - began
+    rows = trainer.train_dataset
+    print(len(rows), "rows with", rows.column_names)
+    say_figure(seconds)
+
+
 def dpo(arguments: argparse.Namespace) -> None:
     """Run TRL's DPOTrainer on pairs."""
     from trl import DPOConfig, DPOTrainer
@@ -327,7 +364,14 @@ def main() -> None:
     saved.add_argument("tokens", type=Path)
     saved.set_defaults(run=nanogpts_loss)
     peers.add_parser("ddp", parents=[loop]).set_defaults(run=ddp)
-    for name, function in (("trainer", trainer), ("sft", sft), ("dpo", dpo), ("map", tokenise)):
+    on_rows = {
+        "trainer": trainer,
+        "sft": sft,
+        "dpo": dpo,
+        "map": tokenise,
+        "sft-preparation": sft_preparation,
+    }
+    for name, function in on_rows.items():
         other = peers.add_parser(name)
         other.add_argument("model", type=Path)
         other.add_argument("rows", type=Path)

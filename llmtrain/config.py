@@ -5,6 +5,7 @@ have the same names, the same conversions and the same errors. This module knows
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -12,18 +13,22 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar, get_type_hints
 
-import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from llmtrain.console import say
+from llmtrain import config_file
+from llmtrain.console import rank, say
 from llmtrain.errors import UserError
 
 _UNSET = object()
-_YAML_NULL = ("", "~", "null", "Null", "NULL")
+COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 S = TypeVar("S")
+
+# Returns what to write instead of a flag that a recipe does not have, or None. The arguments are
+# the name of that flag, without dashes, and the recipe's own flags, such as --max_steps.
+HintFor: TypeAlias = Callable[[str, Collection[str]], "str | None"]
 
 
 class Config:
@@ -34,15 +39,21 @@ class Config:
             words that :func:`flag` lists, separated by spaces.
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
+        spellings: how the user wrote a flag, such as ``--no_packing`` for ``packing``.
     """
 
     _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
     affects: ClassVar[str] = "nowhere"
     origins: Mapping[str, str] = {}
+    spellings: Mapping[str, str] = {}
 
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, on the command line or in a file."""
         return name in self.origins
+
+    def spelling(self, name: str) -> str:
+        """Return a flag as the user wrote it, such as ``--no_packing``, for error messages."""
+        return self.spellings.get(name, f"--{name}")
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless the user set the flag.
@@ -64,6 +75,8 @@ def flag(
     *,
     affects: str | None = None,
     hidden: bool = False,
+    group: str | None = None,
+    metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     alias: str | None = None,
 ) -> Any:
@@ -88,6 +101,9 @@ def flag(
             - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
         hidden: show the flag only in ``--help_all``.
+        group: the title in ``--help`` under which the flag is shown. By default, that of the
+            dataclass.
+        metavar: the name of the value in ``--help``. By default, the last word of the flag.
         parse: turns the word on the command line into the value, or raises
             ``argparse.ArgumentTypeError``. By default, the type of the field does.
         alias: another name of the flag, which ``--help`` does not show.
@@ -96,6 +112,8 @@ def flag(
         "help": help.replace("%", "%%"),
         "affects": affects,
         "hidden": hidden,
+        "group": group,
+        "metavar": metavar,
         "parse": parse,
         "alias": alias,
     }
@@ -130,42 +148,93 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     ``--config FILE.yaml`` reads flags from a file. Flags on the command line take precedence. Each
     config of the result records in ``origins`` where its values come from.
 
+    ``--print_config`` prints the result as such a file, and exits.
+
     Args:
-        defaults: a dataclass of configs, the defaults of a recipe.
+        defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
+            :data:`HintFor`, that explains unknown flags.
         argv: the words of the command line; by default, those of this process.
         description: the text at the top of ``--help``.
 
     Raises:
-        UserError: if a value is wrong, or if a flag or key is unknown or abbreviated. The message
-            then suggests the nearest name.
+        UserError: if a value is wrong, or if flags or keys are unknown or abbreviated. The message
+            then says for each what to write instead, or the nearest name.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     configs = configs_of(defaults)
-    parser = _Parser(configs.values(), description, show_hidden="--help_all" in argv)
+    parser = _Parser(
+        configs.values(),
+        description,
+        show_hidden="--help_all" in argv,
+        hint_for=getattr(defaults, "hint_for", None),
+    )
 
     values = parser.explicit_values(argv)
-    config_file = values.pop("config", None)
-    origins = dict.fromkeys(values, "command line")
-    if config_file is not None:
-        file_argv = _argv_from_yaml(config_file, parser)
-        file_values = parser.explicit_values(file_argv, source=config_file)
+    spellings = parser.spellings_in(argv)
+    path = values.pop("config", None)
+    should_print = values.pop("print_config", False)
+    origins = dict.fromkeys(values, COMMAND_LINE)
+    if path is not None:
+        file_argv = config_file.words_of(path, parser.keys, parser.describe_unknown_keys)
+        file_values = parser.explicit_values(file_argv, source=path)
         values = file_values | values
-        origins = dict.fromkeys(file_values, config_file) | origins
+        origins = dict.fromkeys(file_values, path) | origins
+        spellings = parser.spellings_in(file_argv) | spellings
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
         names = flags_of(default).keys()
         changes = {name: value for name, value in values.items() if name in names}
         own_origins = {name: origin for name, origin in origins.items() if name in names}
+        own_spellings = {name: word for name, word in spellings.items() if name in names}
         try:
             copied = copy.deepcopy(default)
             config = dataclasses.replace(copied, **changes)  # type: ignore[type-var]
         except UserError as error:  # a value is out of range
-            source = _source_of_error(str(error), own_origins) if config_file else ""
-            raise UserError(f"{error}{source}") from None
+            source = _source_of_error(str(error), own_origins) if path else ""
+            message = _as_spelled(str(error), own_spellings)
+            raise UserError(f"{message}{source}") from None
         config.origins = own_origins
+        config.spellings = own_spellings
         parsed[part] = config
-    return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
+
+    settings = dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
+    if should_print:
+        _print_config(parser, parsed.values())
+    return settings
+
+
+def _print_config(parser: "_Parser", configs: Iterable[Config]) -> NoReturn:
+    """Print settings as a file for ``--config``, from rank 0 only, and exit."""
+    owners = {name: config for config in configs for name in flags_of(config)}
+    groups = {}
+    for title, actions in parser.settings_by_group().items():
+        groups[title] = [
+            config_file.Entry(
+                name=action.dest,
+                value=_value_in_file(action, getattr(owners[action.dest], action.dest)),
+                help=parser.help_with_choices(action),
+                is_set=owners[action.dest].is_set(action.dest),
+            )
+            for action in actions
+        ]
+    if rank() == 0:
+        with contextlib.suppress(BrokenPipeError):
+            print(config_file.text_of(groups), flush=True)
+    raise SystemExit(0)
+
+
+def _value_in_file(action: argparse.Action, value: Any) -> Any:
+    """Return the value of a setting as a YAML file has it."""
+    is_auto = value is None and action.type is _bool_or_auto
+    return "auto" if is_auto else value
+
+
+def _as_spelled(message: str, spellings: Mapping[str, str]) -> str:
+    """Return a message with the flags in it as the user wrote them."""
+    for name, spelling in spellings.items():
+        message = re.sub(rf"--{name}\b", spelling, message)
+    return message
 
 
 def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
@@ -215,7 +284,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_no_default = action.default in (None, False, [], argparse.SUPPRESS)
+        is_off = action.default is None or action.default is False
+        has_no_default = is_off or action.default in ([], argparse.SUPPRESS)
         if has_no_default or action.nargs == 0:
             return text
         if isinstance(action.default, list):
@@ -232,14 +302,20 @@ class _Parser(HfArgumentParser):
     _error_prefix = ""
 
     def __init__(
-        self, defaults: Iterable[Config], description: str | None, show_hidden: bool
+        self,
+        defaults: Iterable[Config],
+        description: str | None,
+        show_hidden: bool,
+        hint_for: HintFor | None,
     ) -> None:
         configs = list(defaults)
+        self._hint_for = hint_for
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
             description=description,
             formatter_class=_Help,
             allow_abbrev=False,
+            exit_on_error=False,
             usage="%(prog)s [--config FILE.yaml] [flags]",
         )
         self.add_argument(
@@ -252,6 +328,11 @@ class _Parser(HfArgumentParser):
             action="help",
             help="show this help with further flags, which are rarely needed",
         )
+        self.add_argument(
+            "--print_config",
+            action="store_true",
+            help="print every setting as YAML, which --config can read, and stop",
+        )
 
         values = {}
         hidden = set()
@@ -262,6 +343,7 @@ class _Parser(HfArgumentParser):
                     hidden.add(name)
         self.set_defaults(**values)
 
+        self._help_texts = {action.dest: action.help or "" for action in reversed(self._actions)}
         for action in self._actions:
             is_hidden = action.dest in hidden and not show_hidden
             # If a switch is on by default, only its --no_... flag is shown.
@@ -270,6 +352,22 @@ class _Parser(HfArgumentParser):
             if is_hidden or is_switch_on:
                 action.help = argparse.SUPPRESS
 
+    def _add_dataclass_arguments(self, dtype: type[Config]) -> None:
+        """Add the flags of a config, each to its group; HF's parser calls this."""
+        types = get_type_hints(dtype)
+        self._group(dtype._argument_group_name)  # comes before the groups of single flags
+        for name, field in flags_of(dtype).items():
+            field.type = types[name]
+            group = field.metadata["group"] or dtype._argument_group_name
+            self._parse_dataclass_field(self._group(group), field)
+
+    def _group(self, title: str) -> Any:
+        """Return the group of flags with this title, which is new or belongs to another config."""
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
+
     @staticmethod
     def _parse_dataclass_field(
         parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]"
@@ -277,8 +375,12 @@ class _Parser(HfArgumentParser):
         # HF passes the metadata on to argparse, which accepts only its own arguments.
         plain_field = copy.copy(field)
         metadata: dict[str, Any] = {"help": field.metadata["help"]}
+        if field.metadata["metavar"] is not None:
+            metadata["metavar"] = field.metadata["metavar"]
         if field.metadata["alias"] is not None:
-            metadata["aliases"] = [f"--{field.metadata['alias']}"]
+            alias = f"--{field.metadata['alias']}"
+            dashed = f"--{field.metadata['alias'].replace('_', '-')}"
+            metadata["aliases"] = list(dict.fromkeys([alias, dashed]))
         plain_field.metadata = metadata  # type: ignore[assignment]
         if field.metadata["parse"] is not None:
             plain_field.type = field.metadata["parse"]
@@ -295,6 +397,33 @@ class _Parser(HfArgumentParser):
             flags.update(option for option in action.option_strings if option.startswith("--"))
         return sorted(flags)
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys that a YAML file may have, in alphabetical order."""
+        special = ("--config", "--help_all", "--help", "--print_config")
+        return [option.removeprefix("--") for option in self.flags if option not in special]
+
+    def settings_by_group(self) -> dict[str, list[argparse.Action]]:
+        """Return the flags that are settings, one for each setting, by the title of their group."""
+        keys = self.keys
+        groups: dict[str, list[argparse.Action]] = {}
+        for group in self._action_groups:
+            settings = [
+                action
+                for action in group._group_actions
+                if action.dest in keys and action.option_strings[0] == f"--{action.dest}"
+            ]
+            if settings:
+                groups[str(group.title)] = settings
+        return groups
+
+    def help_with_choices(self, action: argparse.Action) -> str:
+        """Return the help of a flag, with the words that it takes if they are few."""
+        text = self._help_texts[action.dest].replace("%%", "%")
+        if action.choices is None:
+            return text
+        return f"{text} (one of {', '.join(map(str, action.choices))})"
+
     def explicit_values(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
         """Return the values of the flags in ``argv``, and of no others.
 
@@ -304,20 +433,98 @@ class _Parser(HfArgumentParser):
         """
         self._error_prefix = f"{source}: " if source else ""
         unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
-        namespace, unknown = self.parse_known_args(argv, unset)
+        try:
+            namespace, unknown = self.parse_known_args(argv, unset)
+        except argparse.ArgumentError as error:
+            self.error(self._describe_wrong_value(error, argv))
         if unknown:
-            word = unknown[0].partition("=")[0]
-            if not word.startswith("-"):
-                self.error(f"'{word}' is neither a flag nor the value of one")
-            self.error(f"unknown flag {word}{did_you_mean(word, self.flags)}")
+            self._refuse_unknown(unknown)
         return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+
+    def spellings_in(self, argv: list[str]) -> dict[str, str]:
+        """Return how each setting in ``argv`` is written, such as ``--no_packing``."""
+        spellings = {}
+        for option in _options_in(argv):
+            action = self._option_string_actions.get(option)
+            if action is not None:
+                spellings[action.dest] = _with_underscores(option)
+        return spellings
+
+    def _describe_wrong_value(self, error: argparse.ArgumentError, argv: list[str]) -> str:
+        """Return the message for a flag whose value is missing or wrong."""
+        names = (error.argument_name or "").split("/")  # such as --max_steps/--max-steps
+        action = self._option_string_actions[names[0]]
+        written = [option for option in _options_in(argv) if option in names]
+        flag = _with_underscores(written[-1])
+        if error.message.startswith("expected"):
+            meaning = self._help_texts[action.dest].replace("%%", "%").partition(";")[0]
+            return f"{flag} needs a value: {meaning}"
+        return f"{flag}: {error.message}"
+
+    def _refuse_unknown(self, words: list[str]) -> NoReturn:
+        """Raise :class:`UserError` for the words of a command line that belong to no known flag."""
+        first = words[0].partition("=")[0]
+        if not first.startswith("-"):
+            self.error(f"'{first}' is neither a flag nor the value of one")
+
+        # Words without dashes after an unknown flag are its values, and so are numbers below 0.
+        flags = [word.partition("=")[0] for word in words if re.match(r"-+[^\W\d]", word)]
+        problem = self._describe_unknown("flag", dict.fromkeys(flags or [first]), self.flags)
+        if problem.endswith("."):
+            raise UserError(f"{self._error_prefix}{problem}")
+        self.error(problem)
+
+    def describe_unknown_keys(self, keys: list[str]) -> str:
+        """Return the message about keys of a YAML file that are no flags."""
+        return self._describe_unknown("key", {key: f"'{key}'" for key in keys}, self.keys)
+
+    def _describe_unknown(
+        self, kind: str, words: Mapping[str, str | None], known: Iterable[str]
+    ) -> str:
+        """Return the message about flags or keys that this recipe does not have.
+
+        It ends with a full stop if there is a hint for each.
+
+        Args:
+            kind: ``flag`` or ``key``.
+            words: the unknown words, and how to show each; ``None`` to show it as it is.
+            known: the words that could be meant instead.
+        """
+        known = list(known)
+        own_flags = {action.option_strings[0] for action in self._actions}
+        hints = {}
+        for word in words:
+            name = _with_underscores(word).lstrip("-")
+            hints[word] = self._hint_for(name, own_flags) if self._hint_for else None
+
+        if len(words) == 1:
+            ((word, shown),) = words.items()
+            hint = hints[word]
+            remark = f": {hint}." if hint else did_you_mean(word, known)
+            return f"unknown {kind} {shown or word}{remark}"
+
+        described = []
+        for word, shown in words.items():
+            remark = hints[word] or did_you_mean(word, known).removeprefix(" - ")
+            described.append(f"{shown or word} ({remark})" if remark else shown or word)
+        full_stop = "." if all(hints.values()) else ""
+        return f"unknown {kind}s: {', '.join(described)}{full_stop}"
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
-        message = message.removeprefix("argument ")
-        # A flag has several names, such as --max_steps/--max-steps. Show the first.
-        message = re.sub(r"(--\w+)(/--[\w-]+)+", r"\1", message)
         raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
+
+
+def _options_in(argv: list[str]) -> list[str]:
+    """Return the words of a command line that may be flags, without the values after ``=``."""
+    return [word.partition("=")[0] for word in argv if word.startswith("-")]
+
+
+def _with_underscores(option: str) -> str:
+    """Return a flag such as ``--max-steps`` as ``--max_steps``."""
+    name = option.lstrip("-")
+    dashes = option[: len(option) - len(name)]
+    return dashes + name.replace("-", "_")
 
 
 def _add_three_way_switch(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
@@ -360,67 +567,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " - did you mean X?" with the nearest known name, or nothing if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f" - did you mean {near[0]}?" if near else ""
-
-
-def _argv_from_yaml(path: str, parser: _Parser) -> list[str]:
-    """Return the flags in a YAML file as the words of a command line.
-
-    Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
-    boolean and ``12:30`` into a number.
-    """
-    tree = _read_yaml(path)
-    if tree is None or _is_null(tree):
-        return []
-    if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"--config {path} must consist of `flag: value` lines.")
-
-    special = ("--config", "--help_all", "--help")
-    names = [option.removeprefix("--") for option in parser.flags if option not in special]
-    argv: list[str] = []
-    keys = set()
-    for key_node, value_node in tree.value:
-        key = str(key_node.value)
-        if key not in names:
-            raise UserError(f"{path}: unknown key '{key}'{did_you_mean(key, names)}")
-        if key in keys:
-            raise UserError(f"{path}: '{key}' is set twice; remove one of the lines.")
-        keys.add(key)
-        if not _is_null(value_node):  # null keeps the recipe's default
-            argv += _flag_words(path, key, value_node)
-    return argv
-
-
-def _read_yaml(path: str) -> yaml.Node | None:
-    """Return the syntax tree of a YAML file, or ``None`` if the file is empty."""
-    try:
-        # Errors show the path as the user wrote it, which `Path` would change.
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123
-            return yaml.compose(file.read(), Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"--config {path} is not YAML: {error}") from None
-
-
-def _flag_words(path: str, key: str, node: yaml.Node) -> list[str]:
-    """Return a key of a YAML file and its value as the words of a command line."""
-    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
-        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
-    words = [str(item.value) for item in nodes]
-    if not words:
-        raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
-
-    if key.startswith("no_"):  # `no_x: true` is the flag --no_x, which takes no value
-        try:
-            is_set = string_to_bool(words[0])  # type: ignore[no-untyped-call]
-        except argparse.ArgumentTypeError:
-            raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
-        return [f"--{key}"] if is_set else []
-    if len(words) == 1:
-        return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag
-    return [f"--{key}", *words]
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _YAML_NULL

@@ -320,7 +320,7 @@ class StepInfo(NamedTuple):
     is_last: bool  # whether all steps of the run are made
     should_stop: bool  # whether the run stops after this step
 
-    def is_due(self, every: int) -> bool:
+    def is_due(self, every: float) -> bool:
         """Return whether an action that happens every ``every`` steps is due.
 
         The last step makes every action due, whatever its period. 0 means never.

@@ -23,13 +23,14 @@ DEFAULTS = lt.Settings(
         global_batch_size=8,
     ),
     chat=lt.ChatConfig(),
-    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=20, weight_decay=0.01),
+    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=0.1, weight_decay=0.01),
     run=lt.RunConfig(output_dir="runs/finetune"),
 )
 
 
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
+    settings.default_epochs(3.0)
     model = settings.model
     model.fit_max_length()
     if not settings.data.tokenizer:

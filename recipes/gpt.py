@@ -15,7 +15,11 @@ DEFAULTS = lt.Settings(
     model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"),
     data=lt.DataConfig(tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     optim=lt.OptimConfig(
-        optim="muon", max_steps=120, learning_rate=2e-2, lr_scheduler_type="linear", warmup_steps=10
+        optim="muon",
+        max_steps=120,
+        learning_rate=2e-2,
+        lr_scheduler_type="linear",
+        warmup_steps=0.08,
     ),
     parallel=lt.PipelineConfig(),
     run=lt.RunConfig(output_dir="runs/gpt"),

@@ -22,7 +22,7 @@ DEFAULTS = lt.Settings(
     ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
-    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=10, weight_decay=0.0),
+    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=0.1, weight_decay=0.0),
     run=lt.RunConfig(output_dir="runs/preference"),
 )
 
@@ -32,6 +32,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
 
     By default the model is the newest one that ``recipes/finetune.py`` has made.
     """
+    settings.default_epochs(1.0)
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
         model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")

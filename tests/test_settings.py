@@ -182,7 +182,7 @@ def test_a_model_gets_the_columns_that_it_says_it_takes_and_bits_per_byte_are_ri
         return loaders[-1]
 
     monkeypatch.setattr(start, "train_loader", noting_the_loader)
-    flags = [*TINY, *SHORT, "--dataset", str(text_file), "--output_dir"]
+    flags = [*TINY, *SHORT, "--warmup_steps", "1", "--dataset", str(text_file), "--output_dir"]
     for dropout in ("0", "0.5"):
         recipe["main"]([*flags, str(tmp_path / dropout), "--dropout", dropout])
     plain, keyed = (set(next(iter(loader)).batches[0]) for loader in loaders)
@@ -205,6 +205,7 @@ def test_a_run_that_goes_on_trains_what_it_has_learned(own: dict[str, Any], tmp_
         "--logging_steps",
         "1",
     ]
+    flags += ["--warmup_steps", "20"]
     own["main"]([*flags, "--max_steps", "60"])
     source = ["--resume_from_checkpoint", str(tmp_path / "run")]
     own["main"]([*flags, *source, "--max_steps", "61", "--lr_scheduler_type", "constant"])

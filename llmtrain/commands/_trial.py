@@ -14,6 +14,7 @@ from llmtrain.launching.children import (
     read_accelerate_config,
     recipe_command,
     run_command,
+    short_run_flags,
     start_command,
 )
 from llmtrain.record.history import History, read_lines
@@ -134,12 +135,10 @@ class Trial:
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
         self.on_cpu = not arguments.config_file and most_processes > gpu_count()
-        self._forced_flags: JsonObject = {
-            "max_steps": steps,
+        self._forced_flags: JsonObject = short_run_flags(steps) | {
             "save_steps": save_steps,
             "logging_steps": 1,
             "log_rows": True,
-            "report_to": "none",
             "resume_from_checkpoint": "auto",
         }
 

@@ -13,6 +13,7 @@ from llmtrain.launching.children import (
     read_accelerate_config,
     recipe_command,
     run_command,
+    short_run_flags,
 )
 from llmtrain.types import JsonObject
 
@@ -51,10 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
     folder = next(folder for folder in candidate_folders(output_dir) if is_free(folder))
-    forced: JsonObject = {
+    forced: JsonObject = short_run_flags(int(last_step)) | {
         "xray_steps": arguments.steps,
-        "max_steps": last_step,
-        "report_to": "none",
         "resume_from_checkpoint": "never",
         "output_dir": str(folder),
     }

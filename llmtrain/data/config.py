@@ -22,12 +22,14 @@ class BatchConfig(Config):
     global_batch_size: int = flag(
         32,
         "rows per optimizer step, summed over all processes; does not depend on how many there are",
+        group="batch and memory",
     )
     per_device_train_batch_size: int = flag(
         16,
         "largest number of rows in one forward and backward pass (the micro-batch) of each "
         "process; lower it if memory runs out",
         affects="layout",
+        group="batch and memory",
     )
 
     def __post_init__(self) -> None:
@@ -74,6 +76,7 @@ class DataConfig(BatchConfig):
         None,
         "split to train on, for data sets that have splits (default: train); with this flag or "
         "the next, a folder of files is read as a data set of the hub would be",
+        hidden=True,
     )
     dataset_test_split: str | None = flag(
         None,
@@ -90,21 +93,25 @@ class DataConfig(BatchConfig):
         [],
         "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
         "the field question as the prompt; text=body does the same as --text_field body",
+        metavar="OURS=THEIRS",
     )
     mixture: list[float] = flag(
         [],
         "sampling weight of each data set, in the order of --dataset: its share of the rows; the "
         "log shows its share of the target tokens, too (default: every row once per epoch)",
+        hidden=True,
     )
     text_field: str = flag(
         "text",
         "name of the field that holds the text, in files of records and in hub data sets",
+        hidden=True,
     )
     isolate_documents: bool = flag(
         False,
         "plain text: keep the documents in a row apart, so that each attends to itself alone and "
         "has positions from 0; otherwise a token sees all earlier tokens of its row, also those "
         "of other documents (text beside packed conversations is always kept apart)",
+        hidden=True,
     )
     eval_fraction: float = flag(
         0.1,
@@ -216,6 +223,7 @@ class RowConfig(Config):
         "error",
         "what to do with a record that cannot be trained on: stop and name its line, or leave it "
         "out and count it",
+        hidden=True,
     )
     packing: bool | None = flag(
         None,
@@ -267,6 +275,7 @@ class ChatConfig(RowConfig):
         "auto",
         "format of the records; auto detects it from their fields; conversations train the "
         "assistant's turns, plain text trains every token",
+        hidden=True,
     )
     turns: Literal["all", "last"] = flag(
         "all",
@@ -283,6 +292,7 @@ class PairConfig(RowConfig):
         "store the prompt of a pair once for both answers; --no_share_prompts stores it for each, "
         "which is slower, and so does --no_packing (default: auto, which shares prompts if the "
         "model keeps the answers apart)",
+        hidden=True,
     )
 
     @property

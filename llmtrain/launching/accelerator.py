@@ -202,9 +202,9 @@ def cpu_has_bfloat16() -> bool:
 def pluralize(n: int, word: str) -> str:
     """Return a number and its noun, such as ``2 processes``."""
     if n == 1:
-        return f"{n} {word}"
+        return f"1 {word}"
     ending = "es" if word.endswith(("s", "ch")) else "s"
-    return f"{n} {word}{ending}"
+    return f"{n:,} {word}{ending}"
 
 
 # A run writes its number of threads to this variable if the user set none. A later run of the same

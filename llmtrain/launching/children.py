@@ -66,6 +66,14 @@ def recipe_command(
     return command
 
 
+def short_run_flags(steps: int) -> "JsonObject":
+    """Return the flags of a short run of a recipe, whatever its own flags are.
+
+    A warmup that is made for a longer run would be as long as the short one, which is an error.
+    """
+    return {"max_steps": steps, "warmup_steps": 0.5, "report_to": "none"}
+
+
 def run_command(command: list[str], on_cpu: bool, **variables: str) -> None:
     """Run a command and wait until it ends.
 

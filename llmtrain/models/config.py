@@ -37,6 +37,7 @@ class GPTConfig(Config):
         False,
         "save memory: compute activations again in the backward pass instead of keeping them",
         affects="layout",
+        group="batch and memory",
     )
     architecture: Literal["gpt2", "lfm2"] = flag(
         "gpt2",
@@ -93,6 +94,7 @@ class ModelConfig(Config):
         "changes to the configuration of --from_config, such as "
         '"hidden_size=256,num_hidden_layers=8"; head_dim follows from the hidden size and the '
         "heads, unless it is given or the model type has its own",
+        hidden=True,
     )
     max_length: int | Literal["auto"] = flag(
         1024,
@@ -107,29 +109,35 @@ class ModelConfig(Config):
         None,
         "attention of transformers: sdpa, eager, flash_attention_2, ... (default: the model's own)",
         affects="pass",
+        hidden=True,
     )
     gradient_checkpointing: bool = flag(
         False,
         "save memory: compute activations again in the backward pass instead of keeping them",
         affects="layout",
+        group="batch and memory",
     )
     router_aux_loss_coef: float | None = flag(
         None,
         "weight of the loss that balances the experts of a mixture-of-experts model (default: the "
         "one in the model's configuration); 0 turns it off",
+        hidden=True,
     )
     freeze: str | None = flag(
         None,
         "regular expression; parameters whose names contain a match are not trained",
+        hidden=True,
     )
     load_in_4bit: bool = flag(
         False,
         "with --lora_r: keep the frozen weights in 4 bits to save memory (needs a CUDA GPU and "
         "bitsandbytes)",
+        group="batch and memory",
     )
     trust_remote_code: bool = flag(
         False,
         "run Python code that comes with the model or the tokenizer; only if you trust its author",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -204,16 +212,19 @@ class LoraConfig(Config):
         ["all-linear"],
         "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
         "all-linear: every linear layer except the output head",
+        hidden=True,
     )
     lora_dropout: float = flag(
         0.0,
         "dropout probability on the inputs of the LoRA matrices",
         affects="pass",
+        hidden=True,
     )
     use_dora: bool = flag(
         False,
         "DoRA: train the magnitude of each weight vector separately from its direction (Liu et al. "
         "2024, arXiv:2402.09353)",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -257,13 +268,17 @@ class PreferenceConfig(Config):
         0.0,
         "sigmoid, robust, simpo: assumed share of pairs whose chosen and rejected answers are "
         "swapped",
+        hidden=True,
     )
-    desirable_weight: float = flag(1.0, "kto: weight of the loss of desirable answers")
-    undesirable_weight: float = flag(1.0, "kto: weight of the loss of undesirable answers")
+    desirable_weight: float = flag(1.0, "kto: weight of the loss of desirable answers", hidden=True)
+    undesirable_weight: float = flag(
+        1.0, "kto: weight of the loss of undesirable answers", hidden=True
+    )
     simpo_gamma: float = flag(
         0.5,
         "simpo: margin by which the reward of the chosen answer should exceed that of the rejected "
         "one; a reward is beta times the mean log-probability of a token, in nats",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:

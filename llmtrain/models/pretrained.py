@@ -116,7 +116,7 @@ def load_model(
         is_reward_model=is_reward_model,
     )
     text_config = model.config.get_text_config()
-    _check_positions(text_config, config.row_length)
+    _check_positions(text_config, config)
     _set_balance_weight(
         text_config,
         config.router_aux_loss_coef,
@@ -215,12 +215,14 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: 
         )
 
 
-def _check_positions(text_config: "PreTrainedConfig", block_size: int) -> None:
+def _check_positions(text_config: "PreTrainedConfig", config: ModelConfig) -> None:
     """Raise :class:`UserError` if rows are longer than the model has positions."""
-    positions = getattr(text_config, "max_position_embeddings", None) or block_size
-    if block_size > positions:
+    length = config.row_length
+    positions = getattr(text_config, "max_position_embeddings", None) or length
+    if length > positions:
         raise UserError(
-            f"--max_length {block_size} is more than this model's {positions} positions; lower it."
+            f"{config.spelling('max_length')} {length} is more than this model's {positions} "
+            "positions; lower it."
         )
 
 

@@ -20,6 +20,7 @@ class ParallelConfig(Config):
         "sum gradients over the processes in bf16 or fp16, which halves the bytes to send but is "
         "less exact; none: in full precision",
         affects="gradient",
+        hidden=True,
     )
     sync_each_batch: bool = flag(
         False,
@@ -66,4 +67,5 @@ class PipelineConfig(ParallelConfig):
         1,
         "number of pipeline stages into which the model's layers are split, each in a separate "
         "process",
+        hidden=True,
     )

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmtrain.launching.children import gpu_count, recipe_command, run_command
+from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
 from llmtrain.observe.phases import OWN_PHASES
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
@@ -107,12 +107,11 @@ def _run_steps(
     """
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
         output_dir = Path(folder) / "run"
-        forced = forced | {
-            "max_steps": _STEPS,
+        forced = forced | short_run_flags(_STEPS)
+        forced |= {
             "logging_steps": _STEPS,
             "eval_steps": 0,
             "resume_from_checkpoint": "never",
-            "report_to": "none",
             "output_dir": output_dir,
         }
         command = recipe_command([recipe, *flags], forced, processes)

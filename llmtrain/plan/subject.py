@@ -17,6 +17,7 @@ from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.stages import Staged
 from llmtrain.plan.activations import list_of_blocks
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.steps import settle_steps
 from llmtrain.types import JsonObject, ModelBundle, Objective
 
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
@@ -96,6 +97,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
 
     with contextlib.redirect_stdout(io.StringIO()):
         rows = names["tokenized"](settings)
+        settle_steps(settings, rows)
         try:
             with torch.device("meta"):
                 bundle: ModelBundle | nn.Module = names["build"](settings, rows, precision)

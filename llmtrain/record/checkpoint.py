@@ -299,7 +299,7 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
     - the newest ``keep``,
     - the newest two that this process has written, or read completely,
     - the one with the lowest eval loss,
-    - the best one by the metric of early stopping.
+    - the best one by ``--metric_for_best_model``, if the run keeps it.
 
     Args:
         folder: the folder of the checkpoints.
@@ -320,14 +320,14 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
 
 
 def _best_checkpoints(folder: Path, paths: list[Path]) -> list[Path]:
-    """Return the checkpoints that are the best by the eval loss, and by early stopping."""
+    """Return the checkpoints that are the best by the eval loss, and by the run's own metric."""
     best = []
     losses = eval_losses(paths)
     if losses:
         best.append(min(losses, key=losses.__getitem__))
 
     if paths:
-        # The state of early stopping, see `Patience.state`.
+        # The choice of the best evaluation, see `Patience.state`.
         patience = read_object(paths[-1] / "state.json").get("best")
         if patience:
             best_step = patience[1]

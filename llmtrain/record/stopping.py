@@ -1,4 +1,7 @@
-"""Reasons to stop a run before its last step: a signal, a time limit, or early stopping."""
+"""Reasons to stop a run before its last step: a signal, a time limit, or early stopping.
+
+Early stopping also chooses the best evaluation, whose weights the finished model may get.
+"""
 
 import contextlib
 import math
@@ -70,13 +73,15 @@ class Deadline:
 
 @dataclass
 class Patience:
-    """Early stopping: ends a run when its evaluations no longer improve.
+    """Chooses the best evaluation, and ends a run when its evaluations no longer improve.
 
     Attributes:
         allowed: the number of evaluations in a row without an improvement that ends the run; 0
             disables early stopping.
         metric: the metric that should improve, such as ``eval/loss``. Lower is better if its name
             contains loss, perplexity or bits. Otherwise higher is better.
+        keeps_best: whether the checkpoint of the best evaluation is kept, and the finished model
+            gets its weights. Always true with early stopping.
         best: the best value so far, negated if higher is better.
         best_step: the step of the best value; 0 if there is none yet.
         worse: the number of evaluations since then.
@@ -84,9 +89,13 @@ class Patience:
 
     allowed: int
     metric: str
+    keeps_best: bool = False
     best: float = math.inf
     best_step: int = 0
     worse: int = 0
+
+    def __post_init__(self) -> None:
+        self.keeps_best = self.keeps_best or self.allowed > 0
 
     @property
     def is_over(self) -> bool:

@@ -110,8 +110,8 @@ class LoopContext:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether evaluations choose the best checkpoint, for early stopping."""
-        return self.run.patience.allowed > 0
+        """Whether evaluations choose the best checkpoint."""
+        return self.run.patience.keeps_best
 
     def evaluates_after(self, info: StepInfo) -> bool:
         """Return whether the model is evaluated after a step.
@@ -119,8 +119,8 @@ class LoopContext:
         If ``info.is_last``, all steps of the run are made, and the model is evaluated in any case.
         ``info.should_stop`` means that a rank was asked to stop, which may be at any step. The run
         then skips an evaluation that is due, to stop sooner. The resumed run begins with the next
-        step, so it does not make up for this evaluation. With early stopping the run evaluates all
-        the same, because it could otherwise miss the best checkpoint.
+        step, so it does not make up for this evaluation. A run that keeps its best checkpoint
+        evaluates all the same, because it could otherwise miss it.
         """
         if info.is_last:
             return True
@@ -188,9 +188,9 @@ class MemoryAdvice(LoopCallback):
         """Return how to make rows shorter: with a flag, if the recipe has one."""
         model = self.run.settings.model
         if isinstance(model, ModelConfig):
-            return "Lower --max_length"
+            return f"Lower {model.spelling('max_length')}"
         if isinstance(model, GPTConfig):
-            return "Lower --block_size"
+            return f"Lower {model.spelling('block_size')}"
         return "Make the rows shorter"
 
 
@@ -438,7 +438,7 @@ class Evaluation(LoopCallback):
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)
             run.log(results)
-        if run.patience.allowed:
+        if run.patience.keeps_best:
             run.patience.record(run.step, results)
         self.timing.progress.write_evaluation(run.step, results)
 
@@ -514,7 +514,7 @@ class Finish(LoopCallback):
             self._say_how_to_resume(reason)
 
     def _write_model(self) -> None:
-        """Write the best weights if early stopping has chosen some, and the last ones otherwise."""
+        """Write the best weights if the run keeps them, and the last ones otherwise."""
         load_best(self.run, self.engine)
         write_model(self.run, self.engine)
 

@@ -1,7 +1,5 @@
 """The fingerprint of a run: everything that its steps depend on."""
 
-from dataclasses import asdict
-
 from accelerate import Accelerator
 
 from llmtrain.data.tokenized import Tokenized
@@ -24,7 +22,7 @@ def run_fingerprint(
     layout is not part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None
-    if settings.loop.early_stopping_patience:
+    if settings.loop.keeps_best:
         stopping = [
             settings.loop.early_stopping_patience,
             settings.loop.metric_for_best_model,
@@ -41,7 +39,7 @@ def run_fingerprint(
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.loop.seed,
         "bitwise": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
-        "optimizer": asdict(settings.optim),
+        "optimizer": settings.optim.fingerprint,
         "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,
         "early_stopping": stopping,

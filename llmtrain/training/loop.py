@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Generator, Sequence
 from concurrent import futures
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import torch
 from accelerate import Accelerator
@@ -339,7 +339,7 @@ def _say_if_xray_is_missed(run: Run) -> None:
 def _say_changed_settings(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint to resume from."""
     recorded = run.resume_point.optim_settings
-    current = asdict(run.settings.optim)
+    current = run.settings.optim.fingerprint
     if recorded is None or recorded == current:
         return
     changes = ", ".join(

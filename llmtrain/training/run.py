@@ -37,6 +37,7 @@ from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.steps import settle_steps, steps_per_epoch
 from llmtrain.training.summary import show_result
 from llmtrain.types import JsonObject, ModelBundle
 
@@ -87,7 +88,7 @@ class Run:
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
-        patience: decides about early stopping.
+        patience: chooses the best evaluation, and decides about early stopping.
         resume_point: the checkpoint that this start resumes from, if there is one.
         step: steps made so far.
         tokens: target tokens of these steps.
@@ -142,7 +143,7 @@ class Run:
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
 
-        The columns are ``step``, ``tokens``, ``time`` and the metrics, such as ``train/loss``. An
+        The columns are ``step``, ``epoch``, ``tokens``, ``time`` and metrics like ``train/loss``. An
         entry of a step and the entry of the evaluation after it are two rows, and a metric that an
         entry lacks is NaN. If there is a value for each rank, such as ``phases/forward``, it is the
         largest one.
@@ -154,8 +155,15 @@ class Run:
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry to ``metrics.jsonl`` and to the trackers."""
+        epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
         self.metrics.write(
-            {"step": self.step, "tokens": self.tokens, **metrics, "time": round(time.time(), 3)}
+            {
+                "step": self.step,
+                "epoch": round(epoch, 4),
+                "tokens": self.tokens,
+                **metrics,
+                "time": round(time.time(), 3),
+            }
         )
         if "eval/loss" in metrics:
             self.last_eval = EvalResult(self.step, metrics)
@@ -212,13 +220,14 @@ def open_run(
         Ranks(accelerator).data_parallel_size,
         bitwise=settings.loop.bitwise,
     )
-    if not settings.loop.dry_run:
-        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
-    if settings.loop.early_stopping_patience and rows.eval is None:
+    settle_steps(settings, rows)  # for a recipe that does not call `place`
+    if settings.loop.keeps_best and rows.eval is None:
         raise UserError(
-            "--early_stopping_patience needs eval rows, and there are none; raise "
+            f"{settings.loop.best_flag} needs eval rows, and there are none; raise "
             "--eval_fraction, or name eval data with --eval_dataset."
         )
+    if not settings.loop.dry_run:
+        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -297,6 +306,7 @@ def _new_run(
         patience=Patience(
             settings.loop.early_stopping_patience,
             settings.loop.metric_for_best_model,
+            keeps_best=settings.loop.keeps_best,
         ),
         resume_point=resume_point,
         step=resume_point.step,

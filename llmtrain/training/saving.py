@@ -97,7 +97,7 @@ def _state(run: Run, engine: Engine) -> JsonObject:
         "skipped": run.skipped,
         "compiled": run.compiled,
         "eval_loss": eval_loss,
-        "best": run.patience.state if run.patience.allowed else None,
+        "best": run.patience.state if run.patience.keeps_best else None,
         "fingerprint": run.fingerprint,
         "fingerprint_sha256": digest(run.fingerprint),
         "processes": engine.world_size,
@@ -109,8 +109,8 @@ def _state(run: Run, engine: Engine) -> JsonObject:
 
 
 def load_best(run: Run, engine: Engine) -> None:
-    """Load the weights of the best evaluation for early stopping, unless they are the last ones."""
-    best_step = run.patience.best_step if run.patience.allowed else 0
+    """Load the weights of the best evaluation if the run keeps them and they are not the last."""
+    best_step = run.patience.best_step if run.patience.keeps_best else 0
     if best_step in (0, run.step):
         return
 
@@ -124,8 +124,8 @@ def load_best(run: Run, engine: Engine) -> None:
         return
 
     load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
-    reason = f": {run.patience.reason}" if run.patience.is_over else ""
-    say("best", f"model/ has the weights of step {best_step}{reason}")
+    reason = run.patience.reason if run.patience.is_over else f"the best {run.patience.metric}"
+    say("best", f"model/ has the weights of step {best_step}: {reason}")
 
 
 def write_model(run: Run, engine: Engine) -> None:

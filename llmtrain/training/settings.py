@@ -1,15 +1,56 @@
 """The flags of the optimizer, the loop and the run folder, and all settings of a recipe."""
 
+import argparse
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
+from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.types import JsonObject
+
+
+def steps_or_fraction(text: str) -> float:
+    """Parse a number of steps, or a number below 1, which is a fraction of the run.
+
+    :func:`llmtrain.training.steps.settle_steps` turns fractions into steps.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither a number of steps nor a fraction of the run, such as 0.1"
+        ) from None
+    return int(number) if number.is_integer() else number
+
+
+def _require_steps(config: Config, minimum: int, *names: str) -> None:
+    """Raise :class:`UserError` unless every named flag is a number of steps, or a fraction.
+
+    Args:
+        config: the flags.
+        minimum: the smallest number of steps, 0 or 1. A fraction is always above 0.
+        names: the names of the flags.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if 0 < value < 1:
+            continue
+        if not minimum <= value < math.inf:  # also true for NaN
+            raise UserError(
+                f"--{name} {value} is out of range: it must be at least {minimum}, or a fraction "
+                "of the run, such as 0.1."
+            )
+        if value != int(value):
+            raise UserError(
+                f"--{name} {value} is neither a whole number of steps nor a fraction below 1."
+            )
 
 
 @dataclass
@@ -24,14 +65,28 @@ class OptimConfig(Config):
         "optimizer; muon trains the matrices of hidden layers with Muon, and all other weights "
         "with AdamW",
     )
-    max_steps: int = flag(400, "number of optimizer steps")
+    num_train_epochs: float | None = flag(
+        None,
+        "number of passes over the training rows, which may be a fraction; --max_steps overrides "
+        "it (default: if you name a data set, 3 in finetune.py and 1 in preference.py; otherwise "
+        "--max_steps decides)",
+        affects="nowhere",  # max_steps then says how many steps these are
+    )
+    max_steps: int = flag(400, "number of optimizer steps; overrides --num_train_epochs")
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
         "cosine", "learning-rate schedule after the warmup; all but constant end at 0"
     )
-    warmup_steps: int = flag(50, "steps over which the learning rate rises from 0 to its peak")
+    warmup_steps: float = flag(
+        0.1,
+        "steps over which the learning rate rises from 0 to its peak; below 1: a fraction of the "
+        "run",
+        parse=steps_or_fraction,
+    )
     weight_decay: float = flag(
-        0.1, "decoupled weight decay of matrices; biases and the weights of norms do not decay"
+        0.1,
+        "decoupled weight decay of matrices; biases and the weights of norms do not decay",
+        hidden=True,
     )
     adam_beta1: float = flag(
         0.9, "decay of the running mean of gradients, for AdamW and Muon", hidden=True
@@ -40,12 +95,18 @@ class OptimConfig(Config):
         0.95, "decay of AdamW's running mean of squared gradients", hidden=True
     )
     max_grad_norm: float = flag(
-        1.0, "clip the gradient of each step to this norm, over all weights together"
+        1.0,
+        "clip the gradient of each step to this norm, over all weights together",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "max_steps")
-        require_at_least(self, 0, "learning_rate", "warmup_steps", "weight_decay")
+        require_at_least(self, 0, "learning_rate", "weight_decay")
+        _require_steps(self, 0, "warmup_steps")
+        epochs = self.num_train_epochs
+        if epochs is not None and not 0 < epochs < math.inf:  # also true for NaN
+            raise UserError(f"--num_train_epochs {epochs} is out of range: it must be above 0.")
         for name in ("adam_beta1", "adam_beta2"):
             beta = getattr(self, name)
             if not 0 <= beta < 1:
@@ -57,21 +118,44 @@ class OptimConfig(Config):
                 f"--max_grad_norm {self.max_grad_norm} is out of range: it must be above 0."
             )
 
+    @property
+    def fingerprint(self) -> JsonObject:
+        """The settings that the steps of a run depend on, for its fingerprint.
+
+        ``num_train_epochs`` is left out, because ``max_steps`` has the steps of these epochs.
+        """
+        values = asdict(self)
+        del values["num_train_epochs"]
+        return values
+
 
 @dataclass
 class LoopConfig(Config):
     """The training loop, its evaluations and early stopping. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "loop"
+    _argument_group_name: ClassVar[str] = "evaluation and logging"
 
     seed: int = flag(
-        0, "random seed of the initial weights, the data order and dropout", affects="seed"
+        0,
+        "random seed of the initial weights, the data order and dropout",
+        affects="seed",
+        group="optimization",
     )
-    logging_steps: int = flag(10, "steps between two log entries of the train loss")
-    eval_steps: int = flag(
+    logging_steps: float = flag(
+        10,
+        "steps between two log entries of the train loss; below 1: a fraction of the run",
+        parse=steps_or_fraction,
+    )
+    eval_steps: float = flag(
         100,
         "steps between two evaluations, in addition to one before the first step and one after the "
-        "last; 0: no evaluations",
+        "last; below 1: a fraction of the run; 0: no evaluations",
+        parse=steps_or_fraction,
+    )
+    load_best_model_at_end: bool = flag(
+        False,
+        "give the finished model the weights of the best evaluation, by --metric_for_best_model, "
+        "instead of the last ones; each evaluation then saves a checkpoint",
     )
     early_stopping_patience: int = flag(
         0,
@@ -81,32 +165,43 @@ class LoopConfig(Config):
     )
     metric_for_best_model: str = flag(
         "eval/loss",
-        "eval metric that --early_stopping_patience compares; lower is better if its name contains "
-        "loss, perplexity or bits, otherwise higher is better",
+        "eval metric that --load_best_model_at_end and --early_stopping_patience compare; lower is "
+        "better if its name contains loss, perplexity or bits, otherwise higher is better",
         affects="update",
+        hidden=True,
     )
     sample_prompts: list[str] = flag(
         [],
         "prompts that the model continues at every evaluation, or answers if the tokenizer has a "
         "chat template; the texts go to samples.jsonl in the run folder",
+        hidden=True,
     )
     max_hours: float | None = flag(
-        None, "save and stop before this many hours have passed since the start"
+        None,
+        "save and stop before this many hours have passed since the start",
+        hidden=True,
+        group="run folder and checkpoints",
     )
     bitwise: bool = flag(
         False,
         "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
         "bits; slower",
         affects="layout",
+        hidden=True,
+        group="processes",
     )
     torch_compile: Literal["auto", "always", "never"] | None = flag(
         None,
         "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
         "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
         affects="layout",
+        hidden=True,
+        group="batch and memory",
     )
     dry_run: bool = flag(
-        False, "stop before the first step, and print the first rows of the training data"
+        False,
+        "stop before the first step, and print the first rows of the training data",
+        group="data",
     )
     skip_nonfinite: int = flag(
         0,
@@ -114,6 +209,7 @@ class LoopConfig(Config):
         "error",
         affects="update",
         hidden=True,
+        group="optimization",
     )
     xray_steps: str | None = flag(
         None,
@@ -129,17 +225,15 @@ class LoopConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "logging_steps")
-        require_at_least(self, 0, "eval_steps", "skip_nonfinite", "early_stopping_patience")
-        can_stop_early = self.early_stopping_patience > 0
-        if can_stop_early and not self.eval_steps:
+        _require_steps(self, 1, "logging_steps")
+        _require_steps(self, 0, "eval_steps")
+        require_at_least(self, 0, "skip_nonfinite", "early_stopping_patience")
+        if self.keeps_best and not self.eval_steps:
+            raise UserError(f"{self.best_flag} needs evaluations; set --eval_steps above 0.")
+        if self.metric_for_best_model != "eval/loss" and not self.keeps_best:
             raise UserError(
-                "--early_stopping_patience needs evaluations; set --eval_steps above 0."
-            )
-        if self.metric_for_best_model != "eval/loss" and not can_stop_early:
-            raise UserError(
-                "--metric_for_best_model has no effect without --early_stopping_patience; "
-                "set that, too."
+                "--metric_for_best_model has no effect without --early_stopping_patience or "
+                "--load_best_model_at_end; set one of them, too."
             )
         if self.replay_step is not None and self.replay_step < 1:
             raise UserError(
@@ -150,6 +244,18 @@ class LoopConfig(Config):
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         _parse_xray_steps(self.xray_steps)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the finished model gets the weights of the best evaluation."""
+        return self.load_best_model_at_end or self.early_stopping_patience > 0
+
+    @property
+    def best_flag(self) -> str:
+        """The flag that asks for the best weights, for error messages."""
+        if self.early_stopping_patience > 0:
+            return "--early_stopping_patience"
+        return "--load_best_model_at_end"
 
     @property
     def xray_range(self) -> range | None:
@@ -174,7 +280,7 @@ def _parse_xray_steps(text: str | None) -> range | None:
 class RunConfig(Config):
     """The run folder, its checkpoints, and trackers. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "run"
+    _argument_group_name: ClassVar[str] = "run folder and checkpoints"
 
     output_dir: str = flag(
         "runs/run",
@@ -182,38 +288,56 @@ class RunConfig(Config):
         "number is appended (run-2)",
     )
     run_name: str | None = flag(
-        None, "name of the run in trackers (default: the name of the run folder)"
+        None,
+        "name of the run in trackers (default: the name of the run folder)",
+        hidden=True,
+        group="evaluation and logging",
     )
-    save_steps: int = flag(
-        100, "steps between two checkpoints, in addition to one after the last step"
+    save_steps: float = flag(
+        100,
+        "steps between two checkpoints, in addition to one after the last step; below 1: a "
+        "fraction of the run",
+        parse=steps_or_fraction,
     )
     save_total_limit: int = flag(
         2,
         "number of checkpoints to keep, at least 2, in addition to the one with the best eval loss",
+        hidden=True,
     )
     async_save: bool = flag(
         False,
         "write checkpoints in the background while training continues, from a copy in host memory",
+        hidden=True,
     )
     resume_from_checkpoint: str = flag(
         "auto",
         "auto: resume an unfinished run with the same settings, if there is one; never: start a "
         "new run; or the folder of a run or of a checkpoint to resume from",
+        metavar="RUN",
     )
     push_to_hub: str | None = flag(
         None,
         "upload the finished model to this repository on the Hugging Face hub; a new repository is "
         "private",
+        metavar="NAME/MODEL",
     )
     report_to: list[str] = flag(
-        ["wandb"], "trackers that get the metrics: wandb, tensorboard or none"
+        ["wandb"],
+        "trackers that get the metrics: wandb (offline without a login), tensorboard or none",
+        metavar="TRACKER",
+        group="evaluation and logging",
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "save_steps")
+        _require_steps(self, 1, "save_steps")
         require_at_least(self, 2, "save_total_limit")
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
+        if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
+            raise UserError(
+                f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
+                "leave the flag out."
+            )
         _check_trackers(self.report_to)
 
     @property
@@ -260,24 +384,35 @@ class Settings(Generic[M, D]):
         data: the data set and the batch sizes. A recipe that makes its own rows uses a
             ``BatchConfig``.
         model: the model. A recipe that makes its own model leaves it out.
+        lora: LoRA adapters, if the recipe has them.
+        chat: chat or preference data, if the recipe trains on it.
+        preference: the preference loss, if the recipe has one.
         optim: the optimizer.
         parallel: how processes share the work.
         loop: the training loop.
         run: the run folder, its checkpoints, and trackers.
-        chat: chat or preference data, if the recipe trains on it.
-        preference: the preference loss, if the recipe has one.
-        lora: LoRA adapters, if the recipe has them.
     """
 
+    hint_for = staticmethod(hint_for)  # explains flags of other programs, for `config.parse`
+
+    # --help shows the flags in this order.
     data: D
     model: M = None  # type: ignore[assignment]
+    lora: LoraConfig | None = None
+    chat: RowConfig | None = None
+    preference: PreferenceConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    chat: RowConfig | None = None
-    preference: PreferenceConfig | None = None
-    lora: LoraConfig | None = None
+
+    def default_epochs(self, epochs: float) -> None:
+        """Train for this many epochs if the user named a data set, but no number of steps.
+
+        Without a data set, a recipe trains on its demo for its own ``max_steps``.
+        """
+        if self.data.is_set("dataset") and not self.optim.is_set("max_steps"):
+            self.optim.set_default("num_train_epochs", epochs, "default for your own data")
 
 
 AnySettings: TypeAlias = Settings[Any, Any]

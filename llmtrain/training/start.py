@@ -12,7 +12,7 @@ from llmtrain.console import say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.launching.accelerator import pluralize, start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
@@ -21,6 +21,7 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
+from llmtrain.training.steps import describe_steps, settle_steps
 from llmtrain.types import ModelBundle
 
 S = TypeVar("S", bound=AnySettings)
@@ -39,7 +40,14 @@ def start(settings: AnySettings) -> Accelerator:
         Ranks(accelerator).data_parallel_size,
         bitwise=settings.loop.bitwise,
     )
-    say("batch", str(layout))
+    line = str(layout)
+    if settings.data.is_set("per_device_train_batch_size"):
+        total = pluralize(layout.global_batch_size, "row")
+        line += (
+            "; --per_device_train_batch_size limits memory only: the global batch is "
+            f"{total} (--global_batch_size)"
+        )
+    say("batch", line)
     return accelerator
 
 
@@ -63,8 +71,10 @@ def place(
 
     Raises:
         UserError: if the rows hold several documents each, and the model's ``forward`` takes no
-            position ids, by which it could keep them apart.
+            position ids, by which it could keep them apart; or if the warmup is as long as the run.
     """
+    settle_steps(settings, rows)
+    say("steps", describe_steps(settings, rows))
     torch.manual_seed(settings.loop.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
     if isinstance(bundle, nn.Module):

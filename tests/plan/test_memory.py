@@ -192,20 +192,24 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
 
 
 def recipe(folder: Path, *lines: str) -> str:
-    rows = "SimpleNamespace(positions=8)"
+    rows = "SimpleNamespace(positions=8, train=range(64), mixture=None)"
     head = [
         "from dataclasses import dataclass, field",
         "from types import SimpleNamespace",
         "import torch",
     ]
     head += [
+        "from llmtrain.data.config import BatchConfig",
         "from llmtrain.parallel.config import ParallelConfig",
-        "from llmtrain.training.settings import OptimConfig",
+        "from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig",
     ]
     head += ["@dataclass", "class Settings:"]
     head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
     head += [
         "    parallel: ParallelConfig = field(default_factory=ParallelConfig)",
+        "    data: BatchConfig = field(default_factory=BatchConfig)",
+        "    loop: LoopConfig = field(default_factory=LoopConfig)",
+        "    run: RunConfig = field(default_factory=RunConfig)",
         "    model: object = None",
     ]
     head += ["DEFAULTS = Settings()", f"def tokenized(s): return {rows}"]

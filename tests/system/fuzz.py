@@ -119,7 +119,7 @@ class Fuzz:
     def base(self, main: Any) -> list[str]:
         if main is FINETUNE:
             return [*SMALL_FINETUNE, "--dataset", str(self.good)]
-        return [*TINY, "--max_steps", "1", "--dataset", str(self.good)]
+        return [*TINY, "--max_steps", "1", "--warmup_steps", "0", "--dataset", str(self.good)]
 
     def flag(self) -> Try:
         """One flag with a value that is none."""

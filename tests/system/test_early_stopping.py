@@ -114,6 +114,51 @@ def test_an_interruption_changes_nothing(alone: Path, noise: Path, tmp_path: Pat
     assert same(tmp_path / "run" / "model", alone / "model")
 
 
+def test_without_early_stopping_the_model_gets_the_best_weights_and_resuming_keeps_them(
+    noise: Path, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--max_steps", "48", "--eval_steps", "4", "--save_steps", "6"]
+    flags += ["--eval_fraction", "0.3", "--learning_rate", "2e-2", "--load_best_model_at_end"]
+    flags += ["--lr_scheduler_type", "constant", "--dataset", str(noise), "--output_dir"]
+    folder = tmp_path / "run"
+    run_forked([*PYTHON, GPT, *flags, str(folder)]).assert_ok()
+
+    best = best_of(folder)
+    assert read_json(folder / "status.json")["step"] == 48 > best
+    assert same(folder / "model", folder / "checkpoints" / f"step-{best:08d}" / "model")
+    assert not same(folder / "model", folder / "checkpoints" / "step-00000048" / "model")
+
+    interrupted = tmp_path / "interrupted"
+    command = [*PYTHON, GPT, *flags, str(interrupted)]
+    process = begin(command)
+    try:
+        wait_for_readings(process, interrupted, best + best // 4 + 3)
+        process.send_signal(signal.SIGTERM)
+    finally:
+        wait(process)
+    assert best < read_json(interrupted / "status.json")["step"] < 48
+    assert f"model/ has the weights of step {best}: the best eval/loss" in (
+        run_forked(command).assert_ok().out
+    )
+    assert same(interrupted / "model", folder / "model")
+
+
+def test_the_best_is_chosen_by_the_metric_that_the_user_names(noise: Path, tmp_path: Path) -> None:
+    """And the run is another one than that without the choice."""
+    flags = [*TINY, "--max_steps", "8", "--eval_steps", "0.5", "--dataset", str(noise)]
+    flags += ["--eval_fraction", "0.3", "--output_dir", str(tmp_path / "run")]
+    choice = ["--load_best_model_at_end", "--metric_for_best_model", "eval/perplexity"]
+    run_forked([*PYTHON, GPT, *flags, *choice]).assert_ok()
+    state = read_json(tmp_path / "run" / "checkpoints" / "step-00000008" / "state.json")
+    perplexities = series(tmp_path / "run", "eval/perplexity")
+    del perplexities[0]
+    assert state["best"][:2] == [
+        min(perplexities.values()),
+        min(perplexities, key=perplexities.get),
+    ]
+    assert state["fingerprint"]["early_stopping"] == [0, "eval/perplexity", 4]
+
+
 def test_other_patience_is_another_run(alone: Path, noise: Path) -> None:
     flags = [
         *FLAGS,
@@ -150,6 +195,9 @@ def test_what_cannot_be_is_one_line(noise: Path, tmp_path: Path) -> None:
     )
     assert "needs eval rows" in told("--eval_fraction", "0")
     assert "needs evaluations; set --eval_steps above 0" in told("--eval_steps", "0")
+    best = ["--early_stopping_patience", "0", "--load_best_model_at_end"]
+    assert "--load_best_model_at_end needs evaluations" in told(*best, "--eval_steps", "0")
+    assert "--load_best_model_at_end needs eval rows" in told(*best, "--eval_fraction", "0")
     assert "has no effect without --early_stopping_patience" in told(
         "--early_stopping_patience", "0", "--metric_for_best_model", "eval/perplexity"
     )

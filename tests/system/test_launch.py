@@ -133,7 +133,7 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
     assert record["settings"]["dropout"] == {"value": 0.0, "from": "recipe"}
     assert record["fingerprint"]["global_batch_size"] == 8
     before, first, second, *_ = metrics(plain_run)
-    always = {"step", "tokens", "time"}
+    always = {"step", "epoch", "tokens", "time"}
     assert set(before) == {*always, "train/weight_norm"}
     assert set(first) == {*always, "eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert set(second) == {
@@ -159,7 +159,8 @@ def test_every_shipped_config_starts_the_recipe(
     config: str, text_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    flags = [*TINY, "--max_steps", "2", "--dataset", str(text_file), "--output_dir", str(folder)]
+    flags = [*TINY, "--max_steps", "2", "--warmup_steps", "1", "--dataset", str(text_file)]
+    flags += ["--output_dir", str(folder)]
     ended = run([*accelerate(config), GPT, *flags]).assert_ok()
     start = read_json(folder / "run.json")["starts"][0]
     if config == "multi_gpu":
@@ -179,6 +180,8 @@ def test_a_plain_launch_without_any_config(text_file: Path, tmp_path: Path) -> N
         *TINY,
         "--max_steps",
         "2",
+        "--warmup_steps",
+        "1",
         "--dataset",
         str(text_file),
         "--output_dir",

@@ -403,7 +403,7 @@ def test_the_shipped_config_shards_in_bfloat16(
     recipe: str, text_file: Path, bases: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    flags = [*TINY, "--max_steps", "2"]
+    flags = [*TINY, "--max_steps", "2", "--warmup_steps", "1"]
     if recipe == FINETUNE:
         flags = [
             "--model_name_or_path",
@@ -413,6 +413,8 @@ def test_the_shipped_config_shards_in_bfloat16(
             *TINY[10:],
             "--max_steps",
             "2",
+            "--warmup_steps",
+            "1",
         ]
         flags += [
             "--lora_r",

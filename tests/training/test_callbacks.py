@@ -9,6 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.config import Config, parse
+from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
@@ -17,6 +19,7 @@ from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice
+from llmtrain.training.settings import Settings
 from llmtrain.types import Batch, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
 
@@ -34,11 +37,18 @@ class GivenRewards(PreferenceObjective):
         return {"rewards/chosen": self.chosen, "rewards/rejected": self.rejected}
 
 
+def typed(model: Config, *flags: str) -> Config:
+    """The config of a model after these flags."""
+    return parse(Settings(data=BatchConfig(), model=model), list(flags)).model
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (GPTConfig(), "Lower --block_size, or"),
         (ModelConfig(), "Lower --max_length, or"),
+        (typed(ModelConfig(), "--block_size", "8"), "Lower --block_size, or"),
+        (typed(GPTConfig(), "--max_length", "8"), "Lower --max_length, or"),
         (None, "Make the rows shorter, or"),
     ],
 )
@@ -140,7 +150,7 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
 ) -> None:
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(loop=SimpleNamespace(eval_steps=2)),
-        patience=SimpleNamespace(allowed=int(keeps_best)),
+        patience=SimpleNamespace(keeps_best=keeps_best),
     )
     unused: Any = None
     context = LoopContext(

@@ -1,0 +1,149 @@
+"""YAML files of flags: reading one as the words of a command line, and writing one."""
+
+import argparse
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import yaml
+from transformers.hf_argparser import string_to_bool
+
+from llmtrain.errors import UserError
+
+_YAML_NULL = ("", "~", "null", "Null", "NULL")
+_COLUMNS = 100
+_HEADER = (
+    "Settings for --config. A line such as #name: value shows a default; remove the # to set it. "
+    "Some defaults change with other settings until you set them."
+)
+
+
+class Entry(NamedTuple):
+    """A setting to write to a file.
+
+    Attributes:
+        name: the name of the flag.
+        value: the value; ``None`` or an empty list for none.
+        help: the comment above the setting.
+        is_set: whether the user set the flag. Otherwise the line is commented out.
+    """
+
+    name: str
+    value: Any
+    help: str
+    is_set: bool
+
+
+def text_of(groups: Mapping[str, Sequence[Entry]]) -> str:
+    """Return the text of a file with these settings.
+
+    A setting that the user did not set is commented out. If it was not, reading the file would set
+    it, and it would no longer change with other settings.
+
+    Args:
+        groups: the settings of each group, by the title of the group.
+    """
+    lines = _comment(_HEADER)
+    for title, entries in groups.items():
+        lines += ["", f"# --- {title}"]
+        for entry in entries:
+            mark = "" if entry.is_set else "#"
+            lines += ["", *_comment(entry.help), f"{mark}{entry.name}: {_yaml_of(entry.value)}"]
+    return "\n".join(lines)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=_COLUMNS,
+        initial_indent="# ",
+        subsequent_indent="# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _yaml_of(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    if value is None or value == []:
+        return "null"  # a flag takes no empty list
+    text: str = yaml.safe_dump(
+        value,
+        default_flow_style=True,
+        allow_unicode=True,
+        width=float("inf"),
+    )
+    return text.removesuffix("...\n").rstrip("\n")  # the end of a document
+
+
+def words_of(
+    path: str, names: Collection[str], describe_unknown: Callable[[list[str]], str]
+) -> list[str]:
+    """Return the flags in a YAML file as the words of a command line.
+
+    Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
+    boolean and ``12:30`` into a number.
+
+    Args:
+        path: the path of the file.
+        names: the keys that the file may have.
+        describe_unknown: returns the error message for the other keys.
+
+    Raises:
+        UserError: if the file cannot be read, or if it has unknown keys.
+    """
+    tree = _read_yaml(path)
+    if tree is None or _is_null(tree):
+        return []
+    if not isinstance(tree, yaml.MappingNode):
+        raise UserError(f"--config {path} must consist of `flag: value` lines.")
+
+    keys = [str(key_node.value) for key_node, _ in tree.value]
+    unknown = [key for key in dict.fromkeys(keys) if key not in names]
+    if unknown:
+        raise UserError(f"{path}: {describe_unknown(unknown)}")
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"{path}: '{key}' is set twice; remove one of the lines.")
+
+    words: list[str] = []
+    for key, (_, value_node) in zip(keys, tree.value, strict=True):
+        if not _is_null(value_node):  # null keeps the recipe's default
+            words += _flag_words(path, key, value_node)
+    return words
+
+
+def _read_yaml(path: str) -> yaml.Node | None:
+    """Return the syntax tree of a YAML file, or ``None`` if the file is empty."""
+    try:
+        # Errors show the path as the user wrote it, which `Path` would change.
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            return yaml.compose(file.read(), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"--config {path} is not YAML: {error}") from None
+
+
+def _flag_words(path: str, key: str, node: yaml.Node) -> list[str]:
+    """Return a key of a YAML file and its value as the words of a command line."""
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
+        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
+    words = [str(item.value) for item in nodes]
+    if not words:
+        raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
+
+    if key.startswith("no_"):  # `no_x: true` is the flag --no_x, which takes no value
+        try:
+            is_set = string_to_bool(words[0])  # type: ignore[no-untyped-call]
+        except argparse.ArgumentTypeError:
+            raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
+        return [f"--{key}"] if is_set else []
+    if len(words) == 1:
+        return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag
+    return [f"--{key}", *words]
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _YAML_NULL

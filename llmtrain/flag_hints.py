@@ -1,0 +1,439 @@
+"""What to write here instead of flags of other programs.
+
+Users of transformers' Trainer, TRL, axolotl and nanoGPT type the names that they know. If a recipe
+does not have such a flag, the error message says what to write.
+"""
+
+import re
+from collections.abc import Collection
+
+# Flags of `accelerate launch` that hints name. All other flags in a hint are the recipe's own.
+LAUNCHER_FLAGS = frozenset(
+    {"--mixed_precision", "--config_file", "--multi_gpu", "--num_processes", "--cpu"}
+)
+
+_BF16 = (
+    "the launcher sets the precision, and bf16 is the default on GPUs that have it: accelerate "
+    "launch --mixed_precision bf16 RECIPE"
+)
+_FP16 = "the launcher sets the precision: accelerate launch --mixed_precision fp16 RECIPE"
+_DTYPE = (
+    "trained weights are float32, and the launcher sets the precision of the computation: "
+    "accelerate launch --mixed_precision bf16 RECIPE"
+)
+_CPU = "a GPU is used if there is one; the launcher chooses the CPU: accelerate launch --cpu RECIPE"
+_FSDP = (
+    "the launcher shards a model: accelerate launch --config_file accelerate_configs/fsdp2.yaml "
+    "RECIPE"
+)
+_BEFORE_RECIPE = "this is a flag of the launcher, which goes before the recipe: accelerate launch"
+_NOT_IN_GPT = "this recipe trains a new GPT of --n_layer blocks"
+_LENGTH_IN_GPT = "use --block_size, the length of a row"
+_LORA = "use --lora_r 16, the rank of the adapter"
+_LORA_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py trains LoRA adapters"
+_CHAT_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py trains on conversations"
+_OTHER_MODEL_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py starts from an existing model"
+_NOT_SUPPORTED = "this is not supported; leave it out"
+
+# The hints for each name. Of several hints, the first counts whose flags the recipe has. So a hint
+# that is true of one recipe only names a flag of that recipe.
+_HINTS: dict[str, tuple[str, ...]] = {}
+
+
+def hint_for(name: str, flags: Collection[str]) -> str | None:
+    """Return what to write instead of a flag that a recipe does not have.
+
+    Args:
+        name: the name of that flag, without dashes.
+        flags: the flags of the recipe, such as ``--max_steps``.
+
+    Returns:
+        ``None`` if nothing is known about that name.
+    """
+    for hint in _HINTS.get(name, ()):
+        if flags_in(hint).issubset(flags):
+            return hint
+    return None
+
+
+def flags_in(hint: str) -> set[str]:
+    """Return the flags in a hint, except for those of the launcher."""
+    return set(re.findall(r"--\w+", hint)) - LAUNCHER_FLAGS
+
+
+def known_names() -> list[str]:
+    """Return all names that have a hint."""
+    return list(_HINTS)
+
+
+def _add(names: str, *hints: str) -> None:
+    """Add the hints for several names, which are separated by spaces."""
+    for name in names.split():
+        assert name not in _HINTS, name
+        _HINTS[name] = hints
+
+
+# --- the data
+
+_add("train_file train_files training_file train_data data_path data_files", "use --dataset FILE")
+_add(
+    "dataset_name dataset_id datasets train_dataset dataset_path",
+    "use --dataset, with a file, a folder or a name on the hub",
+)
+_add(
+    "dataset_config dataset_config_name dataset_configuration subset",
+    "use --dataset NAME:CONFIGURATION",
+)
+_add(
+    "validation_file validation_files eval_file test_file val_file valid_file test_datasets "
+    "validation_dataset val_dataset",
+    "use --eval_dataset FILE",
+)
+_add(
+    "val_set_size validation_split_percentage validation_split test_size eval_split_ratio",
+    "use --eval_fraction, such as 0.05",
+)
+_add("train_split dataset_split split", "use --dataset_train_split")
+_add("eval_split test_split", "use --dataset_test_split")
+_add("dataset_text_field text_column text_column_name", "use --text_field NAME")
+_add(
+    "dataset_weights probs interleave_probs dataset_mixer",
+    "use --mixture, with a weight for each data set",
+)
+_add("tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type", "use --tokenizer")
+_add(
+    "vocab_size",
+    "use --tokenizer; by default, the vocabulary is that of --model_name_or_path",
+    "use --tokenizer bpe:8192, which trains a tokenizer with a vocabulary of that size",
+)
+_add(
+    "preprocessing_num_workers dataset_processes num_proc",
+    "use --dataset_num_proc",
+)
+_add(
+    "dataloader_num_workers num_workers dataloader_pin_memory dataloader_prefetch_factor",
+    "leave it out: the next batch is read while the current one is computed",
+)
+_add("dataset_prepared_path", "leave it out: rows are kept in the folder that LLMTRAIN_CACHE names")
+_add(
+    "remove_unused_columns",
+    "leave it out: other fields are not read; --columns renames those that are",
+)
+
+# --- lengths and packing
+
+_add(
+    "max_seq_length max_seq_len sequence_len seq_length seq_len sequence_length model_max_length "
+    "context_length cutoff_len max_position_embeddings",
+    _LENGTH_IN_GPT,
+    "use --max_length",
+)
+_add(
+    "max_prompt_length max_completion_length max_target_length max_source_length",
+    _LENGTH_IN_GPT,
+    "use --max_length, which limits a prompt together with its answer",
+)
+_add(
+    "truncation_mode truncation excess_length_strategy",
+    "use --overlong truncate, which keeps the beginning; by default, what is longer than "
+    "--max_length is left out",
+)
+_add(
+    "sample_packing eval_packing packing_strategy padding_free eval_sample_packing pack_samples",
+    "use --packing or --no_packing; by default, rows are packed if the model keeps packed "
+    "documents apart",
+    "leave it out: text always fills its rows, of --block_size tokens",
+)
+_add(
+    "packing no_packing",
+    "leave it out: text always fills its rows, of --block_size tokens",
+)
+_add(
+    "group_by_length length_column_name train_sampling_strategy",
+    "leave it out: rows are packed, and with --no_packing those of similar length are put together",
+    "leave it out: all rows of text have --block_size tokens",
+)
+
+# --- conversations
+
+_add(
+    "assistant_only_loss",
+    "leave it out: only the assistant's turns are trained; --turns last trains those after the "
+    "last user message",
+    _CHAT_IN_GPT,
+)
+_add(
+    "completion_only_loss train_on_prompt mask_prompt response_template instruction_template",
+    "leave it out: of prompts with completions, only the completion is trained, and of "
+    "conversations those turns of the assistant that --turns chooses",
+    _CHAT_IN_GPT,
+)
+_add(
+    "train_on_inputs",
+    "leave it out: prompts are not trained; --turns chooses the turns of the assistant that are",
+    "leave it out: --loss_type compares answers, and prompts are not trained",
+    _CHAT_IN_GPT,
+)
+_add("roles_to_train train_on_last_turn", "use --turns all or --turns last")
+_add(
+    "chat_template_path chat_template_jinja template",
+    "use --chat_template, with chatml or the path of a Jinja file",
+    _CHAT_IN_GPT,
+)
+_add("chat_template turns overlong", _CHAT_IN_GPT)
+_add("dataset_format conversation_format", "use --format")
+
+# --- the model
+
+_add(
+    "model base_model model_path model_name model_id pretrained_model_name_or_path",
+    "use --model_name_or_path",
+    _OTHER_MODEL_IN_GPT,
+)
+_add("model_name_or_path from_config", _OTHER_MODEL_IN_GPT)
+_add(
+    "config_name model_type",
+    "to start from random weights, use --from_config, such as llama or qwen3",
+    "use --architecture",
+)
+_add(
+    "init_from",
+    "use --model_name_or_path; a run that is not finished resumes by itself",
+    f"{_OTHER_MODEL_IN_GPT}; a run that is not finished resumes by itself",
+)
+_add("bf16 bf16_full_eval", _BF16)
+_add("fp16 half_precision_backend", _FP16)
+_add("dtype torch_dtype model_dtype", _DTYPE)
+_add(
+    "tf32",
+    "leave it out: on a GPU, float32 products are computed in TF32, except with --bitwise",
+)
+_add("device use_cpu no_cuda", _CPU)
+_LAYERS = (
+    'with --from_config, use --config_overrides "num_hidden_layers=8"; the layers of an existing '
+    "model are fixed"
+)
+_add("n_layer n_layers", _LAYERS)
+_add("num_layers num_hidden_layers", _LAYERS, "use --n_layer")
+_add(
+    "n_head n_heads num_heads num_attention_heads",
+    'with --from_config, use --config_overrides "num_attention_heads=8"; the heads of an existing '
+    "model are fixed",
+    "use --n_head",
+)
+_add(
+    "n_embd n_embed d_model hidden_size embed_dim dim",
+    'with --from_config, use --config_overrides "hidden_size=512"; the width of an existing model '
+    "is fixed",
+    "use --n_embd",
+)
+_add(
+    "attn use_flash_attention_2 use_flash_attention flash_attention flash_attn attention",
+    "use --attn_implementation flash_attention_2",
+)
+_add(
+    "activation_checkpointing use_gradient_checkpointing",
+    "use --gradient_checkpointing",
+)
+_add(
+    "compile torch_compile_backend torch_compile_mode",
+    "use --torch_compile auto, always or never",
+)
+_add(
+    "use_liger_kernel liger_kernel use_liger",
+    "leave it out: the loss does not hold the logits of a long vocabulary",
+)
+
+# --- LoRA and quantised weights
+
+_add("use_peft use_lora lora peft peft_config", _LORA, _LORA_IN_GPT)
+_add("lora_rank peft_r r", _LORA, _LORA_IN_GPT)
+_add("lora_r lora_alpha lora_target_modules lora_dropout", _LORA_IN_GPT)
+_add(
+    "adapter finetuning_type",
+    "use --lora_r 16 for LoRA, and --load_in_4bit as well for QLoRA",
+    _LORA_IN_GPT,
+)
+_add("qlora use_qlora", "use --lora_r 16 with --load_in_4bit", _LORA_IN_GPT)
+_add("lora_modules lora_target_module", "use --lora_target_modules", _LORA_IN_GPT)
+_add(
+    "lora_target_linear",
+    "leave it out: --lora_target_modules is all-linear by default",
+    _LORA_IN_GPT,
+)
+_add(
+    "load_in_8bit",
+    "this is not supported; use --load_in_4bit with --lora_r 16",
+    _LORA_IN_GPT,
+)
+_add(
+    "load_in_4bit",
+    _LORA_IN_GPT,
+)
+_add("peft_use_dora", "use --use_dora", _LORA_IN_GPT)
+
+# --- batches
+
+_add(
+    "batch_size train_batch_size total_batch_size",
+    "use --global_batch_size, the rows of a step over all processes; "
+    "--per_device_train_batch_size only limits memory",
+)
+_add(
+    "micro_batch_size per_device_batch_size device_batch_size per_gpu_train_batch_size",
+    "use --per_device_train_batch_size, which only limits memory; --global_batch_size sets the "
+    "rows of a step",
+)
+_add(
+    "gradient_accumulation_steps grad_accum_steps accumulation_steps",
+    "leave it out: it follows from --global_batch_size, --per_device_train_batch_size and the "
+    "number of processes",
+)
+_add(
+    "per_device_eval_batch_size eval_batch_size eval_accumulation_steps per_gpu_eval_batch_size",
+    "leave it out: evaluations use --per_device_train_batch_size, too",
+)
+_add("auto_find_batch_size", "use --per_device_train_batch_size, and half of it if memory runs out")
+
+# --- steps and the optimizer
+
+_add(
+    "num_epochs epochs n_epochs max_epochs num_train_epochs",
+    "use --num_train_epochs",
+    "use --max_steps",
+)
+_add(
+    "max_iters max_train_steps num_train_steps num_steps total_steps train_steps steps n_steps",
+    "use --max_steps",
+)
+_add("lr max_lr peak_lr", "use --learning_rate")
+_add(
+    "lr_scheduler lr_schedule learning_rate_schedule learning_rate_scheduler scheduler "
+    "scheduler_type lr_decay_style",
+    "use --lr_scheduler_type",
+)
+_add(
+    "decay_lr min_lr lr_decay_iters lr_scheduler_kwargs lr_decay_steps",
+    "use --lr_scheduler_type: all schedules but constant end at 0 with the last step",
+)
+_add("warmup_ratio", "use --warmup_steps, which may be a fraction of the run: --warmup_steps 0.1")
+_add("warmup_iters warmup num_warmup_steps lr_warmup_steps", "use --warmup_steps")
+_add("optimizer optim_type optimizer_type", "use --optim adamw or --optim muon")
+_add("grad_clip gradient_clipping clip_grad_norm max_norm gradient_clip_val", "use --max_grad_norm")
+_add("beta1", "use --adam_beta1")
+_add("beta2", "use --adam_beta2")
+_add("wd", "use --weight_decay")
+_add("data_seed random_seed", "use --seed, which also sets the order of the rows")
+_add("neftune_noise_alpha adam_epsilon optim_args use_cache", _NOT_SUPPORTED)
+
+# --- evaluation and logging
+
+_add(
+    "eval_strategy evaluation_strategy evals_per_epoch eval_on_start eval_delay",
+    "use --eval_steps N; 0 turns evaluations off",
+)
+_add("eval_interval eval_every eval_freq", "use --eval_steps")
+_add("eval_iters eval_max_batches max_eval_samples", "leave it out: all eval data are evaluated")
+_add("do_eval", "leave it out: the run evaluates every --eval_steps steps")
+_add("do_train", "leave it out: the recipe trains, unless you give --dry_run")
+_add("do_predict", "leave it out, and use --sample_prompts to see what the model writes")
+_add(
+    "logging_strategy logging_first_step log_interval log_every log_every_n_steps log_freq",
+    "use --logging_steps",
+)
+_add(
+    "logging_dir tensorboard_dir log_dir",
+    "leave it out: --report_to tensorboard writes to the run folder",
+)
+_add("wandb_project project", "set WANDB_PROJECT in the environment; see also --report_to")
+_add("wandb_entity", "set WANDB_ENTITY in the environment; see also --report_to")
+_add("wandb_log wandb use_wandb with_tracking", "leave it out: --report_to is wandb by default")
+_add("wandb_name wandb_run_name exp_name experiment_name", "use --run_name")
+_add("use_tensorboard tensorboard", "use --report_to tensorboard")
+_add("early_stopping", "use --early_stopping_patience 3")
+_add(
+    "greater_is_better",
+    "leave it out: the name of --metric_for_best_model decides; a loss, perplexity or bits are "
+    "better if they are lower, all else if it is higher",
+)
+
+# --- the run folder
+
+_add("out_dir output output_path save_dir checkpoint_dir out", "use --output_dir")
+_add(
+    "overwrite_output_dir",
+    "leave it out: no run is overwritten; --resume_from_checkpoint never starts a new one beside "
+    "it",
+)
+_add(
+    "resume resume_from auto_resume_from_checkpoints resume_checkpoint",
+    "leave it out: the same command resumes a run that is not finished; "
+    "--resume_from_checkpoint names another one",
+)
+_add(
+    "save_strategy always_save_checkpoint saves_per_epoch",
+    "use --save_steps; there is always a checkpoint after the last step",
+)
+_add("save_interval save_every save_freq checkpointing_steps", "use --save_steps")
+_add("save_safetensors", "leave it out: weights are always saved as safetensors; see --save_steps")
+_add(
+    "hub_model_id hub_repo_id push_to_hub_model_id repo_id hub_repo", "use --push_to_hub NAME/MODEL"
+)
+_add("hub_token", "set HF_TOKEN in the environment; --push_to_hub NAME/MODEL uploads the model")
+_add("hub_private_repo", "leave it out: a new repository of --push_to_hub is private")
+_add("hub_strategy", "leave it out: --push_to_hub uploads the finished model")
+
+# --- processes
+
+_add("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap", _FSDP)
+_add("deepspeed deepspeed_config zero_stage", f"DeepSpeed is not supported; {_FSDP}")
+_add(
+    "ddp_find_unused_parameters ddp_static_graph ddp_broadcast_buffers ddp_backend",
+    "leave it out; --ddp_timeout and --ddp_bucket_cap_mb are the settings of DDP here",
+)
+_add("ddp", "leave it out: several processes of the launcher train with DDP")
+_add("mixed_precision", f"{_BEFORE_RECIPE} --mixed_precision bf16 RECIPE")
+_add(
+    "num_processes num_gpus n_gpus gpus nproc_per_node",
+    f"{_BEFORE_RECIPE} --multi_gpu --num_processes 2 RECIPE",
+)
+_add(
+    "num_machines nnodes num_nodes",
+    "start the launcher on each machine: accelerate launch --config_file "
+    "accelerate_configs/multi_node.yaml RECIPE",
+)
+_add(
+    "config_file",
+    "use --config FILE for settings of the recipe; a config of accelerate goes before the recipe: "
+    "accelerate launch --config_file FILE RECIPE",
+)
+_add("pipeline_stages", "only recipes/gpt.py trains in pipeline stages; leave it out")
+_add("local_rank", "leave it out: the launcher sets it in the environment")
+
+# --- preferences
+
+_PREFERENCE_RECIPE = "this is a setting of recipes/preference.py; leave it out"
+_add(
+    "beta loss_type label_smoothing simpo_gamma desirable_weight undesirable_weight share_prompts",
+    _PREFERENCE_RECIPE,
+)
+_add("dpo_beta kto_beta pref_beta orpo_alpha rl_beta", "use --beta", _PREFERENCE_RECIPE)
+_add("simpo_margin gamma", "use --simpo_gamma", _PREFERENCE_RECIPE)
+_add("gamma_beta_ratio", "use --simpo_gamma, which is the ratio times --beta", _PREFERENCE_RECIPE)
+_add("cpo_alpha rpo_alpha", "this is not supported; see --loss_type", _PREFERENCE_RECIPE)
+_add(
+    "pref_loss rl dpo_loss",
+    "use --loss_type; sigmoid, the default, is DPO",
+    _PREFERENCE_RECIPE,
+)
+_add(
+    "ref_model ref_model_name_or_path reference_model model_ref sync_ref_model",
+    "leave it out: the reference in --loss_type is the model with its initial weights",
+    _PREFERENCE_RECIPE,
+)
+_add(
+    "precompute_ref_log_probs precompute_ref_batch_size",
+    "leave it out: if --loss_type needs the log-probabilities of the reference model, they are "
+    "computed once, before the first step",
+    _PREFERENCE_RECIPE,
+)

@@ -1,0 +1,140 @@
+"""How many steps a run makes: epochs and fractions become steps once the rows are known."""
+
+import copy
+import math
+from fractions import Fraction
+
+from llmtrain.config import COMMAND_LINE
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import pluralize
+from llmtrain.training.settings import AnySettings, OptimConfig
+
+# The share of a run that its warmup takes if the recipe's own warmup is too long for it.
+_WARMUP_SHARE = 0.1
+
+
+def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
+    """Replace epochs and fractions of the run by numbers of steps.
+
+    After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
+    ``save_steps`` are integers. Calling it again changes nothing.
+
+    Args:
+        settings: the settings of the recipe. They get new configs, because the defaults of a recipe
+            may be shared by several runs.
+        rows: the rows to train on.
+
+    Raises:
+        UserError: if the user asked for a warmup that is as long as the run.
+    """
+    optim = settings.optim = copy.copy(settings.optim)
+    loop = settings.loop = copy.copy(settings.loop)
+    run = settings.run = copy.copy(settings.run)
+
+    if optim.num_train_epochs is not None and not _overrides_epochs(optim):
+        optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
+    _settle_warmup(optim)
+    loop.logging_steps = _steps(loop.logging_steps, optim.max_steps)
+    loop.eval_steps = _steps(loop.eval_steps, optim.max_steps)
+    run.save_steps = _steps(run.save_steps, optim.max_steps)
+
+
+def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
+    """Return how many steps an epoch has.
+
+    Usually every row is drawn once per epoch, and the last batch is filled up with empty slots, so
+    the number is whole. With a mixture, each data set has epochs of its own. An epoch of the run is
+    then as many rows as all data sets hold together, and may end inside a step.
+    """
+    row_count = len(rows.train)
+    global_batch_size = settings.data.global_batch_size
+    draws_from_mixture = rows.mixture is not None and not rows.in_order
+    if draws_from_mixture:
+        return Fraction(row_count, global_batch_size)
+    return Fraction(-(-row_count // global_batch_size))
+
+
+def describe_steps(settings: AnySettings, rows: Tokenized) -> str:
+    """Return the line of the start-up log about the length of the run."""
+    optim = settings.optim
+    row_count = len(rows.train)
+    epochs = float(optim.max_steps / steps_per_epoch(settings, rows))
+    words = [
+        f"{pluralize(optim.max_steps, 'step')} = {_plural_epochs(epochs)} of "
+        f"{pluralize(row_count, 'row')}, "
+        f"{pluralize(settings.data.global_batch_size, 'row')} per step",
+        f"{_target_tokens(rows):,} target tokens per epoch",
+    ]
+    if optim.num_train_epochs is not None and _overrides_epochs(optim):
+        words.append(f"--max_steps overrides --num_train_epochs {optim.num_train_epochs:g}")
+    return "; ".join(words)
+
+
+def _overrides_epochs(optim: OptimConfig) -> bool:
+    """Return whether ``--max_steps`` decides although there is a number of epochs.
+
+    It does if the user set it, unless it is from a file and the epochs are from the command line.
+    """
+    if not optim.is_set("max_steps"):
+        return False
+    from_file = optim.origins["max_steps"] != COMMAND_LINE
+    return not (from_file and optim.origins.get("num_train_epochs") == COMMAND_LINE)
+
+
+def _settle_warmup(optim: OptimConfig) -> None:
+    """Replace a fraction by steps, and check that the warmup is shorter than the run.
+
+    Raises:
+        UserError: if the user asked for a longer warmup.
+    """
+    most = optim.max_steps - 1
+    if optim.warmup_steps < 1:
+        optim.warmup_steps = min(_steps(optim.warmup_steps, optim.max_steps), most)
+    elif optim.warmup_steps <= most:
+        optim.warmup_steps = int(optim.warmup_steps)
+    elif optim.is_set("warmup_steps"):
+        raise UserError(
+            f"--warmup_steps {optim.warmup_steps:g} leaves no step after the warmup: the run has "
+            f"{pluralize(optim.max_steps, 'step')}. Use at most {most}, or a fraction of the run "
+            "such as 0.1."
+        )
+    else:
+        steps = min(_steps(_WARMUP_SHARE, optim.max_steps), most)
+        length = pluralize(optim.max_steps, "step")
+        optim.set_default("warmup_steps", steps, f"the run has only {length}")
+
+
+def _steps(value: float, max_steps: int) -> int:
+    """Return a number of steps, given that number or a fraction of the run."""
+    return _whole(value, max_steps) if 0 < value < 1 else int(value)
+
+
+def _whole(share: float, steps: Fraction | int) -> int:
+    """Return a share of some steps, rounded up.
+
+    The share counts as the decimal number that the user wrote: the float 0.07 is a little larger,
+    and 7 % of 100 steps would become 8.
+    """
+    return math.ceil(Fraction(str(share)) * steps)
+
+
+def _target_tokens(rows: Tokenized) -> int:
+    """Return the target tokens of an epoch; with a mixture, how many there are on average."""
+    metadata = rows.metadata
+    if rows.mixture is None or rows.in_order:
+        return metadata.train_tokens
+
+    tokens_per_period = 0.0
+    drawn_rows = rows.mixture.counts
+    for drawn, count, targets in zip(
+        drawn_rows, metadata.source_rows, metadata.source_targets, strict=True
+    ):
+        tokens_per_period += drawn * targets / count
+    return round(tokens_per_period * len(rows.train) / sum(drawn_rows))
+
+
+def _plural_epochs(epochs: float) -> str:
+    """Return a number of epochs in words, such as ``1 epoch`` or ``0.26 epochs``."""
+    number = f"{epochs:.2g}" if epochs < 1 else f"{epochs:,.2f}".rstrip("0").rstrip(".")
+    return f"{number} {'epoch' if number == '1' else 'epochs'}"

@@ -1,0 +1,187 @@
+"""A flag of another program is answered with what to write here, and that is true of the recipe."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from llmtrain.config import configs_of, flags_of, parse
+from llmtrain.errors import UserError
+from llmtrain.flag_hints import LAUNCHER_FLAGS, hint_for, known_names
+from tests.launching import ROOT
+
+RECIPES = {
+    name: runpy.run_path(str(ROOT / "recipes" / f"{name}.py"))["DEFAULTS"]
+    for name in ("gpt", "finetune", "preference")
+}
+
+
+def error_of(recipe: str, *argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(RECIPES[recipe], list(argv))
+    return str(caught.value)
+
+
+def own_flags(recipe: str) -> set[str]:
+    """The flags of a recipe, without aliases."""
+    flags = {"--config"}
+    for config in configs_of(RECIPES[recipe]).values():
+        for name, field in flags_of(config).items():
+            flags.add(f"--{name}")
+            if field.default is None and name in ("packing", "share_prompts"):
+                flags.add(f"--no_{name}")
+    return flags
+
+
+def aliases(recipe: str) -> set[str]:
+    configs = configs_of(RECIPES[recipe]).values()
+    fields = [field for config in configs for field in flags_of(config).values()]
+    return {f"--{field.metadata['alias']}" for field in fields if field.metadata["alias"]}
+
+
+def hints_of(recipe: str) -> dict[str, str]:
+    """The hints that a recipe prints, by the unknown flag."""
+    own = own_flags(recipe)
+    taken = own | aliases(recipe)
+    hints = {f"--{name}": hint_for(name, own) for name in known_names()}
+    return {flag: hint for flag, hint in hints.items() if hint and flag not in taken}
+
+
+# A flag that users of another program type -> a part of the answer, in each recipe.
+ANSWERS = {
+    "lr": "use --learning_rate",
+    "bf16": "accelerate launch --mixed_precision bf16",
+    "fp16": "accelerate launch --mixed_precision fp16",
+    "tf32": "leave it out: on a GPU, float32 products are computed in TF32",
+    "dtype": "trained weights are float32",
+    "torch_dtype": "trained weights are float32",
+    "gradient_accumulation_steps": "it follows from --global_batch_size, --per_device_train_batch",
+    "batch_size": "use --global_batch_size",
+    "micro_batch_size": "use --per_device_train_batch_size",
+    "per_device_eval_batch_size": "evaluations use --per_device_train_batch_size",
+    "train_file": "use --dataset FILE",
+    "validation_file": "use --eval_dataset FILE",
+    "dataset_name": "use --dataset, with a file, a folder or a name on the hub",
+    "datasets": "use --dataset, with a file, a folder or a name on the hub",
+    "dataset_config": "use --dataset NAME:CONFIGURATION",
+    "dataset_config_name": "use --dataset NAME:CONFIGURATION",
+    "val_set_size": "use --eval_fraction",
+    "eval_strategy": "use --eval_steps N; 0 turns evaluations off",
+    "eval_interval": "use --eval_steps",
+    "save_strategy": "use --save_steps",
+    "logging_strategy": "use --logging_steps",
+    "warmup_ratio": "use --warmup_steps",
+    "num_epochs": "use --",
+    "epochs": "use --",
+    "max_iters": "use --max_steps",
+    "learning_rate_schedule": "use --lr_scheduler_type",
+    "lr_scheduler": "use --lr_scheduler_type",
+    "optimizer": "use --optim adamw or --optim muon",
+    "activation_checkpointing": "use --gradient_checkpointing",
+    "hub_model_id": "use --push_to_hub NAME/MODEL",
+    "deepspeed": "DeepSpeed is not supported; the launcher shards a model",
+    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
+    "do_train": "leave it out",
+    "do_eval": "leave it out: the run evaluates every --eval_steps steps",
+    "overwrite_output_dir": "no run is overwritten; --resume_from_checkpoint never starts a new",
+    "compile": "use --torch_compile",
+    "device": "accelerate launch --cpu",
+    "wandb_project": "set WANDB_PROJECT",
+    "wandb_log": "--report_to is wandb by default",
+    "out_dir": "use --output_dir",
+    "resume": "the same command resumes",
+    "logging_dir": "--report_to tensorboard writes to the run folder",
+    "ddp_find_unused_parameters": "leave it out",
+    "neftune_noise_alpha": "not supported; leave it out",
+    "num_processes": "goes before the recipe: accelerate launch --multi_gpu --num_processes 2",
+    "mixed_precision": "goes before the recipe: accelerate launch --mixed_precision bf16",
+}
+# The same, if the answer depends on the recipe.
+ANSWERS_OF = {
+    ("gpt", "max_seq_length"): "use --block_size",
+    ("finetune", "max_seq_length"): "use --max_length",
+    ("preference", "max_seq_len"): "use --max_length",
+    ("finetune", "sequence_len"): "use --max_length",
+    ("preference", "max_prompt_length"): "use --max_length, which limits a prompt together with",
+    ("preference", "max_completion_length"): "use --max_length, which limits a prompt together",
+    ("finetune", "assistant_only_loss"): "only the assistant's turns are trained",
+    ("finetune", "completion_only_loss"): "only the completion is trained",
+    ("finetune", "train_on_inputs"): "prompts are not trained",
+    ("preference", "train_on_inputs"): "prompts are not trained",
+    ("finetune", "chat_template_path"): "use --chat_template",
+    ("gpt", "chat_template_path"): "recipes/finetune.py trains on conversations",
+    ("preference", "truncation_mode"): "use --overlong truncate",
+    ("finetune", "group_by_length"): "with --no_packing those of similar length are put together",
+    ("gpt", "group_by_length"): "all rows of text have --block_size tokens",
+    ("finetune", "sample_packing"): "use --packing or --no_packing",
+    ("gpt", "packing"): "text always fills its rows",
+    ("finetune", "use_peft"): "use --lora_r 16",
+    ("preference", "use_lora"): "use --lora_r 16",
+    ("finetune", "adapter"): "use --lora_r 16 for LoRA, and --load_in_4bit as well for QLoRA",
+    ("gpt", "lora_r"): "recipes/finetune.py trains LoRA adapters",
+    ("gpt", "load_in_4bit"): "recipes/finetune.py trains LoRA adapters",
+    ("finetune", "load_in_8bit"): "use --load_in_4bit with --lora_r 16",
+    ("finetune", "base_model"): "use --model_name_or_path",
+    ("preference", "model"): "use --model_name_or_path",
+    ("gpt", "model_name_or_path"): "recipes/finetune.py starts from an existing model",
+    ("finetune", "n_layers"): 'use --config_overrides "num_hidden_layers=8"',
+    ("gpt", "num_hidden_layers"): "use --n_layer",
+    ("gpt", "init_from"): "recipes/finetune.py starts from an existing model",
+    ("finetune", "init_from"): "use --model_name_or_path",
+    ("finetune", "beta"): "a setting of recipes/preference.py",
+    ("preference", "dpo_beta"): "use --beta",
+    ("preference", "ref_model"): "the reference in --loss_type is the model with its initial",
+}
+CASES = [(recipe, name, answer) for name, answer in ANSWERS.items() for recipe in RECIPES]
+CASES += [(recipe, name, answer) for (recipe, name), answer in ANSWERS_OF.items()]
+
+
+@pytest.mark.parametrize(("recipe", "name", "answer"), CASES)
+def test_a_flag_of_another_program_is_answered_on_the_command_line(recipe, name, answer) -> None:
+    for word in (f"--{name}", f"--{name.replace('_', '-')}=x"):
+        message = error_of(recipe, word)
+        assert message.startswith(f"unknown flag {word.partition('=')[0]}: ")
+        assert answer in message
+        assert "did you mean" not in message
+
+
+def test_a_yaml_file_of_another_program_is_answered_in_one_line(tmp_path: Path) -> None:
+    """With a hint for each of its keys, also for those with nested values."""
+    path = tmp_path / "axolotl.yaml"
+    lines = [f"{name}: {{a: [b]}}" for name in ANSWERS]
+    path.write_text("max_steps: 3\n" + "\n".join(lines))
+    message = error_of("finetune", "--config", str(path))
+    assert message.startswith(f"{path}: unknown keys: 'lr' (use --learning_rate), 'bf16' (")
+    assert "\n" not in message
+    for name, answer in ANSWERS.items():
+        assert re.search(rf"'{name}' \([^()]*{re.escape(answer)}", message), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str) -> None:
+    hints = hints_of(recipe)
+    assert len(hints) > 200
+    message = error_of(recipe, *hints)
+    own = own_flags(recipe)
+    for unknown, hint in hints.items():
+        assert f"{unknown} ({hint})" in message
+        assert not re.search(r"[()]|\.$", hint), "hints of several flags are in parentheses"
+        for flag in re.findall(r"--\w+", hint):
+            if flag in LAUNCHER_FLAGS:
+                assert re.search(rf"accelerate launch .*{flag}\b", hint), unknown
+            else:
+                assert flag in own, unknown
+                assert flag != unknown
+
+
+def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
+    assert "--learning_rat - did you mean --learning_rate?" in error_of("gpt", "--learning_rat")
+    assert "--n_layers - did you mean --n_layer?" in error_of("gpt", "--n_layers")
+
+
+def test_the_page_of_questions_shows_the_error() -> None:
+    page = (ROOT / "docs" / "questions.md").read_text()
+    shown = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
+    assert shown
+    assert error_of("finetune", *shown[1].split()) == shown[2]
