@@ -143,10 +143,10 @@ class Run:
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
 
-        The columns are ``step``, ``epoch``, ``tokens``, ``time`` and metrics like ``train/loss``. An
-        entry of a step and the entry of the evaluation after it are two rows, and a metric that an
-        entry lacks is NaN. If there is a value for each rank, such as ``phases/forward``, it is the
-        largest one.
+        The columns are ``step``, ``epoch``, ``tokens``, ``time`` and metrics like ``train/loss``.
+        An entry of a step and the entry of the evaluation after it are two rows, and a metric that
+        an entry lacks is NaN. If there is a value for each rank, such as ``phases/forward``, it is
+        the largest one.
         """
         import pandas
 
