@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
+    from llmtrain.models.export import how_to_load
     from llmtrain.models.generation import largest_logit_difference, model_folder
     from llmtrain.models.lora import is_adapter, write_merged
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     result: dict[str, str | float] = {"model": str(target)}
-    message = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
+    outcome = ""
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working)
@@ -64,5 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
                     f"is {largest:.2g}), so it was removed; leave --check out to keep it."
                 )
             result |= {"logits_differ_by": difference, "largest_logit": largest}
-            message += f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
-    print(json.dumps(result) if arguments.json else message)
+            outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(f"{target} holds the model ({how_to_load(target)}){outcome}")
