@@ -223,13 +223,13 @@ class Objective:
         Args:
             loss_sum: the loss summed over all eval rows.
             mean_loss: that sum divided by the denominator.
-            text_bytes: UTF-8 bytes of the eval text. Bits per byte compare models with different
-                tokenizers.
+            text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text. Bits per byte
+                compare models with different tokenizers.
         """
-        return {
-            "perplexity": math.exp(min(mean_loss, 700.0)),
-            "bits_per_byte": loss_sum / math.log(2) / max(text_bytes, 1),
-        }
+        metrics = {"perplexity": math.exp(min(mean_loss, 700.0))}
+        if text_bytes:
+            metrics["bits_per_byte"] = loss_sum / math.log(2) / text_bytes
+        return metrics
 
     def check(self, model: Any) -> None:
         """Check that the objective works with a model that has its weights; all ranks call this.
@@ -285,7 +285,8 @@ class ModelBundle:
 
     Attributes:
         model: the model. Its parameters may be on the meta device until it is placed.
-        files: writes the model to a folder.
+        files: writes the model to a folder. Without it, :func:`llmtrain.place` adds files that
+            describe a plain torch module.
         weights: the initial weights of parameters on the meta device.
         start: where the weights came from, for the fingerprint of a run.
         check: called when the model has its weights. It raises UserError if it rejects them.
@@ -295,7 +296,7 @@ class ModelBundle:
     """
 
     model: nn.Module
-    files: ModelWriter
+    files: ModelWriter = None  # type: ignore[assignment] # `llmtrain.place` sets it
     weights: Weights | None = None
     start: dict[str, Any] | None = None
     check: Callable[[], None] = field(default=lambda: None)

@@ -148,3 +148,19 @@ def test_the_changelog_begins_with_the_version_that_this_is() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = llmtrain.nothing
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = [*sorted((ROOT / "recipes").glob("*.py")), *sorted((ROOT / "docs").rglob("*.py"))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*PAGES, *PROGRAMS, ROOT / "docs" / "notebook.ipynb"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_names_that_docs_and_recipes_use_are_public(path: Path) -> None:
+    text = path.read_text()
+    names = {*re.findall(r"\blt\.([A-Za-z_]\w*)", text)}
+    names |= {*re.findall(r"`llmtrain\.([A-Z]\w*)`", text)}
+    assert names <= {*llmtrain.__all__}

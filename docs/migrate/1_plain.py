@@ -1,10 +1,10 @@
-"""Step 1: one device, and a loop as everybody has written it.
+"""Step 1: one device, and the usual loop.
 
 python docs/migrate/1_plain.py
 """
 
 import torch
-from task import BATCH, LEARNING_RATE, UPDATES, base_model, rows, tell
+from task import BATCH, LEARNING_RATE, STEPS, base_model, rows, tell
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +13,7 @@ model = AutoModelForCausalLM.from_pretrained(base_model()).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 data = rows()
 
-for step in range(UPDATES):
+for step in range(STEPS):
     batch = data[step * BATCH :][:BATCH].to(device)
     logits = model(batch[:, :-1]).logits
     loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

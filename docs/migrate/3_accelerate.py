@@ -5,7 +5,7 @@ accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/3_a
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from task import BATCH, LEARNING_RATE, UPDATES, base_model, leave, rows, tell
+from task import BATCH, LEARNING_RATE, STEPS, base_model, leave, rows, tell
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -29,13 +29,12 @@ for step, batch in enumerate(batches):
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    whole = accelerator.reduce(
-        loss.detach(), reduction="mean"
-    ).item()  # on all processes, not on one
+    # All processes must call reduce, not only the one that prints.
+    mean_loss = accelerator.reduce(loss.detach(), reduction="mean").item()
     if accelerator.is_main_process:
-        tell(step, whole)
+        tell(step, mean_loss)
 
-assert step + 1 == UPDATES
+assert step + 1 == STEPS
 accelerator.wait_for_everyone()
 accelerator.end_training()
 leave()

@@ -1,17 +1,17 @@
-"""Step 4: the same model and rows in llmtrain's loop: any layout, checkpoints, resumes, metrics, one line for an error.
+"""Step 4: the same model and rows in llmtrain's loop: any layout, checkpoints, resuming, metrics.
 
 accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/4_llmtrain.py
 """
 
 from datasets import Dataset
-from task import BATCH, BLOCK, LEARNING_RATE, UPDATES, base_model, rows, tokenizer
+from task import BATCH, BLOCK, LEARNING_RATE, STEPS, base_model, rows, tokenizer
 
 import llmtrain as lt
 
 DEFAULTS = lt.Settings(
     data=lt.BatchConfig(global_batch_size=BATCH, per_device_train_batch_size=4),
     optim=lt.OptimConfig(
-        max_steps=UPDATES,
+        max_steps=STEPS,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         warmup_steps=0,
@@ -24,16 +24,22 @@ DEFAULTS = lt.Settings(
 
 
 def build(s, rows, precision):
-    where = lt.ModelConfig(model_name_or_path=base_model(), max_length=BLOCK)
-    return lt.load_model(where, None, rows, s.loop.seed, precision, s.loop.bitwise)
+    config = lt.ModelConfig(model_name_or_path=base_model(), max_length=BLOCK)
+    return lt.load_model(
+        config,
+        None,
+        rows,
+        seed=s.loop.seed,
+        precision=precision,
+        bitwise=s.loop.bitwise,
+    )
 
 
 def main(argv=None):
     s = lt.parse(DEFAULTS, argv, description=__doc__)
     table = Dataset.from_dict({"input_ids": rows().int().numpy()}).with_format("numpy")
-    own = lt.Tokenized.of(
-        table, tokenizer(), in_order=True
-    )  # rows of one's own, as they are stored
+    # Your own rows, in the order in which they are stored.
+    own = lt.Tokenized.of(table, tokenizer(), in_order=True)
 
     accelerator = lt.start(s)
     with accelerator.main_process_first():

@@ -1,4 +1,4 @@
-"""What all four steps share: a model that is there already, and rows of text to train it on."""
+"""What all four files share: a model that exists already, and rows of text to train it on."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-UPDATES, BATCH, BLOCK = 20, 16, 64
+STEPS, BATCH, BLOCK = 20, 16, 64
 LEARNING_RATE = 3e-3
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte."""
+    """Return a tokenizer with a token for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -23,14 +23,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rows() -> torch.Tensor:
-    """[BATCH * UPDATES, BLOCK + 1]: Python's language reference, a row after the other."""
+    """Return [BATCH * STEPS, BLOCK + 1] tokens: Python's language reference, row after row."""
     text = "".join(topics.values()).encode("ascii", "ignore").decode()
-    ids = torch.tensor(tokenizer()(text[: BATCH * UPDATES * (BLOCK + 1)])["input_ids"])
+    ids = torch.tensor(tokenizer()(text[: BATCH * STEPS * (BLOCK + 1)])["input_ids"])
     return ids.view(-1, BLOCK + 1)
 
 
 def base_model(folder: str = "runs/migrate-base") -> str:
-    """A small GPT-2's folder, made where it is not there yet."""
+    """Return the folder of a small GPT-2, and make it if it does not exist."""
     if not Path(folder, "config.json").exists():
         torch.manual_seed(0)
         still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -42,11 +42,12 @@ def base_model(folder: str = "runs/migrate-base") -> str:
 
 
 def tell(step: int, loss: float) -> None:
+    """Print the loss of every fifth step."""
     if (step + 1) % 5 == 0:
-        print(f"update {step + 1:>2}  loss {loss:.4f}", flush=True)
+        print(f"step {step + 1:>2}  loss {loss:.4f}", flush=True)
 
 
 def leave() -> None:
-    """End here and now: left to itself, a process now and then dies of its gloo threads after its work is done."""
+    """Exit at once: gloo's threads sometimes abort a process that ends by itself."""
     sys.stdout.flush()
     os._exit(0)

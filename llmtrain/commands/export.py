@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.files import new_folder
     from llmtrain.model_folders import is_adapter, model_folder
     from llmtrain.models.adapters import write_merged
+    from llmtrain.models.export import how_to_load
     from llmtrain.models.generation import largest_logit_difference
 
     model = Path(arguments.model)
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     result: dict[str, str | float] = {"model": str(target)}
-    message = f"{target} holds the model (transformers: AutoModelForCausalLM.from_pretrained)"
+    outcome = ""
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working)
@@ -65,5 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
                     f"is {largest:.2g}), so it was removed; leave --check out to keep it."
                 )
             result |= {"logits_differ_by": difference, "largest_logit": largest}
-            message += f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
-    print(json.dumps(result) if arguments.json else message)
+            outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(f"{target} holds the model ({how_to_load(target)}){outcome}")

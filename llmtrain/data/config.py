@@ -244,6 +244,9 @@ class RowConfig(Config):
         hidden=True,
     )
 
+    # Why rows are not packed, for the log of the data. Without an annotation this is no flag.
+    packing_notes = tuple[str, ...]()
+
     def __post_init__(self) -> None:
         if self.dataset_num_proc is not None:
             require_at_least(self, 1, "dataset_num_proc")

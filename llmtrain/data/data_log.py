@@ -2,7 +2,7 @@
 
 from llmtrain.console import say
 from llmtrain.data.config import PairConfig
-from llmtrain.data.lengths import LengthSummary
+from llmtrain.data.lengths import LengthSummary, OverlongLengths
 from llmtrain.data.metadata import DataMetadata
 from llmtrain.data.packing import Counts
 from llmtrain.data.preference import PairAudit
@@ -38,6 +38,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         config = request.config
         split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
+    assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
 
@@ -48,6 +49,9 @@ def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     if chat is None:
         say("task", "continued pretraining: the records are text, not conversations")
         return
+
+    for note in chat.packing_notes:
+        say("packing", note)
 
     audit_type: type[Audit | PairAudit] = Audit
     if isinstance(chat, PairConfig):
@@ -81,12 +85,14 @@ def _task(request: DataRequest) -> str:
 def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Counts) -> None:
     """Print how long the conversations are, if ``--max_length`` depends on that or should."""
     lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
+    advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
     if request.is_auto:
         say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
-        return
-    advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
-    if advice is not None:
+    elif advice is not None:
         say("lengths", advice)
+    if metadata.overlong_lengths:
+        overlong = OverlongLengths(*metadata.overlong_lengths)
+        say("lengths", f"the overlong ones have {overlong.describe(request.max_positions)}")
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

@@ -58,16 +58,53 @@ class LengthSummary(NamedTuple):
         )
 
 
-def describe_overlong_count(overlong: int, covering_length: int) -> str:
+class OverlongLengths(NamedTuple):
+    """How long the conversations are that do not fit in a row."""
+
+    shortest: int
+    median: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, max_length: int) -> "OverlongLengths | None":
+        """Summarise the lengths above ``max_length``; ``None`` if there are none.
+
+        Args:
+            lengths: int [conversations], the smallest ``--max_length`` that holds each.
+            max_length: the value of ``--max_length``.
+        """
+        overlong = np.sort(lengths[lengths > max_length])
+        if not len(overlong):
+            return None
+        median = overlong[len(overlong) // 2]
+        return cls(shortest=int(overlong[0]), median=int(median), longest=int(overlong[-1]))
+
+    def describe(self, max_positions: int | None = None) -> str:
+        """Return the lengths in words, and the ``--max_length`` that holds all of them.
+
+        Args:
+            max_positions: the number of positions of the model; ``None`` if there is no limit.
+        """
+        text = f"{self.shortest:,} to {self.longest:,} tokens, median {self.median:,}"
+        if self.shortest == self.longest:
+            text = f"{self.shortest:,} tokens"
+        if max_positions is not None and self.longest > max_positions:
+            return f"{text}; the model has {max_positions:,} positions"
+        return f"{text}; --max_length {self.longest} holds all of them"
+
+
+def describe_overlong_count(lengths: np.ndarray, max_length: int) -> str:
     """Return how many conversations are overlong, and which ``--max_length`` would hold them.
 
     Args:
-        overlong: how many there are.
-        covering_length: the value of ``--max_length`` that would hold almost all conversations.
+        lengths: int [conversations], the smallest ``--max_length`` that holds each.
+        max_length: the value of ``--max_length``.
     """
-    if not overlong:
+    overlong = OverlongLengths.of(lengths, max_length)
+    if overlong is None:
         return "0 are overlong"
-    return f"{overlong:,} are overlong, for which --max_length {covering_length} would do"
+    count = int((lengths > max_length).sum())
+    return f"{count:,} are overlong: {overlong.describe()}"
 
 
 def summarize_lengths(lengths: np.ndarray) -> LengthSummary:

@@ -17,8 +17,8 @@ class DataMetadata:
 
     Attributes:
         dataset: the names of the data sets.
-        tokenizer: the value of ``--tokenizer``.
-        tokenizer_sha256: a hash of the tokenizer.
+        tokenizer: the value of ``--tokenizer``; ``none`` if the rows were made without one.
+        tokenizer_sha256: a hash of the tokenizer; ``none`` without one.
         data_sha256: a hash of all tokens, of both splits.
         vocabulary: the largest token id, plus 1. Not every smaller id need be a token.
         block_size: the number of positions of a row that predict something.
@@ -28,7 +28,7 @@ class DataMetadata:
         eval_tokens: target tokens of the eval split.
         train_rows: rows of the training split.
         eval_rows: rows of the eval split.
-        eval_bytes: UTF-8 bytes of the eval text, for bits per byte.
+        eval_bytes: UTF-8 bytes of the eval text, for bits per byte; 0 if the rows are no text.
         source_rows: training rows of each data set. They are stored one data set after the other.
         source_targets: target tokens of each data set's training rows.
         eval_source_rows: eval rows of each data set that has eval data. These are the data sets of
@@ -44,6 +44,9 @@ class DataMetadata:
             99.5 % of the training conversations; 0 for text.
         length_histogram: how many training conversations there are in each bin of lengths; see
             :class:`llmtrain.data.lengths.LengthSummary`.
+        overlong_lengths: the shortest, the median and the longest training conversation that is
+            longer than ``--max_length``, as :class:`llmtrain.data.lengths.OverlongLengths`; empty
+            if there is none.
     """
 
     dataset: str
@@ -70,26 +73,31 @@ class DataMetadata:
     shared: bool = False
     covering_length: int = 0
     length_histogram: list[int] = field(default_factory=list)
+    overlong_lengths: list[int] = field(default_factory=list)
 
 
 def metadata_of(
     dataset: str,
     spec: str,
-    tokenizer: tok.FastTokenizer,
+    tokenizer: "tok.FastTokenizer | None",
     block_size: int,
     train: Sequence[SplitStats],
     eval: Sequence[SplitStats],
+    vocabulary: int = 0,
 ) -> DataMetadata:
     """Return the metadata of rows that were written.
 
     Args:
         dataset: the names of the data sets.
         spec: the value of ``--tokenizer``.
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer, if there is one.
         block_size: the number of positions of a row that predict something.
         train: the counts of each source's training split.
         eval: the counts of each source's eval split.
+        vocabulary: the largest token id, plus 1, if there is no tokenizer.
     """
+    if tokenizer is not None:
+        vocabulary = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
     both = [*train, *eval]
     hashes = "".join(stats.sha256 for stats in train)
     if len(train) != len(eval):
@@ -99,9 +107,9 @@ def metadata_of(
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,
-        tokenizer_sha256=tok.digest(tokenizer),
+        tokenizer_sha256="none" if tokenizer is None else tok.digest(tokenizer),
         data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
-        vocabulary=max(tokenizer.get_vocab().values()) + 1,  # ids may have gaps
+        vocabulary=vocabulary,
         block_size=block_size,
         documents=sum(stats.documents for stats in both),
         eval_documents=sum(stats.documents for stats in eval),

@@ -18,7 +18,7 @@ import numpy as np
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
-from llmtrain.data.lengths import describe_overlong_count, summarize_lengths
+from llmtrain.data.lengths import describe_overlong_count
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -382,7 +382,7 @@ class EncodedPairs:
             audit.records += self.records.unreadable
             audit.bad += self.records.unreadable
         if split == "train":
-            self._check(audit, summarize_lengths(self.lengths(split)).covering)
+            self._check(audit, max_length)
         return SplitStats(
             documents=documents,
             rows=written.rows,
@@ -393,18 +393,20 @@ class EncodedPairs:
             pairs=written.pairs,
         )
 
-    def _check(self, audit: PairAudit, covering_length: int) -> None:
+    def _check(self, audit: PairAudit, max_length: int) -> None:
         """Raise :class:`UserError` if there is nothing to train on.
 
         Args:
             audit: the counts.
-            covering_length: the value of ``--max_length`` that would hold almost all pairs.
+            max_length: the largest length of an answer with its prompt.
         """
         if not audit.kept:
-            overlong = describe_overlong_count(audit.overlong, covering_length)
+            overlong = describe_overlong_count(self.lengths("train"), max_length)
+            first_fault = f", the first one {self.records.first_fault}" if audit.bad else ""
             raise UserError(
                 f"--dataset {self.records.source.name}: none of {audit.records:,} records can be "
-                f"compared ({overlong}, {audit.bad:,} bad, {audit.same:,} without a difference); "
+                f"compared ({overlong}, {audit.bad:,} bad{first_fault}, "
+                f"{audit.same:,} without a difference); "
                 "check --max_length and the chat template."
             )
 
@@ -424,7 +426,7 @@ class EncodedPairs:
         is_overlong = self.lengths(split) > max_length
         audit.overlong += int(is_overlong.sum())
         if self.chat.overlong == "error" and is_overlong.any():
-            self._refuse_overlong(pairs[np.argmax(is_overlong)], max_length)
+            self._refuse_overlong(split, pairs, int(np.argmax(is_overlong)), max_length)
 
         is_kept = np.ones(len(pairs), bool)
         if self.chat.overlong == "drop":
@@ -448,12 +450,14 @@ class EncodedPairs:
         audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
         return is_kept
 
-    def _refuse_overlong(self, pair: np.ndarray, max_length: int) -> None:
+    def _refuse_overlong(
+        self, split: Split, pairs: np.ndarray, number: int, max_length: int
+    ) -> None:
         """Raise :class:`UserError` for a pair that is too long."""
-        place = self.records.place_of(_Pair._make(pair.tolist()).record)
+        place = self.records.place_of(_Pair._make(pairs[number].tolist()).record)
         raise UserError(
-            f"{place}: an answer with its prompt is longer than --max_length {max_length}; raise "
-            "it, or set --overlong drop or truncate."
+            f"{place}: an answer with its prompt has {self.lengths(split)[number]:,} tokens, more "
+            f"than --max_length {max_length} allows; raise it, or set --overlong drop or truncate."
         )
 
     def _cut(

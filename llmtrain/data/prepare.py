@@ -16,7 +16,7 @@ from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.data_log import describe
-from llmtrain.data.lengths import summarize_lengths
+from llmtrain.data.lengths import OverlongLengths, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import Split, SplitStats, TokenRows
 from llmtrain.data.plain_text import make_renderer
@@ -249,6 +249,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         metadata.shared = isinstance(chat, PairConfig) and chat.shares_prompts
         metadata.covering_length = summary.covering
         metadata.length_histogram = list(summary.histogram)
+        metadata.overlong_lengths = list(OverlongLengths.of(lengths, length) or ())
         if chat is not None:
             renderer = make_renderer(tokenizer, request.stop_token_ids)
             metadata.ends = sorted(renderer.stop_token_ids)

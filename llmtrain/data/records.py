@@ -62,6 +62,8 @@ class Records(Generic[R]):
 
     Attributes:
         unreadable: the number of records that the last pass over the source could not read.
+        first_fault: the place of the first bad record that was skipped, and what is wrong with it;
+            empty if there is none.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Records(Generic[R]):
         self.chat = chat
         self.only_split = only_split
         self.unreadable = 0
+        self.first_fault = ""
         self._read: Callable[[Fields], R] = read
         self._eval_fraction = config.eval_fraction
         self._limit = config.eval_fraction
@@ -94,6 +97,11 @@ class Records(Generic[R]):
                 continue
             yield ReadRecord(number, place, self._split_of(record), record)
 
+        if self.unreadable and not self._hashes:
+            raise UserError(
+                f"{self.source.flag} {self.source.name}: all {self.unreadable:,} records were "
+                f"skipped; the first one is bad: {self.first_fault}."
+            )
         if not self._hashes:
             raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
 
@@ -157,6 +165,7 @@ class Records(Generic[R]):
             raise UserError(
                 f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
             ) from None
+        self.first_fault = self.first_fault or f"{place}: {error}"
 
     def place_of(self, number: int) -> str:
         """Return the place of a record. This reads the source again, up to the record."""

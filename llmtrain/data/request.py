@@ -29,7 +29,7 @@ from llmtrain.errors import UserError
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 7
+_FORMAT_VERSION = 8
 
 
 @dataclass

@@ -16,7 +16,7 @@ import numpy as np
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
-from llmtrain.data.lengths import describe_overlong_count, summarize_lengths
+from llmtrain.data.lengths import describe_overlong_count
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -121,18 +121,21 @@ class Audit(Counts):
             lines.append(f"{self.unweighted:,} turns are not trained, because their weight is 0")
         return lines + lines_about_messages(self.special_as_text, self.other_fields)
 
-    def check(self, name: str, covering_length: int) -> None:
+    def check(self, name: str, overlong: str, first_fault: str) -> None:
         """Check that there are target tokens, and that turns train the token that ends them.
 
         Args:
             name: the data set, as it is named in ``--dataset``.
-            covering_length: the value of ``--max_length`` that would hold almost all conversations.
+            overlong: how many conversations are overlong, in words.
+            first_fault: the first bad record, and what is wrong with it.
 
         Raises:
             UserError: if there are no target tokens, or if no turn trains its end.
         """
         if not self.trained:
-            reasons = f"{describe_overlong_count(self.overlong, covering_length)}, {self.bad:,} bad"
+            reasons = f"{overlong}, {self.bad:,} bad"
+            if self.bad:
+                reasons += f", the first one {first_fault}"
             left_out = self.left_answers + self.left_calls
             if left_out:
                 reasons += (
@@ -370,7 +373,8 @@ class EncodedConversations:
             audit.bad += self.records.unreadable
             audit.conversations += self.records.unreadable
         if split == "train":
-            audit.check(self.records.source.name, summarize_lengths(self.lengths(split)).covering)
+            overlong = describe_overlong_count(self.lengths(split), max_length)
+            audit.check(self.records.source.name, overlong, self.records.first_fault)
         return SplitStats(
             documents=conversations,
             rows=written.rows,

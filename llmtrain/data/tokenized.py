@@ -34,7 +34,7 @@ class Tokenized:
     Attributes:
         train: the training rows.
         eval: the eval rows, if there are any.
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer; ``None`` if the rows were made without one.
         metadata: counts and hashes of the rows.
         mixture: assigns positions of the run to data sets; ``None`` if every row is drawn once per
             epoch.
@@ -45,7 +45,7 @@ class Tokenized:
 
     train: TokenRows
     eval: TokenRows | None
-    tokenizer: tok.FastTokenizer
+    tokenizer: "tok.FastTokenizer | None"
     metadata: DataMetadata
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Tokenized:
     @property
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
-        return int(self.train.data.schema.field("input_ids").type.list_size) - 1
+        return len(self.train[0]["input_ids"]) - 1
 
     def eval_prompt(self) -> list[int] | None:
         """Return the tokens before the first answer of an eval conversation, if there is one."""
@@ -113,7 +113,7 @@ class Tokenized:
     def of(
         cls,
         train: Rows,
-        tokenizer: tok.FastTokenizer,
+        tokenizer: "tok.FastTokenizer | None",
         eval: "Rows | None" = None,
         in_order: bool = False,
     ) -> "Tokenized":
@@ -123,7 +123,9 @@ class Tokenized:
             train: the training rows, with the column ``input_ids``, and optionally ``labels`` and
                 ``position_ids``. Each is a list of integers, and all lists have the same length.
                 Labels are not shifted. Other columns are ignored.
-            tokenizer: the tokenizer that made the rows.
+            tokenizer: the tokenizer that made the rows. ``None`` if the rows are no text: the run
+                then has no bits per byte and no samples, and its vocabulary is the largest number
+                in the rows, plus 1.
             eval: the eval rows.
             in_order: draw the rows in the stored order instead of a permutation.
 
@@ -147,8 +149,9 @@ class Tokenized:
         eval_stats = [] if eval_rows is None else [_measure(eval_rows, tokenizer, "eval")]
         metadata = metadata_of(
             "rows made by the recipe",
-            spec=tokenizer.name_or_path,
+            spec="none" if tokenizer is None else tokenizer.name_or_path,
             tokenizer=tokenizer,
+            vocabulary=max(_largest_token(rows) for rows in splits) + 1,
             block_size=width - 1,
             train=train_stats,
             eval=eval_stats,
@@ -200,23 +203,45 @@ def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
     return lengths.pop() if kinds == {"i"} else None
 
 
-def _measure(rows: TokenRows, tokenizer: tok.FastTokenizer, split: Split) -> SplitStats:
+def _largest_token(rows: TokenRows) -> int:
+    """Return the largest number among the tokens and labels of rows."""
+    return max(0, *_largest_tokens(rows).values())
+
+
+def _largest_tokens(rows: TokenRows) -> dict[str, int]:
+    """Return the largest number in each column of tokens or labels."""
+    largest = {}
+    for name in rows.column_names:
+        if name != "position_ids":
+            matrices = as_matrices(rows.data.column(name))
+            largest[name] = max((int(matrix.max()) for matrix in matrices), default=0)
+    return largest
+
+
+def _check_vocabulary(rows: TokenRows, tokenizer: tok.FastTokenizer) -> None:
+    """Raise :class:`UserError` if the tokenizer does not have all tokens of the rows."""
+    vocabulary = max(tokenizer.get_vocab().values()) + 1
+    for name, largest in _largest_tokens(rows).items():
+        if largest >= vocabulary:
+            raise UserError(
+                f"Tokenized.of: {name} holds {largest}; the tokenizer has {vocabulary} tokens. "
+                "Pass the tokenizer that made the rows."
+            )
+
+
+def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Split) -> SplitStats:
     """Hash the content of rows that were tokenised elsewhere, and count their targets.
 
     Raises:
         UserError: if the tokenizer does not have all their tokens.
     """
+    if tokenizer is not None:
+        _check_vocabulary(rows, tokenizer)
     digest = hashlib.sha256()
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
     for name in rows.column_names:
         digest.update(name.encode())
         for matrix in as_matrices(rows.data.column(name)):
             digest.update(matrix.astype("<i4").tobytes())
-            if name != "position_ids" and len(matrix) and matrix.max() >= vocabulary:
-                raise UserError(
-                    f"Tokenized.of: {name} holds {matrix.max()}; the tokenizer has {vocabulary} "
-                    "tokens. Pass the tokenizer that made the rows."
-                )
 
     targets = 0
     target_bytes = 0
@@ -224,7 +249,7 @@ def _measure(rows: TokenRows, tokenizer: tok.FastTokenizer, split: Split) -> Spl
     for matrix in as_matrices(rows.data.column(label_column)):
         labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
         targets += len(labels)
-        if split == "eval":
+        if split == "eval" and tokenizer is not None:
             text = tokenizer.backend_tokenizer.decode(labels.tolist())
             target_bytes += len(text.encode())
     return SplitStats(

@@ -47,7 +47,7 @@ _SMALL = {
 
 def build_model(
     config: ModelConfig,
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: "PreTrainedTokenizerFast | None",
     dtype: torch.dtype,
     *,
     is_frozen: bool,
@@ -59,7 +59,8 @@ def build_model(
 
     Args:
         config: which model, and how it is used.
-        tokenizer: its size is the vocabulary of a model with random weights.
+        tokenizer: its size is the vocabulary of a model with random weights. Without it, such a
+            model has the vocabulary of its class.
         dtype: of the parameters.
         is_frozen: whether the model's own weights are not trained (LoRA).
         is_reward_model: build the family's class for sequence classification, with one output per
@@ -94,6 +95,8 @@ def build_model(
                 return _load_quantized(name, config.load_in_4bit, options, is_frozen)
 
         if is_reward_model:
+            if tokenizer is None:
+                raise UserError("--loss_type reward needs a tokenizer: answers end at its tokens.")
             model_class = _reward_model_class(model_config, tokenizer)
         else:
             model_class = AutoModelForCausalLM
@@ -218,7 +221,8 @@ def configuration_of(
 
     ``--from_config`` names a model type, which gets the sizes of a small model, or a model whose
     configuration is used. The vocabulary is the tokenizer's, if there is one.
-    ``--config_overrides`` takes precedence over both.
+    ``--config_overrides`` takes precedence over both. If it changes the width or the number of
+    attention heads, the size of a head follows.
 
     Raises:
         UserError: if ``--config_overrides`` is malformed or has a key that the configuration lacks.
@@ -260,9 +264,39 @@ def configuration_of(
     values = {key: value for key, value in sizes.items() if key in valid_keys} | overrides
     if "qk_rope_head_dim" in values and "num_key_value_heads" in valid_keys:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    is_resized = _changes_heads(overrides, original)
+    if is_resized and is_type and not has_latent_attention:
+        # The class chooses: Llama divides the width among the heads, and Qwen3 always has 128.
+        values.pop("head_dim", None)
+
     # Some classes, such as GPT-2's, have their own names for the common keys.
     renamed = {original.attribute_map.get(key, key): value for key, value in values.items()}
-    return make(name, **renamed)
+    changed = make(name, **renamed)
+    if is_resized and not is_type and _heads_divide_width(original):
+        head_dim = changed.hidden_size // changed.num_attention_heads
+        return make(name, **renamed, head_dim=head_dim)
+    return changed
+
+
+def _changes_heads(overrides: dict[str, object], original: "PreTrainedConfig") -> bool:
+    """Return whether overrides change the width or the number of heads, but not ``head_dim``."""
+    if not hasattr(original, "num_attention_heads"):
+        return False
+
+    def own_name(key: str) -> str:
+        return str(original.attribute_map.get(key, key))
+
+    changed_keys = {own_name(key) for key in overrides}
+    size_keys = {own_name("hidden_size"), own_name("num_attention_heads")}
+    return bool(changed_keys & size_keys) and own_name("head_dim") not in changed_keys
+
+
+def _heads_divide_width(config: "PreTrainedConfig") -> bool:
+    """Return whether ``head_dim`` is stored, and is the width divided by the number of heads."""
+    head_dim = config.to_dict().get("head_dim")
+    if head_dim is None:
+        return False
+    return bool(head_dim * config.num_attention_heads == config.hidden_size)
 
 
 def _overrides(text: str) -> dict[str, object]:

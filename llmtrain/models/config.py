@@ -121,7 +121,8 @@ class ModelConfig(Config):
     config_overrides: str | None = flag(
         None,
         "changes to the configuration of --from_config, such as "
-        '"hidden_size=256,num_hidden_layers=8"',
+        '"hidden_size=256,num_hidden_layers=8"; head_dim follows from the hidden size and the '
+        "heads, unless it is given or the model type has its own",
         hidden=True,
     )
     max_length: int | Literal["auto"] = flag(

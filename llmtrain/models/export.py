@@ -1,4 +1,4 @@
-"""The folder of a finished model, which every Hugging Face tool can load."""
+"""The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Size, Tensor, nn
 
+from llmtrain.files import read_object
 from llmtrain.parallel.shards import meta_like
 from llmtrain.types import JsonObject, TensorConverter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+# The key in config.json that names the class of a plain torch module.
+_MODULE_CLASS = "torch_module"
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class ModelFiles:
 
     Attributes:
         config: ``config.json``.
-        tokenizer: the tokenizer of the model.
+        tokenizer: the tokenizer of the model, if there is one.
         trained_on: the name of the data, for the model card.
         base: the folder or hub name of the model that this one was trained from.
         generation: ``generation_config.json``.
@@ -30,13 +34,14 @@ class ModelFiles:
     """
 
     config: JsonObject
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: "PreTrainedTokenizerFast | None"
     trained_on: str = "unknown data"
     base: str | None = None
     generation: JsonObject = field(default_factory=dict)
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
+    library: ClassVar[str] = "transformers"  # as the hub calls it
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
@@ -50,7 +55,8 @@ class ModelFiles:
             (folder / "generation_config.json").write_text(
                 json.dumps(self.generation, indent=2) + "\n"
             )
-        self.tokenizer.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
         self.write_config(folder)
 
@@ -112,30 +118,117 @@ class ModelFiles:
         hub_line = ""
         origin = "Trained"
         if self.base:
-            is_local = Path(self.base).exists()
-            if not is_local:
+            base_name = self.base
+            if Path(self.base).exists():
+                base_name = _folder_name(Path(self.base))
+            else:
                 hub_line = f"base_model: {self.base}\n"
-            origin = f"Fine-tuned from {Path(self.base).name if is_local else self.base}"
+            origin = f"Fine-tuned from {base_name}"
 
-        auto_class = "AutoModelForCausalLM"
-        task = "text-generation"
-        if gives_scores(self.config):
-            auto_class = "AutoModelForSequenceClassification"
-            task = "text-classification"
-
+        vocabulary = ""
+        if self.tokenizer is not None:
+            vocabulary = f", vocabulary {len(self.tokenizer):,}"
         return (
-            f"---\nlibrary_name: transformers\npipeline_tag: {task}\n{hub_line}"
+            f"---\nlibrary_name: {self.library}\n{self.task_line()}{hub_line}"
             "tags: [llmtrain]\n---\n\n"
             f"# {self.title(parameters)}\n\n"
-            f"{origin} with llmtrain on {self.trained_on}, vocabulary {len(self.tokenizer):,}.\n\n"
-            f"```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
-            f"model = {auto_class}.from_pretrained(FOLDER)\n"
-            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n```\n"
+            f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n"
+            f"```python\n{self.loading_code()}```\n"
+        )
+
+    def task_line(self) -> str:
+        """Return the line of the model card that names the task of the model; empty if unknown."""
+        task = "text-classification" if gives_scores(self.config) else "text-generation"
+        return f"pipeline_tag: {task}\n"
+
+    def loading_code(self) -> str:
+        """Return Python code that loads the model from ``FOLDER``."""
+        auto_class = _auto_class(self.config)
+        code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
+        if self.tokenizer is None:
+            return f"from transformers import {auto_class}\n\n{code}"
+        return (
+            f"from transformers import {auto_class}, AutoTokenizer\n\n{code}"
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
-        return f"A {self.config['model_type']} of {parameters:,} parameters"
+        kind = self.config["model_type"]
+        if gives_scores(self.config):
+            return f"A reward model of {parameters:,} parameters, a {kind} that scores answers"
+        return f"A {kind} of {parameters:,} parameters"
+
+
+@dataclass(frozen=True)
+class ModuleFiles(ModelFiles):
+    """The folder of a plain torch module, which only its own class can load."""
+
+    may_split_weights: ClassVar[bool] = False
+    library: ClassVar[str] = "pytorch"
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        tokenizer: "PreTrainedTokenizerFast | None",
+        trained_on: str,
+    ) -> "ModuleFiles":
+        """Return the files of a module.
+
+        Args:
+            module: the module. Its class is in the run's fingerprint.
+            tokenizer: the tokenizer, if there is one.
+            trained_on: the name of the data, for the model card.
+        """
+        return cls({_MODULE_CLASS: type(module).__name__}, tokenizer, trained_on)
+
+    def task_line(self) -> str:
+        """Return nothing: a module may do anything."""
+        return ""
+
+    def loading_code(self) -> str:
+        """Return Python code that loads the weights from ``FOLDER`` into the module."""
+        class_name = self.config[_MODULE_CLASS]
+        return (
+            "from safetensors.torch import load_model\n\n"
+            f"model = {class_name}(...)  # as the recipe builds it\n"
+            f'load_model(model, "FOLDER/{self.weights_name}")\n'
+        )
+
+    def title(self, parameters: int) -> str:
+        """Return the title of the model card."""
+        return f"{self.config[_MODULE_CLASS]}, a torch module of {parameters:,} parameters"
+
+
+def how_to_load(folder: Path) -> str:
+    """Return how to load the model in a folder, in a few words."""
+    if (folder / "adapter_config.json").exists():
+        return "peft: AutoPeftModelForCausalLM.from_pretrained"
+    config = read_object(folder / "config.json")
+    module_class = module_class_of(config)
+    if module_class:
+        weights = folder / ModuleFiles.weights_name
+        return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
+    return f"transformers: {_auto_class(config)}.from_pretrained"
+
+
+def module_class_of(config: JsonObject) -> str:
+    """Return the class of a plain torch module, by ``config.json``; empty for other models."""
+    return str(config.get(_MODULE_CLASS, ""))
+
+
+def _auto_class(config: JsonObject) -> str:
+    """Return the class of transformers that loads a model, by its ``config.json``."""
+    if gives_scores(config):
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForCausalLM"
+
+
+def _folder_name(folder: Path) -> str:
+    """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
+    path = folder.resolve()
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:

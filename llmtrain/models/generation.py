@@ -12,12 +12,16 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object
 from llmtrain.model_folders import holds_model, is_adapter
 from llmtrain.models.adapters import adapted_model
-from llmtrain.models.export import gives_scores
+from llmtrain.models.export import gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, refuse_pickles
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+# Patterns of the files of tokenizers, new and old.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,13 @@ class TextModel:
         if folder.is_dir() and not holds_model(folder):
             raise UserError(f"{name} holds no model (no config.json).")
         # If `name` is a hub name, there is no such file, and read_object returns an empty object.
-        if gives_scores(read_object(folder / "config.json")):
+        config = read_object(folder / "config.json")
+        if module_class_of(config):
+            raise UserError(
+                f"{name} holds the weights of {module_class_of(config)}, a torch module that only "
+                f"its own code can load: {how_to_load(folder)}"
+            )
+        if gives_scores(config):
             raise UserError(
                 f"{name} is a reward model, which scores answers and cannot write text; "
                 "name a causal LM."
@@ -142,6 +152,17 @@ class TextModel:
                 return dropped, ids
             dropped += 2
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether the tokenizer has a token that begins a text, so that a prompt may be empty."""
+        return self._first_token is not None
+
+    @property
+    def _first_token(self) -> int | None:
+        tokenizer = self.tokenizer
+        token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        return cast("int | None", token)
+
     @torch.no_grad()
     def stream(self, prompt: str | list[int], sampling: Sampling) -> Iterator[str]:
         """Generate a continuation of a prompt, and yield it in pieces of text.
@@ -190,16 +211,12 @@ class TextModel:
 
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a prompt. An empty one becomes the token that begins a text."""
-        tokenizer = self.tokenizer
         ids: list[int] = []
         if not prompt:
-            first_token = tokenizer.bos_token_id
-            if first_token is None:
-                first_token = tokenizer.eos_token_id
-            if first_token is not None:
-                ids = [first_token]
+            if self._first_token is not None:
+                ids = [self._first_token]
         elif isinstance(prompt, str):
-            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         else:
             ids = prompt
 
@@ -258,5 +275,11 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
+    folder = Path(name)
+    # Without any file, AutoTokenizer makes an empty tokenizer for some families.
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise UserError(
+            f"{name} holds no tokenizer, so it cannot write text: its rows were made without one."
+        )
     with as_user_error(f"{name}: no model could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))

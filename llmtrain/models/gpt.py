@@ -435,14 +435,14 @@ class GPT(TrainableModel):
         return 6 * weights + 12 * attention
 
     def bundle(
-        self, tokenizer: "PreTrainedTokenizerFast", trained_on: str, seed: int
+        self, tokenizer: "PreTrainedTokenizerFast | None", trained_on: str, seed: int
     ) -> ModelBundle:
         """Return the model with everything that training needs.
 
         The parameters of the model are on the meta device.
 
         Args:
-            tokenizer: of the data.
+            tokenizer: of the data, if there is one.
             trained_on: the name of the data, for the model card.
             seed: of the initial weights.
         """
@@ -454,9 +454,10 @@ class GPT(TrainableModel):
             prepare_batch=self.prepare_batch,
         )
 
-    def files(self, tokenizer: "PreTrainedTokenizerFast", trained_on: str) -> ModelFiles:
+    def files(self, tokenizer: "PreTrainedTokenizerFast | None", trained_on: str) -> ModelFiles:
         """Return the files of a model folder that transformers loads as a stock model."""
-        return ModelFiles(self.hf_config(tokenizer.eos_token_id), tokenizer, trained_on)
+        end_of_text = None if tokenizer is None else tokenizer.eos_token_id
+        return ModelFiles(self.hf_config(end_of_text), tokenizer, trained_on)
 
     def hf_config(self, end_of_text: int | None = None) -> JsonObject:
         """Return ``config.json`` of the stock ``gpt2`` model that computes the same."""

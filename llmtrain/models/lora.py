@@ -269,6 +269,7 @@ class AdapterFiles(ModelFiles):
 
     weights_name: ClassVar[str] = "adapter_model.safetensors"
     may_split_weights: ClassVar[bool] = False
+    library: ClassVar[str] = "peft"
 
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
@@ -285,6 +286,14 @@ class AdapterFiles(ModelFiles):
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
         return tensors
+
+    def loading_code(self) -> str:
+        """Return Python code that loads the adapter and its base."""
+        return (
+            "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
+            "model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)\n"
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        )
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""

@@ -39,9 +39,13 @@ if TYPE_CHECKING:
 
 
 class _Metadata(Protocol):
-    """The metadata of rows that a model needs. Without a preference loss, only the name is used."""
+    """The metadata of rows that a model needs.
+
+    The numbers of pairs are used with a preference loss, and the vocabulary without a tokenizer.
+    """
 
     dataset: str
+    vocabulary: int  # the largest token id, plus 1
     pairs: int  # the largest number of preference pairs in a row
     shared: bool  # whether the two answers of a pair share one copy of their prompt
 
@@ -49,7 +53,7 @@ class _Metadata(Protocol):
 class PreparedRows(Protocol):
     """The rows that a model is built for."""
 
-    tokenizer: "PreTrainedTokenizerFast"
+    tokenizer: "PreTrainedTokenizerFast | None"
     new_tokens: list[int]  # tokens that a chat template has added to a pretrained tokenizer
 
     @property
@@ -383,10 +387,17 @@ def _fit_vocabulary(
     """Add embeddings for tokens that a chat template has added.
 
     Raises:
-        UserError: if other tokens of the tokenizer have no embedding.
+        UserError: if other tokens of the tokenizer, or of rows without one, have no embedding.
     """
     embeddings = cast(nn.Embedding, model.get_input_embeddings())
     size = len(embeddings.weight)
+    if rows.tokenizer is None:
+        if rows.metadata.vocabulary > size:
+            raise UserError(
+                f"the rows hold token {rows.metadata.vocabulary - 1:,}, and the model has a "
+                f"vocabulary of {size:,}; use the model's own tokenizer to make them."
+            )
+        return
     needed_size = max(rows.tokenizer.get_vocab().values()) + 1
     missing_tokens = set(range(size, needed_size))
     if not missing_tokens <= set(rows.new_tokens):
@@ -437,7 +448,7 @@ def _generation_config(model: "PreTrainedModel", rows: PreparedRows) -> JsonObje
         for key, value in base.to_diff_dict().items():
             if not key.startswith("_") and key != "transformers_version":
                 settings[key] = value
-    if not rows.stop_token_ids:
+    if not rows.stop_token_ids or rows.tokenizer is None:
         return settings
 
     stop_token_ids = settings.get("eos_token_id")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmtrain.console import rank
 from llmtrain.types import IGNORED, RowSequence
 
+_LENGTHS = "lengths"  # the column of unpacked rows that has their number of tokens
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -27,14 +29,14 @@ _QUOTES = _TargetMarks(
 )
 
 
-def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast", count: int = 2) -> None:
+def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast | None", count: int = 2) -> None:
     """Print the first rows, from rank 0, with a line between documents.
 
     Target tokens are green on a terminal, and in angle quotes elsewhere.
 
     Args:
         rows: the rows of the run.
-        tokenizer: turns tokens into text.
+        tokenizer: turns tokens into text. Without it, their numbers are printed.
         count: how many rows to print.
     """
     if rank() != 0:
@@ -48,39 +50,65 @@ def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast", count: int 
 
 
 def _print_row(
-    row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast", marks: _TargetMarks
+    row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast | None", marks: _TargetMarks
 ) -> None:
     tokens = row["input_ids"]
     labels = row.get("labels", tokens)
     answers = row.get("answers")
+    padding = 0  # tokens of the padding that ends here
     for start, end in pairwise([0, *_segment_starts(row), len(tokens)]):
         answer = 0 if answers is None else answers[start]
         # Padding is at the end of a row, or between two answers, with a negative answer.
         is_padding = answer < 0 or all(label == IGNORED for label in labels[start:])
         if start > 0 and is_padding:
-            print(f"----- padding: {end - start} positions")
+            padding += end - start
             continue
 
+        _print_padding(padding)
+        padding = 0
         if start > 0:
             is_second_answer = answer & 1
             print("----- the other answer" if is_second_answer else "----- the next document")
         print(_marked_text(tokens, labels, range(start, end), tokenizer, marks))
+    _print_padding(padding)
+
+
+def _print_padding(tokens: int) -> None:
+    if tokens:
+        print(f"----- {tokens:,} padding token{'s' if tokens > 1 else ''}")
 
 
 def _segment_starts(row: dict[str, list[int]]) -> list[int]:
     """Return where a document, an answer or padding begins, except the beginning of the row."""
-    positions = row.get("position_ids", [])
+    length = len(row["input_ids"])
     answers = row.get("answers")
-    if answers is None:
-        return [i for i in range(1, len(positions)) if positions[i] == 0]
-    return [i for i in range(1, len(positions)) if answers[i] != answers[i - 1]]
+    if answers is not None:
+        return [i for i in range(1, length) if answers[i] != answers[i - 1]]
+    if "position_ids" in row:
+        return [i for i in range(1, length) if row["position_ids"][i] == 0]
+
+    end = row[_LENGTHS][0] if _LENGTHS in row else _end_of_content(row)
+    return [end] if 0 < end < length else []
+
+
+def _end_of_content(row: dict[str, list[int]]) -> int:
+    """Return where the padding of a row begins that was made elsewhere.
+
+    Padding repeats one token and is not trained.
+    """
+    tokens = row["input_ids"]
+    labels = row.get("labels", tokens)
+    end = len(tokens)
+    while end > 0 and labels[end - 1] == IGNORED and tokens[end - 1] == tokens[-1]:
+        end -= 1
+    return end
 
 
 def _marked_text(
     tokens: list[int],
     labels: list[int],
     positions: range,
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: "PreTrainedTokenizerFast | None",
     marks: _TargetMarks,
 ) -> str:
     """Return the text at some positions of a row, with marks around the target tokens."""
@@ -92,8 +120,12 @@ def _marked_text(
         if tokens[i] >= 0:
             marked_tokens.append((is_target, tokens[i]))
 
-    text = ""
+    pieces = []
     for is_target, group in groupby(marked_tokens, key=itemgetter(0)):
-        piece = str(tokenizer.decode([token for _, token in group]))
-        text += f"{marks.before}{piece}{marks.after}" if is_target else piece
-    return text
+        numbers = [token for _, token in group]
+        if tokenizer is None:
+            piece = " ".join(map(str, numbers))
+        else:
+            piece = str(tokenizer.decode(numbers))
+        pieces.append(f"{marks.before}{piece}{marks.after}" if is_target else piece)
+    return (" " if tokenizer is None else "").join(pieces)

@@ -8,14 +8,17 @@ from tqdm import tqdm
 
 from llmtrain.console import can_show_bars
 
-# How the line of an evaluation shows each metric.
+# How the line of an evaluation shows each metric. Custom metrics follow, by their own names.
 _EVAL_FORMATS = {
     "eval/loss": "loss {:.4f}",
     "eval/perplexity": "perplexity {:,.1f}",
     "eval/bits_per_byte": "bits per byte {:.3f}",
     "eval/rewards/accuracies": "chosen above rejected {:.1%}",
     "eval/rewards/margins": "margin {:.3f}",
+    "eval/kl": "KL {:.3f}",
 }
+# Details that would make the line too long.
+_NOT_SHOWN = ("eval/loss/", "eval/rewards/", "eval/logps/")
 
 _LINE_SECONDS = 10  # the least time between two lines of a log file
 
@@ -84,6 +87,9 @@ class Progress:
         metrics = [
             text.format(results[name]) for name, text in _EVAL_FORMATS.items() if name in results
         ]
+        for name, value in results.items():
+            if name not in _EVAL_FORMATS and not name.startswith(_NOT_SHOWN):
+                metrics.append(f"{name.removeprefix('eval/')} {value:.4g}")
         # A reader that has gone (`| head`) does not end the run.
         with contextlib.suppress(BrokenPipeError):
             self.bar.write(f"step {step:>6}  eval: {'  '.join(metrics)}", file=sys.stdout)

@@ -279,7 +279,7 @@ class _Mirror:
                 self.news.clear()
 
     def _send(self, entry: JsonObject) -> None:
-        numbers = _as_numbers(entry)
+        numbers = as_numbers(entry)
         if numbers["step"] >= self.first_step:
             self.tracker.log(numbers, step=int(numbers["step"]))
 
@@ -303,8 +303,8 @@ class _Mirror:
         wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
 
 
-def _as_numbers(entry: JsonObject) -> dict[str, float]:
-    """Return the numbers of a log entry that a tracker can plot.
+def as_numbers(entry: JsonObject) -> dict[str, float]:
+    """Return the numbers of a log entry, by a flat name.
 
     If there is a value for each rank, the largest one is returned: the rank that holds most memory
     runs out of it first, and the slowest rank holds up the others. JSON's null becomes NaN, and

@@ -101,7 +101,7 @@ def evaluate(
     Args:
         engine: how this process computes.
         eval_batches: this rank's share of the eval rows.
-        text_bytes: UTF-8 bytes of the eval text.
+        text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
         metric: a custom metric of the user. It returns a sum and a denominator by name.
             ``eval/NAME`` is the ratio of the two, after both are summed over all micro-batches.
         sources: the number of rows of each source, in the order of the rows. ``eval/loss/SOURCE``

@@ -292,6 +292,10 @@ def _check_steps(run: Run) -> None:
 def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
     """Raise :class:`UserError` if the model or its parallel method lacks what the settings need."""
     loop = run.settings.loop
+    if loop.sample_prompts and run.rows.tokenizer is None:
+        raise UserError(
+            "--sample_prompts needs a tokenizer, and the rows were made without one; leave it out."
+        )
     if loop.sample_prompts and not engine.unwrapped.gives_outputs:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "

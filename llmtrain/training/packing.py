@@ -1,6 +1,5 @@
 """Decide how rows are packed for a model, before they are made."""
 
-from llmtrain.console import say
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.config import PairConfig
 from llmtrain.models.packing_support import packing_support
@@ -11,8 +10,8 @@ def resolve_packing(settings: AnySettings) -> None:
     """Set ``--packing`` and ``--share_prompts`` to what the model can do, unless the user set them.
 
     Call it before :func:`llmtrain.tokenize`. A class that lets packed documents see each other is
-    trained with one document in each row, and the log says so. The verdict on a class is kept in
-    the cache folder.
+    trained with one document in each row, and :func:`llmtrain.tokenize` logs that if the data have
+    conversations. The verdict on a class is kept in the cache folder.
 
     Args:
         settings: settings with a ``ModelConfig``, and with chat or preference data.
@@ -32,14 +31,12 @@ def resolve_packing(settings: AnySettings) -> None:
     rows = "pairs" if isinstance(chat, PairConfig) else "conversations"
     chat.resolve_packing(support.packs)
     if is_packing_open and support.problem:
-        say(
-            "packing",
+        chat.packing_notes += (
             f"{rows} are not packed: {support.class_name} was not tried, because {support.problem} "
             "(--packing packs them)",
         )
     elif is_packing_open and not support.packs:
-        say(
-            "packing",
+        chat.packing_notes += (
             f"{rows} are not packed: {support.class_name} lets the documents of a packed row see "
             "each other",
         )
@@ -50,7 +47,6 @@ def resolve_packing(settings: AnySettings) -> None:
             reason = "cannot share it between two answers"
             if support.problem:
                 reason = f"was not tried, because {support.problem} (--share_prompts shares it)"
-            say(
-                "packing",
+            chat.packing_notes += (
                 f"each answer has its own copy of the prompt: {support.class_name} {reason}",
             )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate import Accelerator
 
@@ -14,12 +14,14 @@ from llmtrain.config import resolved
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
+from llmtrain.files import read_object
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
+from llmtrain.record.history import read_lines
 from llmtrain.record.provenance import (
     check_ranks_agree,
     run_description,
@@ -30,7 +32,7 @@ from llmtrain.record.resume import choose_folder
 from llmtrain.record.resume_point import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import Metrics, as_numbers
 from llmtrain.secrets import redacted
 from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
@@ -40,6 +42,9 @@ from llmtrain.training.settings import AnySettings
 from llmtrain.training.steps import settle_steps, steps_per_epoch
 from llmtrain.training.summary import show_result
 from llmtrain.types import JsonObject, ModelBundle
+
+if TYPE_CHECKING:
+    import pandas
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (
@@ -140,6 +145,29 @@ class Run:
             return 0
         return 128 + int(self.stop_signal)
 
+    def __repr__(self) -> str:
+        """Describe the run in one line: its folder, its state, its step and the last eval loss."""
+        if self.settings.loop.dry_run:
+            return f"Run('{self.folder}', dry run)"
+        state = read_object(self.folder / "status.json").get("state", "not started")
+        parts = [f"'{self.folder}'", state, f"step {self.step}"]
+        if self.last_eval is not None:
+            parts.append(f"eval loss {self.last_eval.metrics['eval/loss']:.4f}")
+        return f"Run({', '.join(parts)})"
+
+    def history(self) -> "pandas.DataFrame":
+        """Return the metrics of the run, with a row for each log entry.
+
+        The columns are ``step``, ``epoch``, ``tokens``, ``time`` and metrics like ``train/loss``.
+        An entry of a step and the entry of the evaluation after it are two rows, and a metric that
+        an entry lacks is NaN. If there is a value for each rank, such as ``phases/forward``, it is
+        the largest one.
+        """
+        import pandas
+
+        entries = read_lines(self.folder / "metrics.jsonl")
+        return pandas.DataFrame([as_numbers(entry) for entry in entries])
+
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry to ``metrics.jsonl`` and to the trackers."""
         epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
@@ -172,9 +200,13 @@ class Run:
         return bool(self.stop_reason) or self.saver.failed
 
     def show(self) -> None:
-        """Print the loss curve and a text by the model, if the run is finished."""
+        """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(self.folder, self.rows.eval_prompt())
+            show_result(
+                self.folder,
+                question=self.rows.eval_prompt(),
+                opening=self.rows.train[0]["input_ids"][:1],
+            )
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""

@@ -13,7 +13,7 @@ from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import pluralize, start_accelerator
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
 from llmtrain.parallel.mesh import sharding_of
@@ -78,9 +78,9 @@ def place(
     torch.manual_seed(settings.loop.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
     if isinstance(bundle, nn.Module):
-        config = {"model_type": type(bundle).__name__.lower()}
-        files = ModelFiles(config, rows.tokenizer, rows.metadata.dataset)
-        bundle = ModelBundle(model=bundle, files=files)
+        bundle = ModelBundle(model=bundle)
+    if bundle.files is None:
+        bundle.files = ModuleFiles.of(bundle.model, rows.tokenizer, rows.metadata.dataset)
     make_trainable(bundle.model)
     if rows.is_packed and not bundle.model.takes_position_ids:
         raise UserError(

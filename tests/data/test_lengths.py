@@ -92,8 +92,27 @@ def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
         lengths = [50] * (200 - number) + [600] * number
         tokenize_lengths(tmp_path, lengths, 95, overlong=overlong, on_bad_row="skip")
         out = capsys.readouterr().out
-        assert ("lengths " in out) == is_told
+        assert ("are longer than" in out) == is_told
     assert "1.0% are longer than --max_length 95; --max_length 640 holds 99.5% of them; " in out
+
+
+def test_the_lengths_of_overlong_conversations_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for outcome in ("tokenised", "from the cache"):
+        tokenize_lengths(tmp_path, [50, 90, 151, 301, 1201], 95)
+        out = capsys.readouterr().out
+        assert f"; {outcome}\n" in out
+        assert (
+            "lengths   the overlong ones have 150 to 1,200 tokens, median 300; "
+            "--max_length 1200 holds all of them\n" in out
+        )
+
+    tokenize_lengths(tmp_path, [50, 90, 151], 95, max_positions=95)
+    assert (
+        "lengths   the overlong ones have 150 tokens; the model has 95 positions\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

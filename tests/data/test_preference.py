@@ -470,25 +470,25 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a", "a")).encode(),
         {"on_bad_row": "skip"},
-        "a.jsonl holds no conversation",
+        "a.jsonl: all 1 records were skipped; the first one is bad: ",
     ),
     "no row that can be rendered": (
         "a.jsonl",
         json.dumps(pair(LONE, "a", "b")).encode(),
         {"on_bad_row": "skip"},
-        "a.jsonl: none of 1 records can be compared (0 are overlong, 1 bad, 0 without a difference)",
+        "a.jsonl: none of 1 records can be compared (0 are overlong, 1 bad, the first one ",
     ),
     "answers that are all too long": (
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        "a.jsonl: none of 1 records can be compared (1 are overlong, for which --max_length 128 would do, 0 bad, 0 without a difference)",
+        "a.jsonl: none of 1 records can be compared (1 are overlong: ",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK + "b", "a" * BLOCK + "c")).encode(),
         {"overlong": "truncate"},
-        "a.jsonl: none of 1 records can be compared (1 are overlong, for which --max_length 128 would do, 0 bad, 1 without a difference)",
+        " holds all of them, 0 bad, 1 without a difference)",
     ),
     "letters for tokens": (
         "a.jsonl",
@@ -802,8 +802,8 @@ def test_an_answer_is_overlong_from_one_token_more_than_the_block(
     if room < ROOM and overlong == "error":
         said = complain(tmp_path, records, block_size=room, overlong=overlong)
         assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt is longer than --max_length {room}; "
-            "raise it, or set --overlong drop or truncate."
+            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt has {ROOM} tokens, more "
+            f"than --max_length {room} allows; raise it, or set --overlong drop or truncate."
         )
         assert left_behind(cache) == []
         return

@@ -458,9 +458,13 @@ SENSELESS = {
     "all of them bad": (
         [AMBIGUOUS[0]],
         {"on_bad_row": "skip"},
-        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad); check --format, --max_length",
+        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad, the first one ",
     ),
-    "none to read": ([UNANSWERED[0]], {"on_bad_row": "skip"}, "holds no conversation"),
+    "none to read": (
+        [UNANSWERED[0], AMBIGUOUS[0] | UNANSWERED[0]],
+        {"on_bad_row": "skip"},
+        f"chats.jsonl, line 1: {UNANSWERED[1]}.",
+    ),
     "no turn with its end": (
         chats(10),
         {"chat_template": ENDLESS},

@@ -1,6 +1,7 @@
 """LoRA: the adapter alone is trained and kept, belongs to its base, and merges into it."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import merged_folder, merged_model, write_merged
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
@@ -199,6 +201,25 @@ def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
     )
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path):
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    bundle = adapt("untied", chatting() if grown else words())
+    model, files = bundle.model, bundle.files
+    train_a_little(model, ids)
+    folder = tmp_path / "model"
+    write_model(folder, files, DistributedTensors(files.export_tensors(model)))
+    assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
+
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\n")
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names = {"FOLDER": str(folder)}
+    exec(code, names)
+    torch.testing.assert_close(logits(names["model"], ids), logits(model, ids))
+    assert len(names["tokenizer"]) == (259 if grown else 257)
 
 
 @pytest.mark.parametrize(("kind", "matrices"), [("tied", 1), ("untied", 2)])

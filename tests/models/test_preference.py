@@ -384,6 +384,9 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
     write_model(tmp_path / "model", bundle.files, tensors)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert type(theirs).__name__ == "Qwen3ForSequenceClassification"
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "# A reward model of " in card
+    assert "model = AutoModelForSequenceClassification.from_pretrained(FOLDER)" in card
     for row, at, number in pairs_in_rows(rows, pairs):
         for which in (0, 1):
             ids = torch.tensor([pairs[number][0] + pairs[number][1 + which]])

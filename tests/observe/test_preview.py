@@ -44,7 +44,7 @@ def test_trained_tokens_are_quoted_documents_apart_and_padding_is_named(
         "ab\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}CD\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
         "----- the next document",
         "e\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}F\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
-        "----- padding: 3 positions",
+        "----- 3 padding tokens",
     ]
 
 
@@ -81,13 +81,46 @@ def test_the_answers_of_pairs_and_the_padding_between_them_are_apart(words, caps
         "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
         "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
     )
-    between = [] if packing else ["----- padding: 2 positions"]
+    between = [] if packing else ["----- 2 padding tokens"]
     other = f"{left}C{right}" if packing else f"p{left}C{right}"
     told = ["===== row 0 of 1", f"p{left}AB{right}", *between, "----- the other answer", other]
-    assert capsys.readouterr().out.splitlines()[:-1] == [*told, "----- padding: 2 positions"]
+    assert capsys.readouterr().out.splitlines()[:-1] == [*told, "----- 2 padding tokens"]
 
 
 def test_other_ranks_are_silent(packed, words, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     preview(packed, words)
     assert capsys.readouterr().out == ""
+
+
+def test_the_padding_of_an_unpacked_row_is_summed_up(words, capsys):
+    tokens = ids(words, "abCD")
+    labels = [-100, -100, *tokens[2:]]
+    padded = {"input_ids": [[*tokens, *[7] * 37]], "labels": [[*labels, *[-100] * 37]]}
+    for lengths in ({"lengths": [[4]]}, {}):  # rows made elsewhere have no lengths
+        preview(datasets.Dataset.from_dict(padded | lengths), words)
+        assert capsys.readouterr().out.splitlines()[1:-1] == [
+            "ab\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}CD"
+            "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+            "----- 37 padding tokens",
+        ]
+
+
+def test_padding_of_several_documents_is_one_line(words, capsys):
+    tokens = ids(words, "ab")
+    row = {
+        "input_ids": [[*tokens, 0, 0, 0]],
+        "labels": [[*tokens, -100, -100, -100]],
+        "position_ids": [[0, 1, 0, 0, 1]],
+    }
+    preview(datasets.Dataset.from_dict(row), words)
+    assert capsys.readouterr().out.splitlines()[2:-1] == ["----- 3 padding tokens"]
+
+
+def test_rows_without_a_tokenizer_are_shown_as_numbers(capsys):
+    rows = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[-100, -100, 7]]})
+    preview(rows, None)
+    assert capsys.readouterr().out.splitlines()[1:-1] == [
+        "5 6 \N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}7"
+        "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
+    ]

@@ -10,7 +10,7 @@ from tests.launching import PYTHON, ROOT, accelerate, long_form, run, series, to
 
 PAGE = ROOT / "docs" / "migrate.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
-LOSS = re.compile(r"update +(\d+)  loss ([\d.]+)")
+LOSS = re.compile(r"step +(\d+)  loss ([\d.]+)")
 
 
 @long_form
@@ -25,6 +25,7 @@ def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path)
             *flags,
         ]
         ended = run(words, env={"ACCELERATE_USE_CPU": "true"}).assert_ok()
+        assert "failed" not in ended.err
         return {int(number): float(loss) for number, loss in LOSS.findall(ended.out)}, ended.out
 
     config = accelerate("cpu_ddp")

@@ -28,7 +28,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (code,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL
     )
-    assert code.count("\n") < 60
+    assert code.count("\n") < 80
     path = tmp_path_factory.mktemp("own") / "sums.py"
     path.write_text(code)
     return path
@@ -37,11 +37,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
     recipe: Path, tmp_path: Path
 ) -> None:
-    run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
+    done = run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
     losses, right = series(tmp_path / "run", "eval/loss"), series(tmp_path / "run", "eval/accuracy")
     assert [*losses] == [*right] == [0, 30, 60]
     assert losses[60] < 0.6 * losses[0]
     assert right[0] < 0.3 < right[60] < 1
+    assert f"  accuracy {right[60]:.4g}\n" in done.out
+    model = tmp_path / "run" / "model"
+    how = f'safetensors.torch: load_model(Recurrent(...), "{model}/model.safetensors")'
+    assert f"model     {model}  ({how})\n" in done.out
+    assert "failed" not in done.err
     ended = run_forked(
         [*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")]
     )

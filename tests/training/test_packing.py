@@ -271,9 +271,7 @@ def test_sharing_prompts_that_was_not_tried_says_so(
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_code_of_a_model_s_own_is_not_packed_and_not_run(
-    trusted: bool, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path: Path) -> None:
     """Without --trust_remote_code the class of transformers is trained, which may be packed."""
     config = configuration_of(ModelConfig(from_config="llama", config_overrides=SMALL[:-1]), None)
     config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
@@ -283,17 +281,31 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(
     settings = lt.parse(finetune.DEFAULTS, [*flags, *["--trust_remote_code"] * trusted])
     lt.resolve_packing(settings)
     assert settings.chat.packing is not trusted
-    line = (
-        f"packing   conversations are not packed: {tmp_path / 'own'} was not tried, because its "
+    note = (
+        f"conversations are not packed: {tmp_path / 'own'} was not tried, because its "
         "code is not part of transformers (--packing packs them)"
     )
-    assert packing_lines(capsys.readouterr().out) == ([line] if trusted else [])
+    assert settings.chat.packing_notes == ((note,) if trusted else ())
 
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
     settings = lt.parse(finetune.DEFAULTS, ["--model_name_or_path", "nowhere/at-all"])
     lt.resolve_packing(settings)
     assert settings.chat.packing is None
+
+
+def test_nothing_is_said_of_conversations_if_the_data_are_text(
+    text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--config_overrides", HYBRIDS["mamba2"], "--eval_fraction", "0"]
+    settings = lt.parse(finetune.DEFAULTS, ["--from_config", "mamba2", *flags])
+    settings.data.dataset = [str(text_file)]
+    settings.data.tokenizer = "byte"
+    settings.model.max_length = 48
+    finetune.tokenized(settings)
+    out = capsys.readouterr().out
+    assert "task      continued pretraining: the records are text, not conversations" in out
+    assert packing_lines(out) == []
 
 
 # --- the cache of rows, and the fingerprint

@@ -600,3 +600,37 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
         assert accelerator.scaler.get_scale() == 1024.0
         assert accelerator.scaler.state_dict()["growth_interval"] == 7
         finish(run, model)
+
+
+def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with opened() as run:
+        assert repr(run) == f"Run('{folder}', running, step 0)"
+        run.step = 3
+        run.log({"eval/loss": 2.5})
+        finish(run, model)
+    assert repr(run) == f"Run('{folder}', finished, step 3, eval loss 2.5000)"
+
+    with contextlib.suppress(CrashError), opened() as run:
+        raise CrashError
+    assert repr(run) == f"Run('{tmp_path / 'run-2'}', failed, step 0)"
+
+
+def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) -> None:
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with opened() as run:
+        assert len(run.history()) == 0
+        run.step = 1
+        run.log({"train/loss": 3.0, "phases": {"forward": [0.25, 0.5]}, "batch": "a-b"})
+        run.step = 2
+        run.log({"train/loss": float("nan")})
+        run.log({"eval/loss": 2.5})
+        finish(run, model)
+
+    history = run.history()
+    assert history["step"].tolist() == [1, 2, 2]
+    assert history["train/loss"].dropna().tolist() == [3.0]
+    assert history.set_index("step")["eval/loss"].dropna().to_dict() == {2: 2.5}
+    assert history["phases/forward"][0] == 0.5  # the slowest rank
+    assert "batch" not in history, "a text, which cannot be plotted"
