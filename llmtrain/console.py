@@ -22,6 +22,11 @@ def debugging() -> bool:
     return os.environ.get("LLMTRAIN_DEBUG", "") not in ("", "0")
 
 
+def can_show_bars() -> bool:
+    """Return whether stderr is a terminal or a notebook; a log file would keep each frame."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 

@@ -135,10 +135,20 @@ def drop_lines_after(path: Path, step: int) -> None:
         path: the file, which need not exist.
         step: the last step whose lines stay.
     """
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines()
-    _replace(path, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
+    if path.exists():
+        copy_lines_up_to(path, path, step)
+
+
+def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
+    """Replace a JSON-lines file by the lines of another one that belong to steps up to ``step``.
+
+    Args:
+        source: the file to copy from.
+        target: the file to write, which may be the same.
+        step: the last step whose lines are copied.
+    """
+    lines = source.read_text().splitlines()
+    _replace(target, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
 
 
 def _has_step_up_to(line: str, last_step: int) -> bool:

@@ -1,6 +1,6 @@
 """Train a causal language model of Hugging Face on preferences between answers, or a reward model.
 
-accelerate launch recipes/preference.py --model_name_or_path runs/finetune/model --dataset my.jsonl
+accelerate launch recipes/preference.py --model_name_or_path runs/finetune --dataset my.jsonl
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ DEFAULTS = lt.Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and write it as rows to disk.
 
-    By default the model is the newest one that ``recipes/finetune.py`` has made.
+    By default the model is that of the newest fine-tuning run next to the run folder.
     """
     settings.default_epochs(1.0)
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
-        model.model_name_or_path = lt.newest_model("runs/finetune", "python recipes/finetune.py")
+        model.model_name_or_path = lt.newest_model(
+            settings.run.output_dir, "python recipes/finetune.py"
+        )
     model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"

@@ -326,6 +326,38 @@ def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -
     assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
 
 
+def test_a_step_of_an_extended_run_is_repeated_in_the_run_that_made_it(
+    tmp_path: Path, capsys
+) -> None:
+    run = make(tmp_path / "run-2", STATUS, {})
+    extends = {"run": "runs/run", "step": 20, "start_times": []}
+    (run / "run.json").write_text(json.dumps({"format_version": 1, "extends": extends}))
+    status, _, err = ended(capsys, "replay", str(run), "--step", "20")
+    assert status == 2
+    assert "llmtrain replay runs/run --step 20" in err
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [("finished", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
+)
+def test_scripts_can_ask_whether_a_run_is_finished(
+    state: str, status: int, tmp_path: Path, capsys
+) -> None:
+    run = make(tmp_path / "run", STATUS | {"state": state}, {})
+    found, out, err = ended(capsys, "runs", "--finished", str(run))
+    assert (found, err, out.count("\n")) == (status, "", 1)
+    assert f"run       {run}: {state} at step 30" in out
+    found, out, _ = ended(capsys, "runs", "--finished", str(run), "--json")
+    assert found == status
+    assert json.loads(out)["step"] == 30
+
+
+def test_what_is_no_run_is_neither_finished_nor_unfinished(tmp_path: Path, capsys) -> None:
+    for words in (["--finished", str(tmp_path)], ["--finished", str(tmp_path), "runs"]):
+        status, out, err = ended(capsys, "runs", *words)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+
+
 @pytest.mark.parametrize(
     "words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]]
 )

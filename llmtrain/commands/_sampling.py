@@ -12,7 +12,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="folder of a run or of a model, or a hub name",
+        help="folder of a run, a checkpoint or a model, or a hub name",
     )
     parser.add_argument(
         "--max_new_tokens",
@@ -50,7 +50,8 @@ def load(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
     Raises:
         UserError: if a value is out of range, or if there is no model.
     """
-    from llmtrain.models.generation import Sampling, TextModel, model_folder
+    from llmtrain.model_folders import model_folder
+    from llmtrain.models.generation import Sampling, TextModel
 
     sampling = Sampling(
         max_new_tokens=arguments.max_new_tokens,

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
-        help="folder of a run (which then keeps the scores) or of a model, or a hub name",
+        help="folder of a run (which keeps the scores), a checkpoint or a model, or a hub name",
     )
     parser.add_argument(
         "--tasks",
@@ -75,7 +75,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import append_json_line
     from llmtrain.launching.accelerator import start_accelerator
-    from llmtrain.models.generation import model_folder
+    from llmtrain.model_folders import model_folder
     from llmtrain.record.history import is_run
 
     _check(arguments)

@@ -10,7 +10,7 @@ _TOLERANCE = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="RUN", help="folder of a run or of a model")
+    parser.add_argument("model", metavar="RUN", help="folder of a run, a checkpoint or a model")
     parser.add_argument(
         "--merge",
         action="store_true",
@@ -31,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
+    from llmtrain.model_folders import is_adapter, model_folder
+    from llmtrain.models.adapters import write_merged
     from llmtrain.models.export import how_to_load
-    from llmtrain.models.generation import largest_logit_difference, model_folder
-    from llmtrain.models.lora import is_adapter, write_merged
+    from llmtrain.models.generation import largest_logit_difference
 
     model = Path(arguments.model)
     if not model.is_dir():
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     default_target = model / ("merged" if arguments.merge else "export")
     target = Path(arguments.to or default_target)
     if target.exists():
-        raise UserError(f"{target} already exists; name another folder with --to.")
+        raise UserError(f"{target} already exists: use it, or name another folder with --to.")
     if arguments.merge and not is_adapter(source):
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."

@@ -63,6 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
             f"--step {step} is out of range: this run has made steps 1 to {history.step}."
         )
 
+    if step <= history.extends.get("step", 0):
+        earlier_run = history.extends["run"]
+        raise UserError(
+            f"--step {step} was made by {earlier_run}, which this run extends; repeat it there: "
+            f"llmtrain replay {earlier_run} --step {step}"
+        )
     start = _start_that_made(history, step)
     origin = _find_origin(history, step)
     repeated = _repeat(
@@ -271,7 +277,8 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
-    from llmtrain.models.generation import model_folder, tokenizer_of
+    from llmtrain.model_folders import model_folder
+    from llmtrain.models.generation import tokenizer_of
 
     try:
         tokenizer = tokenizer_of(model_folder(str(run_folder)))

@@ -1,7 +1,8 @@
 """List runs with their state, losses and age; or check the checkpoints of one run.
 
 A check reads each checkpoint, compares its files with their hashes, and changes nothing. The exit
-status is 0 if all checkpoints are intact, and 1 otherwise.
+status is 0 if all checkpoints are intact, and 1 otherwise. With --finished, the exit status is 0 if
+the run is finished, and 1 otherwise.
 """
 
 import argparse
@@ -25,7 +26,11 @@ _LOSSES = {"loss": "train/loss", "eval_loss": "eval/loss"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "llmtrain runs [FOLDER] [--json]\n       llmtrain runs check RUN [--json]"
+    parser.usage = (
+        "llmtrain runs [FOLDER] [--json]\n"
+        "       llmtrain runs check RUN [--json]\n"
+        "       llmtrain runs --finished RUN [--json]"
+    )
     parser.add_argument(
         "words",
         nargs="*",
@@ -33,9 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the folder whose runs are listed (default: runs); or the word check, followed by a "
         "run, its checkpoints folder or a single checkpoint",
     )
+    parser.add_argument(
+        "--finished",
+        metavar="RUN",
+        help="print whether this run is finished; the exit status is 0 if it is, and 1 otherwise",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.finished is not None:
+        if arguments.words:
+            raise UserError("--finished takes one run: llmtrain runs --finished RUN.")
+        sys.exit(0 if _is_finished(Path(arguments.finished), arguments.json) else 1)
+
     should_check = arguments.words[:1] == ["check"]
     if should_check:
         folders = arguments.words[1:]
@@ -53,6 +68,20 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{error.filename or path} could not be read: {error.strerror or first_line(error)}."
         ) from None
+
+
+# --- finished
+
+
+def _is_finished(path: Path, as_json: bool) -> bool:
+    """Print the state of a run, and return whether it is finished."""
+    history = History.of_run(path)
+    if as_json:
+        content = {"run": str(path), "state": history.state, "step": history.step}
+        print(json_text(content, indent=1))
+    else:
+        say("run", f"{path}: {history.summary()}")
+    return history.state == "finished"
 
 
 # --- list

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+from llmtrain.model_folders import tokenizer_folder
 
 _MOST_DEFAULT_PROCESSES = 16  # that render conversations
 _MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
@@ -122,7 +123,8 @@ class DataConfig(BatchConfig):
     tokenizer: str | None = flag(
         "bpe:4096",
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
-        "folder or hub name of a tokenizer; the fine-tuning recipes default to the model's own",
+        "folder or hub name of a tokenizer, or a run; the fine-tuning recipes default to the "
+        "model's own",
         affects="model data",
     )
 
@@ -137,6 +139,8 @@ class DataConfig(BatchConfig):
             raise UserError(
                 "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
             )
+        if self.tokenizer is not None:
+            self.tokenizer = tokenizer_folder(self.tokenizer)
         if not all(self.dataset):
             raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
         if not all(self.eval_dataset):

@@ -42,6 +42,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from llmtrain.console import can_show_bars
 from llmtrain.data.config import DataConfig
 from llmtrain.data.packing import (
     LENGTHS,
@@ -190,6 +191,7 @@ class Texts:
             unit_scale=True,
             desc="tokenising",
             leave=False,
+            disable=not can_show_bars(),
         ) as bar:
             pieces = _encoded(tokenizer, texts, splits_texts=has_trained_tokenizer, bar=bar)
             stats = _write_rows(path, pieces, block_size, self.columns)

@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from tqdm import tqdm
 
+from llmtrain.console import can_show_bars
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
@@ -113,6 +114,7 @@ class Records(Generic[R]):
                 desc="rendering",
                 unit=" records",
                 leave=False,
+                disable=not can_show_bars(),
             )
         )
 

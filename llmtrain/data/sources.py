@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from llmtrain.console import can_show_bars
 from llmtrain.data import builtin
 from llmtrain.data.cache import file_digest
 from llmtrain.data.readers import (
@@ -594,6 +595,8 @@ def _load_split(
     """
     import datasets  # slow to import, and needed only here
 
+    if not can_show_bars():
+        datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(path, configuration, revision=revision)
     except Exception as error:  # of many types

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ class Launcher:
     Attributes:
         words: the launcher's command line, without the recipe and its flags. Empty if this process
             has no launcher.
+        command: the launcher's whole command line, with the recipe and its flags.
         config: the content of the accelerate config.
         environment: the environment that the launcher was started in. Without a launcher, that of
             this process.
@@ -50,6 +52,7 @@ class Launcher:
     config: JsonObject = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     config_file: Path | None = None
+    command: list[str] = field(default_factory=list)
 
     @classmethod
     def find(cls) -> "Launcher":
@@ -63,15 +66,15 @@ class Launcher:
             parent = psutil.Process().parent()
             if parent is None:
                 return no_launcher
-            words = parent.cmdline()
-            program = _program_of(words)
+            command = parent.cmdline()
+            program = _program_of(command)
             is_accelerate = program in _ACCELERATE and (
-                program != "accelerate" or "launch" in words
+                program != "accelerate" or "launch" in command
             )
             if not is_accelerate and program not in _TORCHRUN:
                 return no_launcher
 
-            words = _without_recipe(words)
+            words = _without_recipe(command)
             config: JsonObject = {}
             config_file: Path | None = None
             if is_accelerate:
@@ -81,6 +84,7 @@ class Launcher:
                 config=config,
                 environment=parent.environ(),
                 config_file=config_file,
+                command=command,
             )
         except (psutil.Error, OSError):  # another user's process, or one that has ended
             return no_launcher
@@ -128,6 +132,37 @@ class Launcher:
         if "--cpu" in self.words:
             return True
         return str(self.option("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher started this process, which waits for its exit status."""
+    is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or bool(Launcher.find().words)
+
+
+def user_command() -> list[str]:
+    """Return the command line that started this run, as the user may type it again.
+
+    Returns:
+        An empty list if it is not known: in a notebook, or if the launcher cannot be seen.
+    """
+    if "ipykernel" in sys.modules:
+        return []
+    if not has_launcher():
+        return _as_typed(sys.orig_argv)
+    return _as_typed(Launcher.find().command)
+
+
+def _as_typed(words: list[str]) -> list[str]:
+    """Return a command line without the interpreter, if it runs a command of the environment.
+
+    The system shows ``accelerate launch`` as ``/env/bin/python /env/bin/accelerate launch``.
+    """
+    if len(words) < 2 or _program_of(words) not in ("accelerate", "accelerate-launch", "torchrun"):
+        return words
+    script = words[1]
+    is_on_path = shutil.which(Path(script).name) == script
+    return [Path(script).name if is_on_path else script, *words[2:]]
 
 
 def _program_of(words: list[str]) -> str:

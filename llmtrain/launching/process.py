@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from llmtrain.console import debugging, print_error, rank
 from llmtrain.errors import ReportedElsewhereError, explain
-from llmtrain.launching.launcher import Launcher, check_launch
+from llmtrain.launching.launcher import Launcher, check_launch, has_launcher
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
 # prints the error first, and the launcher ends the others.
@@ -31,6 +31,10 @@ def launch(main: Callable[[], object]) -> NoReturn:
     If the recipe succeeds, the process waits for the other ranks, leaves the process group, and
     exits without running destructors, because gloo's threads sometimes abort a process that has
     finished.
+
+    A run that a signal stopped before its end exits with the ``exit_status`` of the result, such
+    as 130 after Ctrl-C. Under a launcher it exits with 0, because the launcher would report another
+    status as a crash, or start the run again.
 
     An error that the user can fix, such as :class:`UserError`, becomes one line on stderr and exit
     status 2. All ranks together print it once. With LLMTRAIN_DEBUG=1, its traceback is printed
@@ -51,6 +55,8 @@ def launch(main: Callable[[], object]) -> NoReturn:
         leave_group()
         if hasattr(result, "show") and rank() == 0:
             result.show()
+        if not has_launcher():
+            status = getattr(result, "exit_status", 0)
     except BaseException as error:
         status = _report(error)
 

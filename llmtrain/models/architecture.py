@@ -11,9 +11,9 @@ import yaml
 
 from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, as_user_error
+from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
-from llmtrain.models.lora import is_adapter
 from llmtrain.models.weight_loading import load_buffers
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig
     if is_adapter(Path(name)):
         raise UserError(
             f"--model_name_or_path {name} is an adapter; merge it into its model first: "
-            f"llmtrain export {name} --merge --to FOLDER"
+            f"llmtrain export {name} --merge --to FOLDER."
         )
     loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     return loaded

@@ -6,10 +6,13 @@
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
+from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
 
 
 @dataclass
@@ -76,6 +79,28 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
         raise ArgumentTypeError(f"'{text}' is neither a number of tokens nor auto") from None
 
 
+def _model_of_run(name: str | None, flag_name: str) -> str | None:
+    """Return the model folder that a name refers to, if it is the folder of a run or a checkpoint.
+
+    Args:
+        name: the value of the flag.
+        flag_name: the name of the flag.
+
+    Raises:
+        UserError: if the folder holds no model.
+    """
+    if name is None or not Path(name).is_dir():
+        return name
+    try:
+        folder = model_folder(name)
+    except UserError as error:
+        raise UserError(f"--{flag_name} {error}") from None
+    names_checkpoint = is_of_checkpoint(Path(name, "model"))
+    if folder != name and is_of_checkpoint(Path(folder)) and not names_checkpoint:
+        say("model", f"{folder} (the newest checkpoint: the run has no finished model)")
+    return folder
+
+
 @dataclass
 class ModelConfig(Config):
     """The Hugging Face model to train and its initial weights. Each field is a flag."""
@@ -83,11 +108,15 @@ class ModelConfig(Config):
     _argument_group_name: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
 
-    model_name_or_path: str | None = flag(None, "folder or hub name of the causal LM to start from")
+    model_name_or_path: str | None = flag(
+        None,
+        "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name; a "
+        "LoRA adapter is merged into its base first",
+    )
     from_config: str | None = flag(
         None,
         "start from random weights instead: a model type such as llama, qwen3 or gpt2 (a small "
-        "model), or the folder or hub name of a model whose configuration to use",
+        "model), or a run, a model folder or a hub name whose configuration to use",
     )
     config_overrides: str | None = flag(
         None,
@@ -145,6 +174,10 @@ class ModelConfig(Config):
             require_at_least(self, 2, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
+        self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
+        # A name without a slash is a model type, even if there is such a folder.
+        if self.from_config and "/" in self.from_config:
+            self.from_config = _model_of_run(self.from_config, "from_config")
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -185,12 +218,24 @@ class ModelConfig(Config):
         return int(positions) if positions else None
 
     def fit_max_length(self) -> None:
-        """Lower the default ``max_length`` to the positions of the model to load, and log it."""
+        """Lower the default ``max_length`` to the positions of the model to load, and log it.
+
+        If the model is an adapter, it is merged into its base first, and the merged model is used.
+        """
+        self._merge_adapter()
         if self.max_length == "auto":
             return
         positions = self.max_positions()
         if positions and positions < self.max_length:
             self.set_default("max_length", positions, f"a model with {positions} positions")
+
+    def _merge_adapter(self) -> None:
+        """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
+        name = self.model_name_or_path
+        if name is not None and is_adapter(Path(name)):
+            from llmtrain.models.adapters import merged_model
+
+            self.model_name_or_path = merged_model(Path(name))
 
 
 @dataclass

@@ -10,9 +10,10 @@ import torch
 
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object
+from llmtrain.model_folders import holds_model, is_adapter
+from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, refuse_pickles
-from llmtrain.models.lora import adapted_model, is_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -282,33 +283,3 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
         )
     with as_user_error(f"{name}: no model could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
-
-
-def holds_model(folder: Path) -> bool:
-    """Return whether a folder holds a model, or an adapter."""
-    return (folder / "config.json").exists() or is_adapter(folder)
-
-
-def model_folder(name: str) -> str:
-    """Return the model folder that a name refers to.
-
-    For a run folder, that is the finished model, or else the model of the newest checkpoint. A
-    model folder or a hub name is returned as it is.
-
-    Raises:
-        UserError: if there is no such folder, or if it holds no model yet.
-    """
-    folder = Path(name)
-    if not folder.is_dir():
-        if name.startswith((".", "/", "~")):
-            raise UserError(f"{name} is not a folder; check the path.")
-        return name
-    if holds_model(folder):
-        return name
-
-    # The numbers in the names are padded with zeros, so the newest checkpoint comes first.
-    checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
-    for candidate in [folder / "model", *checkpoints]:
-        if holds_model(candidate):
-            return str(candidate)
-    raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")

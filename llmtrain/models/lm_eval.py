@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from llmtrain.config import did_you_mean
 from llmtrain.console import say
 from llmtrain.errors import UserError, explain, hub_error
+from llmtrain.model_folders import is_adapter
 from llmtrain.models.generation import TextModel
-from llmtrain.models.lora import is_adapter
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.types import JsonObject
 
@@ -121,6 +121,9 @@ def evaluate_tasks(
             f"--limit {limit} is less than the number of processes, {processes}; raise it."
         )
 
+    # The harness records the commit of the current folder. In a folder that is no repository, git
+    # would print an error, and the commit is not used.
+    evaluator.get_git_commit_hash = lambda: None
     try:
         model = _ReplicatedModel(name, accelerator, batch_size)
         results: JsonObject | None = simple_evaluate(

@@ -5,7 +5,6 @@ peft adds them to the model.
 
 import copy
 import json
-import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, as_user_error, first_line
+from llmtrain.errors import UserError, first_line
+from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, origin_of
 from llmtrain.types import JsonObject, Weights
 
 if TYPE_CHECKING:
     import peft
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-# The file in an adapter's folder that identifies the weights of its base. Their name alone does
-# not: it may refer to other weights later.
-_ORIGIN = "base.json"
+    from transformers import PreTrainedModel
 
 
 def add_lora(
@@ -75,7 +70,7 @@ def add_lora(
     )
     try:
         with warnings.catch_warnings():
-            _ignore_warnings()
+            ignore_peft_warnings()
             if expert_targets and model.device.type == "meta":
                 lost_layers = _lost_layers(model, settings, linear_layers)
                 if not is_all_linear:
@@ -184,13 +179,6 @@ def _lost_layers(
     return [name for name in linear_layers if type(trial.get_submodule(name)) is nn.Linear]
 
 
-def _ignore_warnings() -> None:
-    """Ignore two warnings of peft that do not concern the user."""
-    # The ranks of fused weights match no module, because they are the ranks of parameters.
-    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-
-
 def _expert_parameter_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the fused weights of experts.
 
@@ -286,7 +274,7 @@ class AdapterFiles(ModelFiles):
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
-        (folder / _ORIGIN).write_text(json.dumps(self.origin) + "\n")
+        (folder / ORIGIN_FILE).write_text(json.dumps(self.origin) + "\n")
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the adapter's tensors by peft's names."""
@@ -310,75 +298,3 @@ class AdapterFiles(ModelFiles):
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
         return f"A LoRA adapter of {parameters:,} parameters for a {self.config['model_type']}"
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter."""
-    return (folder / "adapter_config.json").exists()
-
-
-def write_merged(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base, and write the resulting model in float32.
-
-    It computes the same logits.
-
-    Args:
-        adapter: the folder of the adapter.
-        folder: the folder to write.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY))
-    adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
-    base = adapted.peft_config["default"].base_model_name_or_path
-    merged: PreTrainedModel = adapted.merge_and_unload()
-
-    files = ModelFiles(
-        config=merged.config.to_dict(),
-        tokenizer=tokenizer,
-        trained_on="the data of its adapter",
-        base=base,
-    )
-    files.write(folder, merged.num_parameters())
-    merged.save_pretrained(folder)
-    if (adapter / "generation_config.json").exists():
-        shutil.copy(adapter / "generation_config.json", folder)
-
-
-def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
-    """Load an adapter with its base model.
-
-    Args:
-        name: the folder of the adapter.
-        vocabulary: the number of tokens that need embeddings.
-        dtype: of the base's weights. ``auto`` is the dtype in which they are stored.
-
-    Raises:
-        UserError: if the base is not the one that the adapter was trained on, or if one of them
-            cannot be loaded.
-    """
-    from peft import PeftConfig, PeftModel
-
-    folder = Path(name)
-    with as_user_error(f"{folder}: its adapter could not be loaded", first_line):
-        base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
-        if not base:
-            raise UserError(
-                f"{folder} does not name the model that it adapts; set base_model_name_or_path in "
-                "adapter_config.json."
-            )
-        origin = {}
-        if (folder / _ORIGIN).exists():
-            origin = json.loads((folder / _ORIGIN).read_text())
-        if "sha256" in origin and origin_of(base) != origin:
-            raise UserError(
-                f"{folder} is an adapter of other weights than {base} holds now; put those back."
-            )
-
-        model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
-        embeddings = cast(nn.Embedding, model.get_input_embeddings())
-        if vocabulary > len(embeddings.weight):
-            model.resize_token_embeddings(vocabulary)
-        with warnings.catch_warnings():
-            _ignore_warnings()
-            return PeftModel.from_pretrained(model, name)

@@ -2,8 +2,11 @@
 
 import contextlib
 import sys
+import time
 
 from tqdm import tqdm
+
+from llmtrain.console import can_show_bars
 
 # How the line of an evaluation shows each metric. Custom metrics follow, by their own names.
 _EVAL_FORMATS = {
@@ -17,13 +20,13 @@ _EVAL_FORMATS = {
 # Details that would make the line too long.
 _NOT_SHOWN = ("eval/loss/", "eval/rewards/", "eval/logps/")
 
-# Seconds between two refreshes of the bar. A log file should get few lines.
-_REFRESH_SECONDS_TERMINAL = 0.1
-_REFRESH_SECONDS_FILE = 10
+_LINE_SECONDS = 10  # the least time between two lines of a log file
 
 
 class Progress:
     """A bar with the loss, tokens/s and time left, and a line above it for each evaluation.
+
+    If stderr is a log file, there are lines for some log entries instead of a bar.
 
     Args:
         shown: whether this process shows anything.
@@ -32,26 +35,54 @@ class Progress:
     """
 
     def __init__(self, shown: bool, step: int, max_steps: int) -> None:
-        on_terminal = sys.stderr.isatty()
+        self.is_shown = shown
+        self.first_step = step
+        self.max_steps = max_steps
+        self.start_time = time.monotonic()
+        self.last_line_time = self.start_time
         self.bar = tqdm(
             total=max_steps,
             initial=step,
-            disable=not shown,
+            disable=not shown or not can_show_bars(),
             unit="step",
             desc="training",
             dynamic_ncols=True,
-            mininterval=_REFRESH_SECONDS_TERMINAL if on_terminal else _REFRESH_SECONDS_FILE,
         )
 
-    def show_entry(self, metrics: dict[str, float]) -> None:
-        """Show the loss and the tokens/s of a log entry."""
+    def show_entry(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the loss and the tokens/s of a log entry.
+
+        Args:
+            step: steps made so far.
+            metrics: the metrics of the entry.
+        """
         loss = metrics["train/loss"]
         speed = metrics["train/tokens_per_second"]
-        self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s", refresh=False)
+        text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
+        if not self.bar.disable:
+            self.bar.set_postfix_str(text, refresh=False)
+        elif self.is_shown:
+            self._print_line(step, text)
+
+    def _print_line(self, step: int, text: str) -> None:
+        """Print a line on stderr for a log entry, unless the last line is only seconds old."""
+        now = time.monotonic()
+        if now - self.last_line_time < _LINE_SECONDS:
+            return
+        self.last_line_time = now
+        seconds_per_step = (now - self.start_time) / (step - self.first_step)
+        seconds_left = seconds_per_step * (self.max_steps - step)
+        left = tqdm.format_interval(seconds_left)
+        with contextlib.suppress(BrokenPipeError):
+            print(
+                f"step {step:>6}/{self.max_steps}  {text}, {left} left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def write_evaluation(self, step: int, results: dict[str, float]) -> None:
         """Write a line with the results of an evaluation."""
-        if self.bar.disable:
+        if not self.is_shown:
             return
         metrics = [
             text.format(results[name]) for name, text in _EVAL_FORMATS.items() if name in results

@@ -9,11 +9,20 @@ import time
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import append_json_line, drop_lines_after, read_object, sync_file, write_json
+from llmtrain.files import (
+    append_json_line,
+    copy_lines_up_to,
+    drop_lines_after,
+    read_object,
+    sync_file,
+    write_json,
+)
 from llmtrain.types import JsonObject
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 _LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
+# A run that extends another one begins with copies of these. Scores are of the other run's model.
+_COPIED_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 
 
 class RunFolder:
@@ -30,10 +39,15 @@ class RunFolder:
         self.start_id = start_id
         self.is_main = is_main
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, extended_run: Path | None = None) -> None:
         """Delete files that a killed process left half-written, and log entries after ``step``.
 
         The caller holds the folder's lock.
+
+        Args:
+            step: steps made so far.
+            extended_run: the folder of the run that this run extends. Its log entries up to
+                ``step`` become the beginning of this run's, unless this run has some already.
         """
         for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
             if leftover.is_dir():
@@ -41,6 +55,12 @@ class RunFolder:
             else:
                 leftover.unlink()
 
+        if extended_run is not None:
+            for name in _COPIED_LOGS:
+                source = extended_run / name
+                target = self.path / name
+                if source.exists() and not target.exists():
+                    copy_lines_up_to(source, target, step)
         for name in _LOGS:
             drop_lines_after(self.path / name, step)
         self._write_status("running", step)

@@ -113,6 +113,25 @@ class History(NamedTuple):
         """Return the time of each start, in seconds since 1970."""
         return [_seconds(start.get("time")) for start in self.starts]
 
+    @property
+    def extends(self) -> JsonObject:
+        """The run that this one extends, as in ``run.json``; empty if it extends none.
+
+        The keys are ``run``, its folder; ``run_id``; ``step``, the last step that was taken over;
+        and ``start_times``, the times of all starts that made those steps.
+        """
+        extends = self.record.get("extends")
+        return extends if isinstance(extends, dict) else {}
+
+    def all_start_times(self) -> list[str]:
+        """Return the times of all starts that made the steps of this run, as in ``run.json``.
+
+        Those of the runs that it extends come first.
+        """
+        earlier = self.extends.get("start_times")
+        times = [*earlier] if isinstance(earlier, list) else []
+        return times + [str(start.get("time")) for start in self.starts]
+
     def series(self, key: str) -> dict[int, float]:
         """Return a metric by step."""
         return {
@@ -128,12 +147,14 @@ class History(NamedTuple):
     def training_hours(self) -> list[float | None]:
         """Return the hours of training until each log entry.
 
-        Pauses between two starts do not count. Neither do steps that were lost in a crash.
+        Pauses between two starts do not count. Neither do steps that were lost in a crash. The
+        hours of a run that this one extends count.
 
         Returns:
             A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        start_times = sorted(start for start in self.start_times() if start is not None)
+        parsed_times = [_seconds(time) for time in self.all_start_times()]
+        start_times = sorted(start for start in parsed_times if start is not None)
         if not start_times:
             return [None] * len(self.entries)
 

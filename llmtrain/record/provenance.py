@@ -23,6 +23,7 @@ from llmtrain._version import __version__
 from llmtrain.errors import UserError
 from llmtrain.parallel.team import Team
 from llmtrain.record.format import read_versioned, with_version
+from llmtrain.record.history import History
 from llmtrain.record.resume_point import ResumePoint
 from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
@@ -37,6 +38,13 @@ _LOCAL_FLAGS = {
     "run_name",
     "resume_from_checkpoint",
     "report_to",
+}
+
+_DETAILS = "details"  # a key of a description that is not compared
+# Parts of a fingerprint that are hashes, and the keys of run.json that describe what was hashed.
+_DESCRIBED_BY = {
+    "data": ("dataset", "documents", "train_tokens", "eval_tokens"),
+    "tokenizer": ("tokenizer", "vocabulary"),
 }
 
 
@@ -134,8 +142,72 @@ def difference(before: object, now: object) -> str:
     return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
 
 
+def named_difference(
+    key: str, before: object, now: object, before_record: JsonObject, now_record: JsonObject
+) -> str:
+    """Describe the difference between two values of a fingerprint, with names instead of hashes.
+
+    Args:
+        key: the key of the fingerprint, or ``code``.
+        before: the value of another run or rank.
+        now: the value of this one.
+        before_record: ``run.json`` of the other one, or as much of it as describes its data.
+        now_record: the same of this one.
+    """
+    if key == "code" and isinstance(before, dict) and isinstance(now, dict):
+        files = [name for name in sorted(now) if before.get(name) != now[name]]
+        return f"{', '.join(files)} has another content there"
+    if key == "initial_weights":
+        return _difference_of_start(before, now, before_record, now_record)
+    if key not in _DESCRIBED_BY or not before_record or not now_record:
+        return difference(before, now)
+
+    name_key, *count_keys = _DESCRIBED_BY[key]
+    names = [record.get(name_key) for record in (before_record, now_record)]
+    before_counts = {name: before_record.get(name) for name in count_keys}
+    now_counts = {name: now_record.get(name) for name in count_keys}
+    counts = difference(before_counts, now_counts).replace("_", " ")
+    if names[0] != names[1]:
+        return ", ".join(part for part in (f"{names[0]} there, {names[1]} here", counts) if part)
+    return f"{names[0]} has another content ({counts or 'of the same size'})"
+
+
+def _difference_of_start(
+    before: object, now: object, before_record: JsonObject, now_record: JsonObject
+) -> str:
+    """Describe the difference between the models that two runs start from.
+
+    Args:
+        before: the part ``initial_weights`` of the fingerprint of another run or rank.
+        now: the same of this one.
+        before_record: ``run.json`` of the other one.
+        now_record: the same of this one.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return difference(before, now)
+    names = []
+    for record in (before_record, now_record):
+        settings = record.get("settings") or {}
+        names.append((settings.get("model_name_or_path") or {}).get("value"))
+
+    parts = []
+    rest = dict(before), dict(now)
+    if before.get("weights") != now.get("weights") and any(names):
+        for values in rest:
+            values.pop("weights", None)
+        if names[0] == names[1]:
+            parts.append(f"{names[0]} has other weights now")
+        else:
+            parts.append(f"model {names[0]} there, {names[1]} here")
+    parts.append(difference(*rest))
+    return ", ".join(part for part in parts if part)
+
+
 def run_description(
-    fingerprint: JsonObject, settings: dict[str, JsonObject], precision: str
+    fingerprint: JsonObject,
+    settings: dict[str, JsonObject],
+    precision: str,
+    details: JsonObject | None = None,
 ) -> JsonObject:
     """Describe what this rank is about to train, and with which code.
 
@@ -143,6 +215,7 @@ def run_description(
         fingerprint: the fingerprint of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
         precision: the precision as Accelerate names it, such as ``bf16``.
+        details: the names and sizes of the data, for error messages. They are not compared.
     """
     flags = {
         name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS
@@ -153,6 +226,7 @@ def run_description(
         "precision": precision,
         "versions": versions(),
         "code": code_digests(),
+        _DETAILS: details or {},
     }
 
 
@@ -171,11 +245,18 @@ def check_ranks_agree(team: Team, description: JsonObject) -> None:
     main_description, *descriptions = team.on_all(lambda: description)
     for rank, other_description in enumerate(descriptions, start=1):
         for key in main_description:
+            if key == _DETAILS:
+                continue
             expected, actual = _comparable(key, main_description, other_description)
             if expected != actual:
-                raise UserError(
-                    f"rank {rank} differs from rank 0 in {key}: {difference(actual, expected)}."
+                reason = named_difference(
+                    key,
+                    actual,
+                    expected,
+                    before_record=other_description.get(_DETAILS, {}),
+                    now_record=main_description[_DETAILS],
                 )
+                raise UserError(f"rank {rank} differs from rank 0 in {key}: {reason}.")
 
 
 def _comparable(key: str, main: JsonObject, other: JsonObject) -> tuple[Any, Any]:
@@ -223,16 +304,37 @@ def run_record(
         "git_sha": git_commit(),
         "code_sha256": code_digest(),
     }
+    earlier = read_versioned(folder / "run.json")
+    extends = earlier.get("extends")
+    if extends is None and resume_point.extended_run is not None:
+        extends = _extension_of(resume_point.extended_run, resume_point.step)
     record = {
         "run_id": resume_point.run_id,
+        "extends": extends,
         "fingerprint": fingerprint,
         "fingerprint_sha256": digest(fingerprint),
         "processes": start["processes"],
         "settings": {name: _redacted_setting(name, setting) for name, setting in settings.items()},
         **redacted(details),
-        "starts": [*read_versioned(folder / "run.json").get("starts", []), this_start],
+        "starts": [*earlier.get("starts", []), this_start],
     }
     return with_version(record)
+
+
+def _extension_of(folder: Path, step: int) -> JsonObject:
+    """Return the entry ``extends`` of ``run.json``; see :attr:`History.extends`.
+
+    Args:
+        folder: the folder of the run that is extended.
+        step: the last step that is taken over from it.
+    """
+    extended = History.read(folder)
+    return {
+        "run": str(folder),
+        "run_id": extended.record.get("run_id"),
+        "step": step,
+        "start_times": extended.all_start_times(),
+    }
 
 
 def _command() -> list[str]:

@@ -16,7 +16,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
-from llmtrain.record.provenance import difference, digest
+from llmtrain.record.provenance import digest, named_difference
 from llmtrain.record.resume_point import ResumePoint
 from llmtrain.types import JsonObject
 
@@ -27,12 +27,17 @@ _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still h
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
 _MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
+_PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
+# Settings of the optimizer that may differ between a run and a longer version of it.
+_LENGTH_KEYS = {"max_steps", "num_train_epochs", "warmup_steps"}
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @contextlib.contextmanager
-def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iterator[ResumePoint]:
+def choose_folder(
+    output_dir: str, resume: str, fingerprint: JsonObject, record: JsonObject | None = None
+) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
     The lock is held until the block ends. Two starts at the same moment therefore never share a
@@ -43,6 +48,7 @@ def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iter
             same name with -2, -3, ... at its end.
         resume: ``auto``, ``never``, or the folder of a run or of a checkpoint.
         fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
+        record: what ``run.json`` will say about the data and the settings, for error messages.
 
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
@@ -54,21 +60,30 @@ def choose_folder(output_dir: str, resume: str, fingerprint: JsonObject) -> Iter
         start_id=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
-        named_checkpoint, named_fingerprint = _named_checkpoint(Path(resume), fingerprint)
+        named_checkpoint, named_fingerprint = _named_checkpoint(
+            Path(resume), fingerprint, record or {}
+        )
         point = _resumed_from(point, named_checkpoint, named_fingerprint)
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
+    shorter_runs: list[Path] = []
     for folder in candidate_folders(output_dir):
         is_absent = not folder.exists()
         if is_free(folder):
             new_lock = _lock_new(folder, is_absent)
             if new_lock is not None:
-                reason = _reason_for_new(point, folder, output_dir)
+                point = point._replace(
+                    folder=folder,
+                    reason=_reason_for_new(point, folder, output_dir),
+                    shorter_run=shorter_runs[-1] if shorter_runs else None,
+                )
                 with new_lock:
-                    yield point._replace(folder=folder, reason=reason)
+                    yield point
                 return
         elif may_continue:
+            if resume == "auto" and _is_shorter_run(folder, fingerprint):
+                shorter_runs.append(folder)
             unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint)
             if unfinished is not None:
                 with unfinished.lock:
@@ -84,6 +99,40 @@ def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
     if folder != next(candidate_folders(output_dir)):
         return f"new; {output_dir} is taken"
     return "new"
+
+
+def _is_shorter_run(folder: Path, fingerprint: JsonObject) -> bool:
+    """Return whether a folder holds a finished run that differs from this one only in its length.
+
+    Args:
+        folder: the folder of the other run.
+        fingerprint: the fingerprint of this run.
+    """
+    if read_object(folder / "status.json").get("state") != "finished":
+        return False
+    recorded = read_object(folder / "run.json").get("fingerprint")
+    current = _as_json(fingerprint)
+    if not isinstance(recorded, dict):
+        return False
+    for candidate in (recorded, current):
+        if not isinstance(candidate.get("optimizer", {}).get("max_steps"), int):
+            return False
+    is_longer = recorded["optimizer"]["max_steps"] < current["optimizer"]["max_steps"]
+    return is_longer and _without_length(recorded) == _without_length(current)
+
+
+def _without_length(fingerprint: JsonObject) -> JsonObject:
+    """Return a fingerprint without the settings that determine how long the run is."""
+    optimizer = {
+        key: value for key, value in fingerprint["optimizer"].items() if key not in _LENGTH_KEYS
+    }
+    return {**fingerprint, "optimizer": optimizer}
+
+
+def _as_json(fingerprint: JsonObject) -> JsonObject:
+    """Return a fingerprint as it is read from a file: numbers as keys become strings."""
+    content: JsonObject = json.loads(json.dumps(fingerprint))
+    return content
 
 
 def _continued(
@@ -124,30 +173,44 @@ def candidate_folders(output_dir: str) -> Iterator[Path]:
 
 
 def newest_model(output_dir: str, command: str) -> str:
-    """Return the model folder of the newest finished run.
+    """Return the model folder of the newest finished fine-tuning run next to a run's folder.
+
+    Runs on preferences do not count.
 
     Args:
-        output_dir: the folder of the runs, which may also have -2, -3, ... at its end.
-        command: a command that makes such a run, for the error message.
+        output_dir: the folder of this run. The folders next to it are searched.
+        command: a command that makes a fine-tuning run, for the error message.
 
     Raises:
-        UserError: if no run is finished.
+        UserError: if no such run is finished.
     """
-    models = []
-    for folder in candidate_folders(output_dir):
-        if is_free(folder):
-            break
-        if read_object(folder / "status.json").get("state") == "finished":
-            models.append(folder / "model")
-
+    parent = Path(output_dir).absolute().parent
+    models = [
+        folder / "model"
+        for folder in sorted(parent.glob("*"))
+        if _is_finished_fine_tuning(folder) and (folder / "model").is_dir()
+    ]
+    shown_parent = Path(output_dir).parent
     if not models:
         raise UserError(
-            f"no run in {output_dir} has finished: run {command} first, or name a model with "
-            "--model_name_or_path."
+            f"no fine-tuning run in {shown_parent} has finished: run {command} first, or name a "
+            "model with --model_name_or_path."
         )
     newest = max(models, key=lambda folder: folder.stat().st_mtime)
-    say("model", f"{newest} (of the newest finished run)")
-    return str(newest)
+    shown = shown_parent / newest.relative_to(parent)
+    say("model", f"{shown} (of the newest finished fine-tuning run in {shown_parent})")
+    return str(shown)
+
+
+def _is_finished_fine_tuning(folder: Path) -> bool:
+    """Return whether a folder holds a finished run that trained a model on chats, or further."""
+    if read_object(folder / "status.json").get("state") != "finished":
+        return False
+    record = read_object(folder / "run.json")
+    settings = record.get("settings")
+    takes_model = isinstance(settings, dict) and "model_name_or_path" in settings
+    task = record.get("task")
+    return task == "conversations" or (task == "text" and takes_model)
 
 
 def is_free(folder: Path) -> bool:
@@ -256,13 +319,16 @@ def _unfinished_record(
     return record
 
 
-def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonObject]:
+def _named_checkpoint(
+    path: Path, fingerprint: JsonObject, record: JsonObject
+) -> tuple[Path, JsonObject]:
     """Return a checkpoint that the user has named, and its fingerprint.
 
     Args:
         path: the folder of a checkpoint, or of a run, whose newest checkpoint is used.
         fingerprint: the fingerprint of this run. It must be that of the checkpoint, except for a
             few keys such as the optimizer settings.
+        record: what ``run.json`` will say about the data and the settings, for error messages.
 
     Raises:
         UserError: if there is no such checkpoint, if it is damaged, or if it has another
@@ -284,12 +350,19 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject) -> tuple[Path, JsonOb
         )
 
     named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]
-    # Numbers as keys become strings in JSON, as they did in the checkpoint's file.
-    as_json = json.loads(json.dumps(fingerprint))
-    for key, value in as_json.items():
+    for key, value in _as_json(fingerprint).items():
         named_value = named_fingerprint.get(key)
         if key not in _MAY_CHANGE and named_value != value:
-            raise UserError(f"{flag} has a different {key}: {difference(named_value, value)}.")
+            reason = named_difference(
+                key,
+                named_value,
+                value,
+                before_record=read_object(named.parent.parent / "run.json"),
+                now_record=record,
+            )
+            part = key.replace("_", " ")
+            article = "" if key in _PLURAL_KEYS else "a "
+            raise UserError(f"{flag} has {article}different {part}: {reason}.")
 
     if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
         old_exchange = named_fingerprint.get("gradient_exchange") or "exact"

@@ -17,6 +17,16 @@ class ResumePoint(NamedTuple):
     start_id: str = ""  # distinguishes the starts in one folder
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
+    shorter_run: Path | None = None  # a finished run that this one could extend, and does not
+
+    @property
+    def extended_run(self) -> Path | None:
+        """The folder of the run that this run extends: another one, which made the checkpoint."""
+        if self.checkpoint is None:
+            return None
+        folder = self.checkpoint.parent.parent
+        is_own = folder.absolute() == self.folder.absolute()
+        return None if is_own or not (folder / "run.json").exists() else folder
 
     @property
     def optim_settings(self) -> JsonObject | None:

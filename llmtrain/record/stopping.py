@@ -155,7 +155,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def stop_signals(on_stop: Callable[[str], None]) -> Iterator[None]:
+def stop_signals(on_stop: Callable[[str, signal.Signals], None]) -> Iterator[None]:
     """Call a function on SIGTERM, SIGINT or SIGUSR1, while the block runs.
 
     A second signal raises KeyboardInterrupt, but only if it comes some seconds after the first one:
@@ -163,14 +163,15 @@ def stop_signals(on_stop: Callable[[str], None]) -> Iterator[None]:
     cannot be set and stay unchanged, for example in a thread of a notebook.
 
     Args:
-        on_stop: called with a reason at the first signal.
+        on_stop: called with a reason and the signal, at the first signal.
     """
     times: list[float] = []
 
     def on_signal(number: int, _: object) -> None:
         times.append(time.monotonic())
         if len(times) == 1:
-            on_stop(f"asked to stop by {signal.Signals(number).name}")
+            received = signal.Signals(number)
+            on_stop(f"asked to stop by {received.name}", received)
         elif times[-1] - times[0] > _REPEAT_SECONDS:
             raise KeyboardInterrupt
 

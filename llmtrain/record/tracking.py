@@ -34,6 +34,7 @@ _INIT_SECONDS = 30  # for one attempt of W&B to start
 _START_SECONDS = 120  # for a tracker to start, with all its attempts
 _CLOSE_SECONDS = 60  # for all trackers to end
 _MODEL_SECONDS = 1500  # for all trackers to end, if W&B is also sent the model
+_EVENT_FILES = "events.out.tfevents.*"  # the files of TensorBoard
 _BEST_IS_LOWEST = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
 
 
@@ -75,7 +76,9 @@ class Metrics:
             run_name: the name that W&B shows.
             run_id: the id of the run, by which W&B continues it.
         """
-        self.accelerator.project_configuration.set_directories(str(self.path.parent))
+        folders = self.accelerator.project_configuration
+        folders.logging_dir = None  # otherwise it stays that of an earlier run of this process
+        folders.set_directories(str(self.path.parent))
         if not self.ranks.is_main:
             return
         if wants_model() and "wandb" not in names:
@@ -88,13 +91,15 @@ class Metrics:
             plain_settings[setting] = value if is_plain else str(value)
 
         for name in names:
+            # Opening TensorBoard makes an event file.
+            has_event_files = any(self.path.parent.rglob(_EVENT_FILES))
             if name == "wandb":
                 opening = functools.partial(self._open_wandb, plain_settings, run_name, run_id)
             else:
                 opening = functools.partial(self._open, name, plain_settings, {})
             with _errors_as_notes(f"{name}: tracking is off"):
                 tracker = _within(_START_SECONDS, opening)
-                self.mirrors.append(_Mirror(tracker, self))
+                self.mirrors.append(_Mirror(tracker, self, has_event_files))
         self.accelerator.trackers = [mirror.tracker for mirror in self.mirrors]
 
     def _open(self, name: str, settings: JsonObject, init: JsonObject) -> GeneralTracker:
@@ -211,10 +216,15 @@ class _Mirror:
     """A tracker, and the thread that feeds it.
 
     ``metrics.jsonl`` is the queue between the run and the tracker. So a tracker that stalls costs
-    no memory, and W&B can be sent what it lacks when it continues a run.
+    no memory, and a tracker can be sent what it lacks when a run goes on, or extends another one.
+
+    Args:
+        tracker: the tracker.
+        metrics: writes the file.
+        has_event_files: whether TensorBoard has event files of earlier starts.
     """
 
-    def __init__(self, tracker: GeneralTracker, metrics: Metrics) -> None:
+    def __init__(self, tracker: GeneralTracker, metrics: Metrics, has_event_files: bool) -> None:
         self.tracker = tracker
         self.metrics = metrics
         self.is_wandb = tracker.name == "wandb"
@@ -226,9 +236,9 @@ class _Mirror:
             self.first_byte = 0
         else:
             # TensorBoard reads the event files of all starts in one folder. So it lacks only what
-            # is written from now on.
+            # is written from now on. Without such a file it lacks everything.
             self.first_step = 0
-            self.first_byte = metrics.path.stat().st_size
+            self.first_byte = metrics.path.stat().st_size if has_event_files else 0
 
         self.news = threading.Event()  # there are new lines, or the run ends
         self.thread = threading.Thread(

@@ -347,6 +347,8 @@ def _resume_events(number: int, run: History) -> list[Event]:
         text += f" on {start.get('host')}"
         if start.get("restart"):
             text += f"; restart {start['restart']} by the launcher"
+        if run.extends and start is run.starts[0]:
+            text += f"; extends {run.extends.get('run')}"
         event = Event(when=when, run=number, step=start["step"], kind="resumed", text=text)
         resumes.append(event)
     return resumes

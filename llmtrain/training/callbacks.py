@@ -304,7 +304,7 @@ class Logging(LoopCallback):
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
-        self.timing.progress.show_entry(entry)
+        self.timing.progress.show_entry(info.step, entry)
         self.run.log(entry)
 
     def _loss_and_metrics(self, result: StepResult) -> tuple[float, dict[str, float]]:

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from llmtrain.console import say
+from llmtrain.console import can_show_bars, say
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
@@ -145,7 +145,7 @@ def _compute(
         range(start, len(rows), _ROWS_PER_CHUNK),
         desc="reference",
         leave=False,
-        disable=not ranks.is_main,
+        disable=not ranks.is_main or not can_show_bars(),
     )
     for first_row in first_rows:
         # Consecutive passes belong to consecutive ranks.

@@ -1,6 +1,7 @@
 """A run from its start to its end: its fingerprint, its folder, and its checkpoints."""
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.tracking import Metrics, as_numbers
 from llmtrain.secrets import redacted
+from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
@@ -95,6 +97,7 @@ class Run:
         skipped: steps that were skipped because their gradient was not finite.
         compiled: whether the model's blocks are compiled; ``None`` if not chosen yet.
         stop_reason: why this rank wants to stop; empty if it does not.
+        stop_signal: the signal that asked this rank to stop, if there was one.
         last_eval: the last evaluation.
         outcome: how the run has ended.
     """
@@ -117,6 +120,7 @@ class Run:
     skipped: int = 0
     compiled: bool | None = None
     stop_reason: str = ""
+    stop_signal: signal.Signals | None = None
     last_eval: EvalResult | None = None
     outcome: Outcome = _NOT_TRAINED
 
@@ -129,6 +133,17 @@ class Run:
     def is_finished(self) -> bool:
         """Whether the run has made all its steps, or has stopped early."""
         return self.outcome.state == "finished"
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that Python started directly.
+
+        It is 0, or 128 plus the number of the signal that ended the run early, as in a shell.
+        SIGUSR1 is a batch system's announcement of its time limit, and leaves 0.
+        """
+        if self.stop_signal in (None, signal.SIGUSR1) or self.outcome.state != "preempted":
+            return 0
+        return 128 + int(self.stop_signal)
 
     def __repr__(self) -> str:
         """Describe the run in one line: its folder, its state, its step and the last eval loss."""
@@ -173,9 +188,10 @@ class Run:
         say(kind, text)
         self.writer.record_event(self.step, kind, text)
 
-    def ask_to_stop(self, reason: str) -> None:
+    def ask_to_stop(self, reason: str, stop_signal: signal.Signals | None = None) -> None:
         """Let all ranks save and stop after the current step."""
         self.stop_reason = reason
+        self.stop_signal = stop_signal
 
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all ranks to save and stop after the current step."""
@@ -231,8 +247,11 @@ def open_run(
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
+    resolved_settings = resolved(settings)
+    details = {**asdict(rows.metadata), "settings": resolved_settings}
     check_ranks_agree(
-        team, run_description(fingerprint, resolved(settings), accelerator.mixed_precision)
+        team,
+        run_description(fingerprint, resolved_settings, accelerator.mixed_precision, details),
     )
 
     with contextlib.ExitStack() as contexts:
@@ -243,6 +262,7 @@ def open_run(
                 settings.run.output_dir,
                 resume=settings.run.resume_from_checkpoint,
                 fingerprint=fingerprint,
+                record=details,
             )
             return contexts.enter_context(choosing)
 
@@ -251,6 +271,8 @@ def open_run(
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
+            if resume_point.shorter_run is not None:
+                say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
             accelerator,
@@ -323,7 +345,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     settings = resolved(run.settings)
 
     def begin() -> JsonObject:
-        run.writer.begin(run.step)
+        run.writer.begin(run.step, run.resume_point.extended_run)
         record = _record_of(run, settings)
         run.writer.write("run.json", record)
         return {key: record["starts"][-1][key] for key in _TRACKED_KEYS}

@@ -6,9 +6,10 @@ import torch
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.model_folders import model_folder
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.generation import Sampling, TextModel, model_folder
+from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.checkpoint import write_model

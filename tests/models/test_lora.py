@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
+from llmtrain.models.adapters import merged_folder, merged_model, write_merged
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
-from llmtrain.models.lora import write_merged
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
@@ -244,6 +244,37 @@ def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
         UserError, match=r"is an adapter of other weights than .*another\w* holds now"
     ):
         TextModel(str(tmp_path / "model"))
+
+
+def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, capsys):
+    bundle = adapt()
+    model, files = bundle.model, bundle.files
+    train_a_little(model, IDS)
+    run = tmp_path / "run"
+    write_model(run / "model", files, DistributedTensors(files.export_tensors(model)))
+
+    for _ in range(2):
+        config = ModelConfig(str(run), max_length=64)
+        config.fit_max_length()
+        assert config.model_name_or_path == str(run / "merged")
+        assert f"merged    {run}/model is an adapter" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(run / "merged")) == 257
+
+    before = (run / "merged" / "model.safetensors").stat().st_mtime_ns
+    merged_model(run / "model")
+    assert (run / "merged" / "model.safetensors").stat().st_mtime_ns == before
+    train_a_little(model, IDS)
+    write_model(run / "model", files, DistributedTensors(files.export_tensors(model)))
+    with pytest.raises(UserError, match=r"merged exists and was not merged from .*model; delete"):
+        merged_model(run / "model")
+
+
+def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    assert merged_folder(checkpoint / "model") == tmp_path / "run" / "merged-step-00000010"
+    assert merged_folder(tmp_path / "own") == tmp_path / "own-merged"
 
 
 def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):

@@ -9,7 +9,12 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.record import provenance
-from llmtrain.record.provenance import check_ranks_agree, code_digest, run_description
+from llmtrain.record.provenance import (
+    check_ranks_agree,
+    code_digest,
+    named_difference,
+    run_description,
+)
 from tests.record.test_team import Two
 
 ImportHelper = Callable[[str], Path]
@@ -121,3 +126,50 @@ def test_the_commit_of_a_run_says_whether_files_were_changed_since(script: Path)
 
     script.write_text("RATE = 2\n")
     assert provenance.git_commit() == f"{commit}-dirty"
+
+
+BEFORE = {
+    "dataset": "a.txt",
+    "documents": 3,
+    "train_tokens": 100,
+    "eval_tokens": 10,
+    "tokenizer": "byte",
+    "vocabulary": 257,
+    "settings": {"model_name_or_path": {"value": "runs/base/model"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "says"),
+    [
+        ("data", {"dataset": "b.txt"}, "a.txt there, b.txt here"),
+        (
+            "data",
+            {"train_tokens": 90},
+            "a.txt has another content (train tokens 100 there, 90 here)",
+        ),
+        ("data", {}, "a.txt has another content (of the same size)"),
+        (
+            "tokenizer",
+            {"tokenizer": "char", "vocabulary": 60},
+            "byte there, char here, vocabulary 257 there, 60 here",
+        ),
+    ],
+)
+def test_a_difference_names_files_instead_of_hashes(key: str, changes: dict, says: str) -> None:
+    assert named_difference(key, "0" * 64, "1" * 64, BEFORE, BEFORE | changes) == says
+
+
+def test_a_difference_between_starts_names_the_models() -> None:
+    before = {"weights": {"sha256": "0" * 64}, "lora": None}
+    other = {"weights": {"sha256": "1" * 64}, "lora": {"lora_r": 4}}
+    now = BEFORE | {"settings": {"model_name_or_path": {"value": "runs/other/model"}}}
+    assert named_difference("initial_weights", before, other, BEFORE, now) == (
+        "model runs/base/model there, runs/other/model here, lora None there, {'lora_r': 4} here"
+    )
+    same = named_difference("initial_weights", before, before | {"weights": 1}, BEFORE, BEFORE)
+    assert same == "runs/base/model has other weights now"
+
+
+def test_without_a_record_both_values_are_shown() -> None:
+    assert named_difference("data", "abc", "xyz", {}, BEFORE) == "abc there, xyz here"

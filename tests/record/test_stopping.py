@@ -35,7 +35,7 @@ def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(
 ) -> None:
     now, reasons = 0.0, []
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-    with stop_signals(reasons.append):
+    with stop_signals(lambda reason, _: reasons.append(reason)):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert reasons == ["asked to stop by SIGUSR1"]

@@ -177,12 +177,24 @@ def test_a_tracker_that_goes_on_with_a_run_is_sent_what_it_lacks(opened, tmp_pat
     )
     wandb, tensorboard = Tracker("wandb", nothing), Tracker("tensorboard", nothing)
     wandb.starting_step = 2
+    (tmp_path / "events.out.tfevents.1").touch()  # of an earlier start
     metrics = opened(wandb=wandb, tensorboard=tensorboard)
     metrics.write({"step": 4, "a": float("nan")})
     metrics.close(exit_code=0)
     assert [line["step"] for line in wandb.told] == [2, 3, 4]
     assert wandb.told[-1]["a"] != wandb.told[-1]["a"]
     assert [line["step"] for line in tensorboard.told] == [4]
+
+
+def test_a_tracker_without_a_file_is_sent_everything(opened, tmp_path: Path) -> None:
+    """A run that extends another one begins with its log."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n')
+    wandb, tensorboard = Tracker("wandb", nothing), Tracker("tensorboard", nothing)
+    metrics = opened(wandb=wandb, tensorboard=tensorboard)
+    metrics.write({"step": 3, "a": 1})
+    metrics.close(exit_code=0)
+    assert [line["step"] for line in wandb.told] == [1, 2, 3]
+    assert [line["step"] for line in tensorboard.told] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,10 @@ def test_an_interruption_changes_nothing(alone: Path, noise: Path, tmp_path: Pat
     process = begin(command)
     try:
         wait_for_readings(process, tmp_path / "run", best_of(alone) + 2)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
     finally:
-        wait(process)
+        interrupted = wait(process)
+    assert interrupted.status == 128 + signal.SIGINT
     assert read_json(tmp_path / "run" / "status.json")["state"] == "preempted"
     run_forked(command).assert_ok()
     assert (

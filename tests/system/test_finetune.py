@@ -243,7 +243,7 @@ def test_an_adapter_is_kept_alone_and_merges_into_a_model_of_its_own(
 
     with pytest.raises(SystemExit):
         main([*export, str(tmp_path / "merged")])
-    assert "already exists; name another folder" in capsys.readouterr().err
+    assert "already exists: use it, or name another folder" in capsys.readouterr().err
     other = json.loads((folder / "model" / "base.json").read_text())
     (folder / "model" / "base.json").write_text(json.dumps({"sha256": other["sha256"][::-1]}))
     with pytest.raises(SystemExit):

@@ -171,11 +171,8 @@ def test_from_text_to_a_chat_each_recipe_takes_the_folder_of_the_one_before(
         ],
     }
     for before, recipe in zip((None, GPT, FINETUNE), steps, strict=True):
-        model = (
-            []
-            if before is None
-            else ["--model_name_or_path", str(tmp_path / Path(before).stem / "model")]
-        )
+        # Preferences take the fine-tuning run next to their folder by themselves.
+        model = ["--model_name_or_path", str(tmp_path / "gpt")] if before == GPT else []
         flags = [
             "--block_size",
             "64",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -77,7 +78,8 @@ def test_one_process_ends_in_the_same_bits(
     ended = interrupt(command, folder, number)
     stopped_at = read_json(folder / "status.json")
     if number == signal.SIGTERM:
-        assert ended.status == 0
+        assert ended.status == 128 + signal.SIGTERM
+        assert "\r" not in ended.err, "a log file gets no frames of a progress bar"
         assert stopped_at["state"] == "preempted"
         assert f"step {stopped_at['step']} is saved" in ended.out
     else:
@@ -231,5 +233,32 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
         in ended.out
     )
     assert [line["step"] for line in metrics(tmp_path / "longer") if "train/loss" in line] == list(
-        range(61, 81)
+        range(1, 81)
     )
+    assert "    60" in ended.out, "the curve at the end begins with the first run"
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(PYTHON, id="python"),
+        pytest.param(accelerate("cpu"), id="accelerate", marks=long_form),
+        pytest.param(torchrun(2), id="torchrun", marks=long_form),
+    ],
+)
+def test_a_longer_run_prints_the_command_that_extends_the_finished_one(
+    launcher: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+    run_forked([*PYTHON, GPT, *flags]).assert_ok()
+    out = run([*launcher, GPT, *flags, "--max_steps", "8"]).assert_ok().out
+    assert f"run       {tmp_path}/run-2 (new; " in out
+    (line,) = [line for line in out.splitlines() if line.startswith("finished")]
+    command = shlex.split(line.partition("to extend it instead: ")[2])
+    assert command[-2:] == ["--resume_from_checkpoint", str(tmp_path / "run")]
+
+    run(command).assert_ok()
+    assert [line["step"] for line in metrics(tmp_path / "run-3") if "train/loss" in line] == list(
+        range(1, 9)
+    )
+    assert [start["step"] for start in read_json(tmp_path / "run-3" / "run.json")["starts"]] == [6]

@@ -29,6 +29,7 @@ from tests.launching import (
     long_form,
     run,
     stop_group,
+    wait,
     write_chats,
 )
 
@@ -165,6 +166,13 @@ def test_one_process_and_two_find_what_plain_logits_say_and_the_report_shows_it(
         scores=[{"step": 6}, {**history.scores[0], "value": None, "stderr": None}]
     )
     assert "<td>few</td>" in html([torn])
+
+
+def test_outside_a_repository_git_prints_nothing(trained, tmp_path: Path) -> None:
+    scores = wait(begin(scored(trained, "few"), tree=tmp_path)).assert_ok()
+    assert "acc" in scores.out
+    assert "fatal" not in scores.err
+    assert "repository" not in scores.err
 
 
 def test_an_adapter_is_scored_with_its_base(trained, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def logging_of(objective: GivenRewards, run: Any) -> Logging:
         phases=Phases(engine.device, engine.model),
         syncs=GradientSyncs(engine.model),
         throughput=Throughput(accelerator, engine.unwrapped),
-        progress=SimpleNamespace(show_entry=lambda entry: None),
+        progress=SimpleNamespace(show_entry=lambda step, entry: None),
     )
     optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
     context: Any = SimpleNamespace(run=run, engine=engine, optimizer=optimizer, timing=timing)

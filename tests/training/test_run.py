@@ -13,6 +13,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume, tracking
+from llmtrain.record.history import History
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import open_run
@@ -251,6 +252,115 @@ def test_a_named_checkpoint_is_gone_on_from_in_a_new_folder(begin, tmp_path: Pat
     assert begin(numbered, resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 20)
     named = str(tmp_path / "run/checkpoints/step-00000010")
     assert begin(numbered, resume_from_checkpoint=named) == ("run-3", 10)
+
+
+def logged_steps(folder: Path) -> list[int]:
+    return [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_an_extended_run_keeps_the_log_until_its_checkpoint(begin, tmp_path: Path) -> None:
+    begin(steps=(10, 20))
+    (tmp_path / "run/samples.jsonl").write_text('{"step": 10}\n{"step": 20}\n')
+    named = str(tmp_path / "run/checkpoints/step-00000010")
+    assert begin(steps=(30,), resume_from_checkpoint=named) == ("run-2", 10)
+    assert logged_steps(tmp_path / "run-2") == [10, 30]
+    assert (tmp_path / "run-2/samples.jsonl").read_text() == '{"step": 10}\n'
+    assert logged_steps(tmp_path / "run") == [10, 20], "the extended run is left as it is"
+
+    first = read_json(tmp_path / "run/run.json")
+    extends = read_json(tmp_path / "run-2/run.json")["extends"]
+    assert extends == {
+        "run": str(tmp_path / "run"),
+        "run_id": first["run_id"],
+        "step": 10,
+        "start_times": [first["starts"][0]["time"]],
+    }
+    assert first["extends"] is None
+
+
+def test_a_run_that_is_extended_twice_keeps_everything(begin, tmp_path: Path) -> None:
+    begin(steps=(10,))
+    assert begin(steps=(20,), resume_from_checkpoint=str(tmp_path / "run")) == ("run-2", 10)
+    assert begin(steps=(30,), resume_from_checkpoint=str(tmp_path / "run-2")) == ("run-3", 20)
+    assert logged_steps(tmp_path / "run-3") == [10, 20, 30]
+
+    history = History.of_run(tmp_path / "run-3")
+    assert history.extends["run"] == str(tmp_path / "run-2")
+    assert len(history.all_start_times()) == 3
+    hours = history.training_hours()
+    assert None not in hours
+    assert hours == sorted(hours)
+
+
+def test_an_extended_run_that_is_killed_goes_on_with_the_log_that_it_had(
+    begin, tmp_path: Path
+) -> None:
+    begin(steps=(10,))
+    named = {"resume_from_checkpoint": str(tmp_path / "run")}
+    assert begin(crash=True, **named) == ("run-2", 10)
+    assert begin(steps=(20,), crash=True, **named) == ("run-2", 10)
+    assert logged_steps(tmp_path / "run-2") == [10, 20]
+    assert begin(steps=(30,), **named) == ("run-2", 20)
+    assert logged_steps(tmp_path / "run-2") == [10, 20, 30]
+    assert read_json(tmp_path / "run-2/run.json")["extends"]["step"] == 10
+
+
+def test_the_hours_of_the_run_that_is_extended_count(tmp_path: Path) -> None:
+    entries = [{"step": step, "time": 1e9 + seconds} for step, seconds in ((1, 60), (2, 9060))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in entries))
+    record = {
+        "format_version": 1,
+        "extends": {"start_times": ["2001-09-09T01:46:40+0000"]},
+        "starts": [{"time": "2001-09-09T04:16:40+0000"}],
+    }
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert History.of_run(tmp_path).training_hours() == pytest.approx([1 / 60, 2 / 60])
+
+
+def test_tensorboard_is_sent_the_log_of_the_run_that_is_extended(begin, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    begin(steps=(10,))
+    named = {"resume_from_checkpoint": str(tmp_path / "run"), "report_to": ["tensorboard"]}
+    assert begin(steps=(20,), crash=True, **named)[0] == "run-2"
+    assert begin(steps=(30,), **named) == ("run-2", 20)
+    reader = EventAccumulator(str(tmp_path / "run-2" / "llmtrain"))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == [10, 20, 30]
+
+
+def longer(steps: int, **settings: object) -> dict:
+    return {**FINGERPRINT, "optimizer": {"max_steps": steps, "learning_rate": 0.1, **settings}}
+
+
+def test_a_longer_run_says_how_to_extend_the_finished_one(
+    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--max_steps", "40"])
+    begin(longer(10, warmup_steps=1), steps=(10,))
+    begin(longer(20, warmup_steps=2), steps=(20,))
+    capsys.readouterr()
+    assert begin(longer(40, warmup_steps=4))[0] == "run-3"
+    line = f"to extend it instead: python train.py --max_steps 40 --resume_from_checkpoint {tmp_path}/run-2"
+    assert line in capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    "fingerprint",
+    [longer(10), longer(5), longer(20, learning_rate=0.2), {**longer(20), "seed": 1}],
+)
+def test_a_run_that_extends_nothing_says_nothing(begin, fingerprint: dict, capsys) -> None:
+    begin(longer(10), steps=(10,))
+    assert begin(fingerprint)[0] == "run-2"
+    assert "to extend it" not in capsys.readouterr().out
+
+
+def test_an_unfinished_run_is_not_called_shorter(begin, capsys) -> None:
+    begin(longer(10), steps=(5,), crash=True)
+    assert begin(longer(20))[0] == "run-2"
+    assert "to extend it" not in capsys.readouterr().out
 
 
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
