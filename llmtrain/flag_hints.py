@@ -7,6 +7,8 @@ does not have such a flag, the error message says what to write.
 import re
 from collections.abc import Collection
 
+from llmtrain.shipped import shipped_config
+
 # Flags of `accelerate launch` that hints name. All other flags in a hint are the recipe's own.
 LAUNCHER_FLAGS = frozenset(
     {"--mixed_precision", "--config_file", "--multi_gpu", "--num_processes", "--cpu"}
@@ -23,8 +25,7 @@ _DTYPE = (
 )
 _CPU = "a GPU is used if there is one; the launcher chooses the CPU: accelerate launch --cpu RECIPE"
 _FSDP = (
-    "the launcher shards a model: accelerate launch --config_file accelerate_configs/fsdp2.yaml "
-    "RECIPE"
+    f"the launcher shards a model: accelerate launch --config_file {shipped_config('fsdp2')} RECIPE"
 )
 _BEFORE_RECIPE = "this is a flag of the launcher, which goes before the recipe: accelerate launch"
 _NOT_IN_GPT = "this recipe trains a new GPT of --n_layer blocks"
@@ -400,7 +401,7 @@ _add(
 _add(
     "num_machines nnodes num_nodes",
     "start the launcher on each machine: accelerate launch --config_file "
-    "accelerate_configs/multi_node.yaml RECIPE",
+    f"{shipped_config('multi_node')} RECIPE",
 )
 _add(
     "config_file",

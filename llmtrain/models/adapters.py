@@ -86,10 +86,16 @@ def write_merged(adapter: Path, folder: Path) -> None:
     Args:
         adapter: the folder of the adapter.
         folder: the folder to write.
+
+    Raises:
+        UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY))
+    with as_user_error(f"{adapter}: no tokenizer could be loaded"):
+        tokenizer = cast(
+            "PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+        )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = adapted.peft_config["default"].base_model_name_or_path
     merged: PreTrainedModel = adapted.merge_and_unload()

@@ -51,10 +51,7 @@ def test_two_processes_are_one_run_that_looks_like_one(
     assert record["starts"][0]["processes"] == 2
     assert ended.out.count("8 rows per step = 2 processes x 2 micro-batches x 2 rows") == 1
     assert ended.out.count("2 processes on cpu") == 1
-    lines = [
-        line for line in ended.err.split("\n") if line.strip()
-    ]  # a bar is one line, drawn over and over
-    assert [("6/6" in line) for line in lines] == [True], ended.err
+    assert not ended.err.strip()  # a log file gets no bar, and a short run no lines of progress
     assert "not logged in, so logging offline" in ended.out
     assert "wandb sync" in ended.out
     assert read_json(folder / "status.json")["state"] == "finished"

@@ -53,6 +53,8 @@ def updates_of(
             *FLAGS,
             "--max_steps",
             "1",
+            "--warmup_steps",
+            "0",
             "--dataset",
             str(data),
             "--output_dir",
