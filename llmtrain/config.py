@@ -24,11 +24,13 @@ from llmtrain.errors import UserError
 
 _UNSET = object()
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
+_FLAG = re.compile(r"-+[^\W\d]")  # the beginning of a flag, unlike that of a number below 0
 S = TypeVar("S")
 
-# Returns what to write instead of a flag that a recipe does not have, or None. The arguments are
-# the name of that flag, without dashes, and the recipe's own flags, such as --max_steps.
-HintFor: TypeAlias = Callable[[str, Collection[str]], "str | None"]
+# Returns what to write instead of a flag that a recipe does not have, or instead of a value that a
+# flag does not take; or None. The arguments are the name of the flag, without dashes, the recipe's
+# own flags, such as --max_steps, and the value, or None for an unknown flag.
+HintFor: TypeAlias = Callable[[str, Collection[str], "str | None"], "str | None"]
 
 
 class Config:
@@ -152,7 +154,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     Args:
         defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
-            :data:`HintFor`, that explains unknown flags.
+            :data:`HintFor`, that explains unknown flags and wrong values.
         argv: the words of the command line; by default, those of this process.
         description: the text at the top of ``--help``.
 
@@ -436,7 +438,7 @@ class _Parser(HfArgumentParser):
         try:
             namespace, unknown = self.parse_known_args(argv, unset)
         except argparse.ArgumentError as error:
-            self.error(self._describe_wrong_value(error, argv))
+            self._refuse(self._describe_wrong_value(error, argv))
         if unknown:
             self._refuse_unknown(unknown)
         return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
@@ -459,7 +461,20 @@ class _Parser(HfArgumentParser):
         if error.message.startswith("expected"):
             meaning = self._help_texts[action.dest].replace("%%", "%").partition(";")[0]
             return f"{flag} needs a value: {meaning}"
-        return f"{flag}: {error.message}"
+
+        problem = f"{flag}: {error.message}"
+        for value in _values_in(argv, names):
+            hint = self._hint(action.dest, value)
+            if hint:
+                return f"{problem}: {hint}."
+        return problem
+
+    def _hint(self, name: str, value: str | None = None) -> str | None:
+        """Return what to write instead of a flag, or instead of a value of this flag."""
+        if self._hint_for is None:
+            return None
+        own_flags = {action.option_strings[0] for action in self._actions}
+        return self._hint_for(name, own_flags, value)
 
     def _refuse_unknown(self, words: list[str]) -> NoReturn:
         """Raise :class:`UserError` for the words of a command line that belong to no known flag."""
@@ -468,8 +483,14 @@ class _Parser(HfArgumentParser):
             self.error(f"'{first}' is neither a flag nor the value of one")
 
         # Words without dashes after an unknown flag are its values, and so are numbers below 0.
-        flags = [word.partition("=")[0] for word in words if re.match(r"-+[^\W\d]", word)]
-        problem = self._describe_unknown("flag", dict.fromkeys(flags or [first]), self.flags)
+        flags = [word.partition("=")[0] for word in words if _FLAG.match(word)]
+        self._refuse(self._describe_unknown("flag", dict.fromkeys(flags or [first]), self.flags))
+
+    def _refuse(self, problem: str) -> NoReturn:
+        """Raise :class:`UserError`, which mentions ``--help`` unless the problem has a full stop.
+
+        A full stop means that the problem says what to do about it.
+        """
         if problem.endswith("."):
             raise UserError(f"{self._error_prefix}{problem}")
         self.error(problem)
@@ -491,11 +512,7 @@ class _Parser(HfArgumentParser):
             known: the words that could be meant instead.
         """
         known = list(known)
-        own_flags = {action.option_strings[0] for action in self._actions}
-        hints = {}
-        for word in words:
-            name = _with_underscores(word).lstrip("-")
-            hints[word] = self._hint_for(name, own_flags) if self._hint_for else None
+        hints = {word: self._hint(_with_underscores(word).lstrip("-")) for word in words}
 
         if len(words) == 1:
             ((word, shown),) = words.items()
@@ -518,6 +535,21 @@ class _Parser(HfArgumentParser):
 def _options_in(argv: list[str]) -> list[str]:
     """Return the words of a command line that may be flags, without the values after ``=``."""
     return [word.partition("=")[0] for word in argv if word.startswith("-")]
+
+
+def _values_in(argv: list[str], names: Collection[str]) -> list[str]:
+    """Return the values in a command line that belong to a flag with one of these names."""
+    values = []
+    is_value = False
+    for word in argv:
+        option, equals_sign, value = word.partition("=")
+        if _FLAG.match(word):
+            is_value = option in names
+            if is_value and equals_sign:
+                values.append(value)
+        elif is_value:
+            values.append(word)
+    return values
 
 
 def _with_underscores(option: str) -> str:
