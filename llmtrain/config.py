@@ -24,11 +24,13 @@ from llmtrain.errors import UserError
 
 _UNSET = object()
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
+_FLAG = re.compile(r"-+[^\W\d]")  # the beginning of a flag, unlike that of a number below 0
 S = TypeVar("S")
 
-# Returns what to write instead of a flag that a recipe does not have, or None. The arguments are
-# the name of that flag, without dashes, and the recipe's own flags, such as --max_steps.
-HintFor: TypeAlias = Callable[[str, Collection[str]], "str | None"]
+# Returns what to write instead of a flag that a recipe does not have, or instead of a value that a
+# flag does not take; or None. The arguments are the name of the flag, without dashes, the recipe's
+# own flags, such as --max_steps, and the value, or None for an unknown flag.
+HintFor: TypeAlias = Callable[[str, Collection[str], "str | None"], "str | None"]
 
 
 class Config:
@@ -152,7 +154,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     Args:
         defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
-            :data:`HintFor`, that explains unknown flags.
+            :data:`HintFor`, that explains unknown flags and wrong values.
         argv: the words of the command line; by default, those of this process.
         description: the text at the top of ``--help``.
 
@@ -169,17 +171,25 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         hint_for=getattr(defaults, "hint_for", None),
     )
 
-    values = parser.explicit_values(argv)
+    values, problems = parser.explicit_values(argv)
     spellings = parser.spellings_in(argv)
     path = values.pop("config", None)
     should_print = values.pop("print_config", False)
     origins = dict.fromkeys(values, COMMAND_LINE)
     if path is not None:
-        file_argv = config_file.words_of(path, parser.keys, parser.describe_unknown_keys)
-        file_values = parser.explicit_values(file_argv, source=path)
+        content = config_file.read(path, parser.keys)
+        file_values, file_problems = parser.explicit_values(content.words)
+        file_problems = content.problems + file_problems
+        if content.unknown:
+            file_problems.append(parser.describe_unknown_keys(content.unknown))
+        if file_problems:
+            file_problems[0] = f"{path}: {file_problems[0]}"
+        problems += file_problems
         values = file_values | values
         origins = dict.fromkeys(file_values, path) | origins
-        spellings = parser.spellings_in(file_argv) | spellings
+        spellings = parser.spellings_in(content.words) | spellings
+    if problems:
+        parser.refuse(problems)
 
     parsed: dict[str, Config] = {}
     for part, default in configs.items():
@@ -297,9 +307,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class _Parser(HfArgumentParser):
     """A parser of the flags of several configs, whose errors are :class:`UserError`."""
-
-    # Begins every error message. If the flags are from a file, it names the file.
-    _error_prefix = ""
 
     def __init__(
         self,
@@ -424,22 +431,37 @@ class _Parser(HfArgumentParser):
             return text
         return f"{text} (one of {', '.join(map(str, action.choices))})"
 
-    def explicit_values(self, argv: list[str], source: str | None = None) -> dict[str, Any]:
-        """Return the values of the flags in ``argv``, and of no others.
+    def explicit_values(self, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the values of the flags in ``argv``, and of no others, and what is wrong there.
+
+        A flag with a wrong value is left out, and the other words are parsed all the same.
 
         Args:
             argv: the words of a command line.
-            source: the file that they are from, for error messages.
+
+        Returns:
+            The values, and the problems for :meth:`refuse`.
         """
-        self._error_prefix = f"{source}: " if source else ""
-        unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
-        try:
-            namespace, unknown = self.parse_known_args(argv, unset)
-        except argparse.ArgumentError as error:
-            self.error(self._describe_wrong_value(error, argv))
-        if unknown:
-            self._refuse_unknown(unknown)
-        return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+        problems = []
+        misread = []
+        while True:
+            unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
+            try:
+                namespace, unknown = self.parse_known_args(argv, unset)
+                break
+            except argparse.ArgumentError as error:
+                names = (error.argument_name or "").split("/")  # such as --max_steps/--max-steps
+                if set(_options_in(argv)).isdisjoint(names):
+                    # argparse reads an unknown flag such as -help as -h with a value.
+                    misread += [word for word in argv if word.startswith(tuple(names))]
+                    argv = [word for word in argv if word not in misread]
+                    continue
+                problems.append(self._describe_wrong_value(error, argv, names))
+                _, argv = _take(names, argv)
+
+        problems += self._unknown_problems(misread + unknown)
+        values = {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+        return values, problems
 
     def spellings_in(self, argv: list[str]) -> dict[str, str]:
         """Return how each setting in ``argv`` is written, such as ``--no_packing``."""
@@ -450,29 +472,59 @@ class _Parser(HfArgumentParser):
                 spellings[action.dest] = _with_underscores(option)
         return spellings
 
-    def _describe_wrong_value(self, error: argparse.ArgumentError, argv: list[str]) -> str:
-        """Return the message for a flag whose value is missing or wrong."""
-        names = (error.argument_name or "").split("/")  # such as --max_steps/--max-steps
+    def _describe_wrong_value(
+        self, error: argparse.ArgumentError, argv: list[str], names: list[str]
+    ) -> str:
+        """Return the message for a flag with these names, whose value is missing or wrong."""
         action = self._option_string_actions[names[0]]
         written = [option for option in _options_in(argv) if option in names]
         flag = _with_underscores(written[-1])
         if error.message.startswith("expected"):
             meaning = self._help_texts[action.dest].replace("%%", "%").partition(";")[0]
             return f"{flag} needs a value: {meaning}"
-        return f"{flag}: {error.message}"
 
-    def _refuse_unknown(self, words: list[str]) -> NoReturn:
-        """Raise :class:`UserError` for the words of a command line that belong to no known flag."""
+        problem = f"{flag}: {error.message}"
+        values, _ = _take(names, argv)
+        for value in values:
+            hint = self._hint(action.dest, value)
+            if hint:
+                return f"{problem}: {hint}."
+        return problem
+
+    def _hint(self, name: str, value: str | None = None) -> str | None:
+        """Return what to write instead of a flag, or instead of a value of this flag."""
+        if self._hint_for is None:
+            return None
+        own_flags = {action.option_strings[0] for action in self._actions}
+        return self._hint_for(name, own_flags, value)
+
+    def _unknown_problems(self, words: list[str]) -> list[str]:
+        """Return the problems of the words of a command line that belong to no known flag."""
+        if not words:
+            return []
+
+        problems = []
         first = words[0].partition("=")[0]
-        if not first.startswith("-"):
-            self.error(f"'{first}' is neither a flag nor the value of one")
-
         # Words without dashes after an unknown flag are its values, and so are numbers below 0.
-        flags = [word.partition("=")[0] for word in words if re.match(r"-+[^\W\d]", word)]
-        problem = self._describe_unknown("flag", dict.fromkeys(flags or [first]), self.flags)
-        if problem.endswith("."):
-            raise UserError(f"{self._error_prefix}{problem}")
-        self.error(problem)
+        flags = [word.partition("=")[0] for word in words if _FLAG.match(word)]
+        if not first.startswith("-"):
+            problems.append(f"'{first}' is neither a flag nor the value of one")
+        elif not flags:
+            flags = [first]
+        if flags:
+            problems.append(self._describe_unknown("flag", dict.fromkeys(flags), self.flags))
+        return problems
+
+    def refuse(self, problems: list[str]) -> NoReturn:
+        """Raise :class:`UserError` with all problems in one line.
+
+        The line mentions ``--help``, unless each problem says what to do about it. Such a problem
+        ends with a full stop.
+        """
+        message = "; ".join(problem.removesuffix(".") for problem in problems)
+        if all(problem.endswith(".") for problem in problems):
+            raise UserError(f"{message}.")
+        self.error(message)
 
     def describe_unknown_keys(self, keys: list[str]) -> str:
         """Return the message about keys of a YAML file that are no flags."""
@@ -491,11 +543,7 @@ class _Parser(HfArgumentParser):
             known: the words that could be meant instead.
         """
         known = list(known)
-        own_flags = {action.option_strings[0] for action in self._actions}
-        hints = {}
-        for word in words:
-            name = _with_underscores(word).lstrip("-")
-            hints[word] = self._hint_for(name, own_flags) if self._hint_for else None
+        hints = {word: self._hint(_with_underscores(word).lstrip("-")) for word in words}
 
         if len(words) == 1:
             ((word, shown),) = words.items()
@@ -512,12 +560,30 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
-        raise UserError(f"{self._error_prefix}{message}; --help lists the flags.")
+        raise UserError(f"{message}; --help lists the flags.")
 
 
 def _options_in(argv: list[str]) -> list[str]:
     """Return the words of a command line that may be flags, without the values after ``=``."""
     return [word.partition("=")[0] for word in argv if word.startswith("-")]
+
+
+def _take(names: Collection[str], argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the values of the flag with these names in ``argv``, and the words without it."""
+    values = []
+    others = []
+    is_of_flag = False
+    for word in argv:
+        option, equals_sign, value = word.partition("=")
+        if _FLAG.match(word):
+            is_of_flag = option in names
+            if is_of_flag and equals_sign:
+                values.append(value)
+        elif is_of_flag:
+            values.append(word)
+        if not is_of_flag:
+            others.append(word)
+    return values, others
 
 
 def _with_underscores(option: str) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -76,10 +76,22 @@ def _yaml_of(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")  # the end of a document
 
 
-def words_of(
-    path: str, names: Collection[str], describe_unknown: Callable[[list[str]], str]
-) -> list[str]:
-    """Return the flags in a YAML file as the words of a command line.
+class Content(NamedTuple):
+    """The flags in a file.
+
+    Attributes:
+        words: the flags as the words of a command line.
+        unknown: the keys that are not flags.
+        problems: error messages about the values of the other keys, without the path.
+    """
+
+    words: list[str]
+    unknown: list[str]
+    problems: list[str]
+
+
+def read(path: str, names: Collection[str]) -> Content:
+    """Read the flags in a YAML file.
 
     Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
     boolean and ``12:30`` into a number.
@@ -87,30 +99,31 @@ def words_of(
     Args:
         path: the path of the file.
         names: the keys that the file may have.
-        describe_unknown: returns the error message for the other keys.
 
     Raises:
-        UserError: if the file cannot be read, or if it has unknown keys.
+        UserError: if the file cannot be read.
     """
+    content = Content(words=[], unknown=[], problems=[])
     tree = _read_yaml(path)
     if tree is None or _is_null(tree):
-        return []
+        return content
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"--config {path} must consist of `flag: value` lines.")
 
     keys = [str(key_node.value) for key_node, _ in tree.value]
-    unknown = [key for key in dict.fromkeys(keys) if key not in names]
-    if unknown:
-        raise UserError(f"{path}: {describe_unknown(unknown)}")
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{path}: '{key}' is set twice; remove one of the lines.")
+    content.unknown.extend(key for key in dict.fromkeys(keys) if key not in names)
+    for key in dict.fromkeys(keys):
+        if key in names and keys.count(key) > 1:
+            content.problems.append(f"'{key}' is set twice; remove one of the lines.")
 
-    words: list[str] = []
     for key, (_, value_node) in zip(keys, tree.value, strict=True):
-        if not _is_null(value_node):  # null keeps the recipe's default
-            words += _flag_words(path, key, value_node)
-    return words
+        if key not in names or _is_null(value_node):  # null keeps the recipe's default
+            continue
+        try:
+            content.words.extend(_flag_words(key, value_node))
+        except UserError as error:
+            content.problems.append(str(error))
+    return content
 
 
 def _read_yaml(path: str) -> yaml.Node | None:
@@ -125,20 +138,20 @@ def _read_yaml(path: str) -> yaml.Node | None:
         raise UserError(f"--config {path} is not YAML: {error}") from None
 
 
-def _flag_words(path: str, key: str, node: yaml.Node) -> list[str]:
+def _flag_words(key: str, node: yaml.Node) -> list[str]:
     """Return a key of a YAML file and its value as the words of a command line."""
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
-        raise UserError(f"{path}: '{key}' must be a value or a list, not nested keys.")
+        raise UserError(f"'{key}' must be a value or a list, not nested keys.")
     words = [str(item.value) for item in nodes]
     if not words:
-        raise UserError(f"{path}: --{key} is an empty list; give a value or leave the key out.")
+        raise UserError(f"--{key} is an empty list; give a value or leave the key out.")
 
     if key.startswith("no_"):  # `no_x: true` is the flag --no_x, which takes no value
         try:
             is_set = string_to_bool(words[0])  # type: ignore[no-untyped-call]
         except argparse.ArgumentTypeError:
-            raise UserError(f"{path}: '{key}' must be true or false, not '{words[0]}'.") from None
+            raise UserError(f"'{key}' must be true or false, not '{words[0]}'.") from None
         return [f"--{key}"] if is_set else []
     if len(words) == 1:
         return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag

@@ -1,7 +1,8 @@
-"""What to write here instead of flags of other programs.
+"""What to write here instead of flags of other programs, and instead of their values.
 
 Users of transformers' Trainer, TRL, axolotl and nanoGPT type the names that they know. If a recipe
-does not have such a flag, the error message says what to write.
+does not have such a flag, or if a flag does not take such a value, the error message says what to
+write.
 """
 
 import re
@@ -40,18 +41,27 @@ _NOT_SUPPORTED = "this is not supported; leave it out"
 # that is true of one recipe only names a flag of that recipe.
 _HINTS: dict[str, tuple[str, ...]] = {}
 
+# The hint for each value in lower case, by the name of the flag that does not take it.
+_VALUE_HINTS: dict[str, dict[str, str]] = {}
 
-def hint_for(name: str, flags: Collection[str]) -> str | None:
-    """Return what to write instead of a flag that a recipe does not have.
+
+def hint_for(name: str, flags: Collection[str], value: str | None = None) -> str | None:
+    """Return what to write instead of a flag, or instead of a value, that a recipe does not have.
 
     Args:
-        name: the name of that flag, without dashes.
+        name: the name of the flag, without dashes.
         flags: the flags of the recipe, such as ``--max_steps``.
+        value: the value that the flag does not take; ``None`` if the flag itself is unknown.
 
     Returns:
-        ``None`` if nothing is known about that name.
+        ``None`` if nothing is known about that name or value.
     """
-    for hint in _HINTS.get(name, ()):
+    if value is None:
+        hints = _HINTS.get(name, ())
+    else:
+        value_hint = _VALUE_HINTS.get(name, {}).get(value.lower())
+        hints = (value_hint,) if value_hint else ()
+    for hint in hints:
         if flags_in(hint).issubset(flags):
             return hint
     return None
@@ -67,11 +77,24 @@ def known_names() -> list[str]:
     return list(_HINTS)
 
 
+def known_values() -> list[tuple[str, str]]:
+    """Return all values that have a hint, each after the name of its flag."""
+    return [(name, value) for name, hints in _VALUE_HINTS.items() for value in hints]
+
+
 def _add(names: str, *hints: str) -> None:
     """Add the hints for several names, which are separated by spaces."""
     for name in names.split():
         assert name not in _HINTS, name
         _HINTS[name] = hints
+
+
+def _add_values(name: str, values: str, hint: str) -> None:
+    """Add the hint for several values of a flag, which are separated by spaces."""
+    hints = _VALUE_HINTS.setdefault(name, {})
+    for value in values.split():
+        assert value not in hints, (name, value)
+        hints[value] = hint
 
 
 # --- the data
@@ -437,4 +460,102 @@ _add(
     "leave it out: if --loss_type needs the log-probabilities of the reference model, they are "
     "computed once, before the first step",
     _PREFERENCE_RECIPE,
+)
+
+# --- values of other programs
+
+_add_values(
+    "optim",
+    "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla "
+    "adamw_torch_npu_fused adamw_anyprecision fused_adamw",
+    "use adamw",
+)
+_add_values(
+    "optim",
+    "adamw_8bit adamw_bnb_8bit paged_adamw paged_adamw_32bit paged_adamw_8bit adamw_torch_8bit "
+    "adamw_torch_4bit ademamix_8bit paged_ademamix_8bit lion_8bit paged_lion_8bit paged_lion_32bit",
+    "optimizers with 8 bits or pages are not supported; use adamw",
+)
+_add_values(
+    "optim",
+    "adafactor sgd adagrad rmsprop lion lion_32bit ademamix galore_adamw galore_adamw_8bit "
+    "apollo_adamw lomo adalomo grokadamw schedule_free_adamw schedule_free_radam schedule_free_sgd "
+    "stable_adamw shampoo soap sophia lamb",
+    "this optimizer is not supported; use adamw",
+)
+_add_values(
+    "lr_scheduler_type",
+    "constant_with_warmup",
+    "use constant, which has the warmup of --warmup_steps",
+)
+_add_values(
+    "lr_scheduler_type",
+    "wsd trapezoid trapezoidal warmup_stable",
+    "use warmup_stable_decay",
+)
+_add_values(
+    "lr_scheduler_type",
+    "cosine_with_min_lr cosine_with_restarts cosine_warmup_with_min_lr cosine_annealing "
+    "cosine_with_warmup one_cycle",
+    "use cosine, which falls once, from the peak to 0",
+)
+_add_values(
+    "lr_scheduler_type",
+    "linear_with_warmup polynomial",
+    "use linear, which falls to 0 after the warmup of --warmup_steps",
+)
+_add_values(
+    "lr_scheduler_type",
+    "inverse_sqrt rex exponential step",
+    "this schedule is not supported; cosine and linear fall to 0, and warmup_stable_decay falls at "
+    "the end only",
+)
+_add_values(
+    "lr_scheduler_type",
+    "reduce_lr_on_plateau greedy",
+    "no schedule follows the eval loss here; use constant, with --early_stopping_patience",
+)
+_add_values("loss_type", "dpo", "use sigmoid, which is the loss of DPO")
+_add_values("loss_type", "cdpo", "use sigmoid with --label_smoothing 0.1")
+_add_values("loss_type", "rdpo robust_dpo", "use robust with --label_smoothing 0.1")
+_add_values("loss_type", "kto_pair", "use kto, which trains on single answers with a label")
+_add_values("loss_type", "rm reward_model bradley_terry", "use reward")
+_add_values(
+    "loss_type",
+    "hinge exo_pair nca_pair bco bco_pair sppo sppo_hard aot aot_pair aot_unpaired apo_zero "
+    "apo_down apo_zero_unpaired discopop sft sigmoid_norm alphapo",
+    "this loss is not supported; sigmoid is the loss of DPO",
+)
+_add_values("torch_compile", "true yes on 1", "use always, or auto to compile if it pays")
+_add_values("torch_compile", "false no off 0", "use never")
+_add_values(
+    "overlong",
+    "keep_start truncation truncate_right",
+    "use truncate, which keeps the beginning",
+)
+_add_values(
+    "overlong",
+    "keep_end truncate_left",
+    "the end cannot be kept; use truncate, which keeps the beginning, or drop",
+)
+_add_values("overlong", "raise", "use error")
+_add_values(
+    "format",
+    "chat chatml conversational conversation openai chat_template",
+    "use messages, or auto",
+)
+_add_values("format", "instruction", "use alpaca")
+_add_values("format", "prompt-completion", "use prompt_completion")
+_add_values("format", "completion language_modeling", "use text, which trains every token")
+_add_values("turns", "last_turn", "use last")
+_add_values("turns", "assistant", "use all: only the assistant's turns are trained")
+_add_values("architecture", "gpt nanogpt", "use gpt2")
+_add_values(
+    "architecture",
+    "llama mistral qwen2 qwen3 gemma phi smollm",
+    "use lfm2; recipes/finetune.py trains other architectures from random weights",
+)
+_add_values("ddp_comm_hook", "no", "use none")
+_add_values(
+    "ddp_comm_hook", "powersgd power_sgd batched_power_sgd", "PowerSGD is not supported; use bf16"
 )

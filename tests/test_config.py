@@ -145,8 +145,66 @@ def test_all_unknown_yaml_keys_are_named_at_once(tmp_path):
     message = complaint(from_yaml, tmp_path, "sise: 4\nsize: 3\nqqqqqq: [a]\ncolou:\n  deep: red\n")
     assert message.endswith(
         "toy.yaml: unknown keys: 'sise' (did you mean size?), 'qqqqqq', "
-        "'colou' (did you mean colour?)"
+        "'colou' (did you mean colour?); --help lists the flags."
     )
+
+
+def test_wrong_values_hide_neither_each_other_nor_unknown_flags():
+    message = complaint(
+        toy, "--size", "big", "--sise", "4", "--colour=green", "--qqqqqq", "--shifts", "1", "x"
+    )
+    assert message.startswith("--size: invalid int value: 'big'; --colour: invalid choice: 'green'")
+    assert "; --shifts: invalid int value: 'x'; unknown flags: --sise (did you" in message
+    assert message.endswith(" --qqqqqq; --help lists the flags.")
+
+
+def test_a_flag_without_its_value_hides_no_unknown_flag():
+    assert complaint(toy, "--sise", "4", "--size") == (
+        "--size needs a value: how large it is, 100% of the time; "
+        "unknown flag --sise - did you mean --size?; --help lists the flags."
+    )
+
+
+def test_a_long_name_with_a_single_dash_is_an_unknown_flag():
+    message = complaint(toy, "-help", "--sise", "4")
+    assert message.startswith("unknown flags: -help (did you mean --help?), --sise (did you")
+
+
+def test_a_stray_word_hides_no_unknown_flag():
+    assert complaint(toy, "stray", "--sise", "4") == (
+        "'stray' is neither a flag nor the value of one; "
+        "unknown flag --sise - did you mean --size?; --help lists the flags."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("size: big", "--size: invalid int value: 'big'"),
+        ("size: {width: 3}", "'size' must be a value or a list, not nested keys"),
+        ("parts: []", "--parts is an empty list; give a value or leave the key out"),
+        ("no_soft: perhaps", "'no_soft' must be true or false, not 'perhaps'"),
+        ("name: a\nname: b", "'name' is set twice; remove one of the lines"),
+    ],
+)
+def test_a_wrong_value_in_a_yaml_file_hides_no_unknown_key(tmp_path, line, problem):
+    message = complaint(from_yaml, tmp_path, f"{line}\nsise: 4\n")
+    assert message == (
+        f"{tmp_path / 'toy.yaml'}: {problem}; unknown key 'sise' - did you mean size?; "
+        "--help lists the flags."
+    )
+
+
+def test_the_command_line_and_a_yaml_file_do_not_hide_each_other_s_mistakes(tmp_path):
+    message = complaint(
+        from_yaml, tmp_path, "colour: green\nqqqqqq: 3\n", "--rate", "much", "--sise=4"
+    )
+    beginning, _, of_file = message.partition(f"{tmp_path / 'toy.yaml'}: ")
+    assert beginning == (
+        "--rate: invalid float value: 'much'; unknown flag --sise - did you mean --size?; "
+    )
+    assert of_file.startswith("--colour: invalid choice: 'green'")
+    assert of_file.endswith("; unknown key 'qqqqqq'; --help lists the flags.")
 
 
 @pytest.mark.parametrize("argv", [["stray"], ["--size", "4", "stray"], ["-s", "4"]])

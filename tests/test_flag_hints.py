@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.config import configs_of, flags_of, parse
 from llmtrain.errors import UserError
-from llmtrain.flag_hints import LAUNCHER_FLAGS, hint_for, known_names
+from llmtrain.flag_hints import LAUNCHER_FLAGS, hint_for, known_names, known_values
 from tests.launching import ROOT
 
 RECIPES = {
@@ -173,6 +173,65 @@ def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str) -> No
             else:
                 assert flag in own, unknown
                 assert flag != unknown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flag", "value", "answer"),
+    [
+        ("finetune", "optim", "adamw_torch", "use adamw."),
+        ("gpt", "optim", "adamw_torch_fused", "use adamw."),
+        (
+            "finetune",
+            "optim",
+            "paged_adamw_8bit",
+            "optimizers with 8 bits or pages are not supported",
+        ),
+        ("gpt", "optim", "adafactor", "this optimizer is not supported; use adamw."),
+        ("preference", "loss_type", "dpo", "use sigmoid, which is the loss of DPO."),
+        ("preference", "loss_type", "hinge", "this loss is not supported"),
+        ("finetune", "lr_scheduler_type", "constant_with_warmup", "use constant, which has the"),
+        ("finetune", "lr_scheduler_type", "cosine_with_min_lr", "use cosine, which falls"),
+        ("gpt", "lr_scheduler_type", "inverse_sqrt", "this schedule is not supported; cosine and"),
+        ("gpt", "lr_scheduler_type", "WSD", "use warmup_stable_decay."),
+        ("gpt", "torch_compile", "true", "use always, or auto to compile if it pays."),
+        ("gpt", "architecture", "llama", "use lfm2; recipes/finetune.py trains other"),
+        ("finetune", "overlong", "keep_start", "use truncate, which keeps the beginning."),
+        ("finetune", "format", "chat_template", "use messages, or auto."),
+    ],
+)
+def test_a_value_of_another_program_is_answered_beside_the_choices(
+    recipe: str, flag: str, value: str, answer: str
+) -> None:
+    for argv in ([f"--{flag}", value], [f"--{flag.replace('_', '-')}={value}", "--max_steps=3"]):
+        message = error_of(recipe, *argv)
+        assert message.startswith(f"--{flag}: invalid choice: '{value}' (choose from ")
+        assert f"): {answer}" in message
+
+
+def test_a_value_of_another_program_is_answered_in_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.yaml"
+    path.write_text("optim: adamw_hf\n")
+    message = error_of("finetune", "--config", str(path))
+    assert message.startswith(f"{path}: --optim: invalid choice: 'adamw_hf'")
+    assert message.endswith("): use adamw.")
+
+
+def test_a_hint_for_a_value_names_only_flags_of_the_recipes_that_have_its_flag() -> None:
+    answered = set()
+    for recipe in RECIPES:
+        own = own_flags(recipe)
+        for name, value in known_values():
+            if f"--{name}" in own:
+                hint = hint_for(name, own, value)
+                assert hint, f"{recipe}: --{name} {value}"
+                assert error_of(recipe, f"--{name}", value).endswith(f"): {hint}.")
+                answered.add((name, value))
+    assert answered == set(known_values())
+
+
+def test_a_wrong_value_of_no_program_gets_only_the_choices() -> None:
+    message = error_of("gpt", "--optim", "x")
+    assert re.search(r"invalid choice: 'x' \(choose from .*\); --help lists the flags\.$", message)
 
 
 def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
