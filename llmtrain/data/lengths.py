@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.errors import UserError
+
 # --max_length auto holds this share of the conversations. A larger --max_length is suggested if the
 # chosen one holds fewer.
 _COVERED_SHARE = 0.995
@@ -79,32 +81,87 @@ class OverlongLengths(NamedTuple):
         median = overlong[len(overlong) // 2]
         return cls(shortest=int(overlong[0]), median=int(median), longest=int(overlong[-1]))
 
+    def describe_lengths(self) -> str:
+        """Return the lengths in words."""
+        if self.shortest == self.longest:
+            return f"{self.shortest:,} tokens"
+        return f"{self.shortest:,} to {self.longest:,} tokens, median {self.median:,}"
+
     def describe(self, max_positions: int | None = None) -> str:
         """Return the lengths in words, and the ``--max_length`` that holds all of them.
 
         Args:
             max_positions: the number of positions of the model; ``None`` if there is no limit.
         """
-        text = f"{self.shortest:,} to {self.longest:,} tokens, median {self.median:,}"
-        if self.shortest == self.longest:
-            text = f"{self.shortest:,} tokens"
+        text = self.describe_lengths()
         if max_positions is not None and self.longest > max_positions:
             return f"{text}; the model has {max_positions:,} positions"
         return f"{text}; --max_length {self.longest} holds all of them"
 
 
-def describe_overlong_count(lengths: np.ndarray, max_length: int) -> str:
+def describe_overlong_count(lengths: np.ndarray, max_length: int, max_positions: int | None) -> str:
     """Return how many conversations are overlong, and which ``--max_length`` would hold them.
 
     Args:
         lengths: int [conversations], the smallest ``--max_length`` that holds each.
         max_length: the value of ``--max_length``.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
     """
     overlong = OverlongLengths.of(lengths, max_length)
     if overlong is None:
         return "0 are overlong"
     count = int((lengths > max_length).sum())
-    return f"{count:,} are overlong: {overlong.describe()}"
+    return f"{count:,} are overlong: {overlong.describe(max_positions)}"
+
+
+def check_not_all_overlong(
+    lengths: np.ndarray,
+    *,
+    name: str,
+    unit: str,
+    max_length: int,
+    max_positions: int | None,
+) -> None:
+    """Raise :class:`UserError` if all training conversations are overlong, and thus dropped.
+
+    Args:
+        lengths: int [conversations], the smallest ``--max_length`` that holds each.
+        name: the data set, as it is named in ``--dataset``.
+        unit: a word for what the lengths are of, in the plural.
+        max_length: the value of ``--max_length``.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
+    """
+    overlong = OverlongLengths.of(lengths, max_length)
+    if overlong is None or (lengths <= max_length).any():
+        return
+    limit = f"--max_length {max_length}"
+    if max_positions is not None and overlong.shortest > max_positions:
+        limit = f"the model's {max_positions:,} positions"
+        advice = (
+            f"shorten the {unit}, set --overlong truncate, or train a model with more positions"
+        )
+    elif max_positions is not None and overlong.longest > max_positions:
+        advice = (
+            f"set --max_length {max_positions}, all positions of the model, or --overlong truncate"
+        )
+    else:
+        advice = f"set --max_length {overlong.longest}, which holds all of them"
+    raise UserError(
+        f"--dataset {name}: all {len(lengths):,} {unit} are longer than {limit} "
+        f"({overlong.describe_lengths()}); {advice}."
+    )
+
+
+def ways_to_fit(length: int, max_positions: int | None) -> str:
+    """Return what to do about an overlong conversation, besides leaving it out.
+
+    Args:
+        length: the smallest ``--max_length`` that holds it.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
+    """
+    if max_positions is None or length <= max_positions:
+        return "raise it"
+    return f"the model has {max_positions:,} positions: shorten the record"
 
 
 def summarize_lengths(lengths: np.ndarray) -> LengthSummary:

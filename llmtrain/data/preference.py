@@ -18,7 +18,11 @@ import numpy as np
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
-from llmtrain.data.lengths import describe_overlong_count
+from llmtrain.data.lengths import (
+    check_not_all_overlong,
+    describe_overlong_count,
+    ways_to_fit,
+)
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -145,6 +149,8 @@ class Pairs:
         unpaired: the loss takes single answers with a label, not only pairs. Each answer of a pair
             is then a single answer, too.
         only_split: the split of all records; ``None`` divides them by the hashes of their prompts.
+        max_positions: the number of positions of the model, for error messages; ``None`` if there
+            is no limit.
     """
 
     def __init__(
@@ -155,6 +161,7 @@ class Pairs:
         stop_token_ids: Collection[int],
         unpaired: bool,
         only_split: Split | None = None,
+        max_positions: int | None = None,
     ) -> None:
         self.source = source
         self.only_split = only_split
@@ -168,6 +175,7 @@ class Pairs:
         self.chat = chat
         self.stop_token_ids = stop_token_ids
         self.processes = chat.rendering_processes
+        self.max_positions = max_positions
         self.unpaired = unpaired
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
@@ -189,7 +197,14 @@ class Pairs:
         return self.records.encode_settled(lambda: self._encode_once(renderer, folder))
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedPairs":
-        encoded = EncodedPairs(self.records, self.chat, self.unpaired, renderer, folder)
+        encoded = EncodedPairs(
+            self.records,
+            self.chat,
+            self.unpaired,
+            renderer,
+            folder,
+            max_positions=self.max_positions,
+        )
         items = ((read, read.record) for read in self.records)
         results = render_all(renderer, items, self.processes)
         for read, _, rendered in self.records.progress(results):
@@ -298,6 +313,7 @@ class EncodedPairs:
         unpaired: the loss takes single answers.
         renderer: the renderer of the tokens.
         folder: the folder of the temporary files.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
     """
 
     def __init__(
@@ -307,11 +323,13 @@ class EncodedPairs:
         unpaired: bool,
         renderer: AnyRenderer,
         folder: Path,
+        max_positions: int | None,
     ) -> None:
         self.records = records
         self.chat = chat
         self.unpaired = unpaired
         self.renderer = renderer
+        self.max_positions = max_positions
         self.splits: dict[Split, _EncodedSplit] = {
             "train": _EncodedSplit(folder / "train.tokens"),
             "eval": _EncodedSplit(folder / "eval.tokens"),
@@ -401,7 +419,16 @@ class EncodedPairs:
             max_length: the largest length of an answer with its prompt.
         """
         if not audit.kept:
-            overlong = describe_overlong_count(self.lengths("train"), max_length)
+            lengths = self.lengths("train")
+            if self.chat.overlong == "drop":
+                check_not_all_overlong(
+                    lengths,
+                    name=self.records.source.name,
+                    unit="answers" if self.unpaired else "pairs",
+                    max_length=max_length,
+                    max_positions=self.max_positions,
+                )
+            overlong = describe_overlong_count(lengths, max_length, self.max_positions)
             first_fault = f", the first one {self.records.first_fault}" if audit.bad else ""
             raise UserError(
                 f"--dataset {self.records.source.name}: none of {audit.records:,} records can be "
@@ -455,9 +482,11 @@ class EncodedPairs:
     ) -> None:
         """Raise :class:`UserError` for a pair that is too long."""
         place = self.records.place_of(_Pair._make(pairs[number].tolist()).record)
+        length = int(self.lengths(split)[number])
         raise UserError(
-            f"{place}: an answer with its prompt has {self.lengths(split)[number]:,} tokens, more "
-            f"than --max_length {max_length} allows; raise it, or set --overlong drop or truncate."
+            f"{place}: an answer with its prompt has {length:,} tokens, more than --max_length "
+            f"{max_length} allows; {ways_to_fit(length, self.max_positions)}, or set --overlong "
+            "drop or truncate."
         )
 
     def _cut(
@@ -474,10 +503,13 @@ class EncodedPairs:
             return cut
 
         if self.chat.on_bad_row == "error":
+            # A larger --max_length holds an answer's first token, unless the model has no more
+            # positions.
+            ways = ways_to_fit(max_length + 1, self.max_positions)
             raise UserError(
                 f"{self.records.place_of(pair.record)}: the prompt alone fills --max_length "
-                f"{max_length}, so truncation would leave no answer; raise it, set --overlong "
-                "drop, or leave such records out with --on_bad_row skip."
+                f"{max_length}, so truncation would leave no answer; {ways}, set --overlong drop, "
+                "or leave such records out with --on_bad_row skip."
             )
         return None
 

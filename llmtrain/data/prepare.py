@@ -59,7 +59,7 @@ def tokenize(
             records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the number of positions of the model. ``auto`` chooses no larger length, and
-            the log suggests none. ``None`` if there is no limit.
+            no message suggests one. ``None`` if there is no limit.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -155,6 +155,7 @@ def _corpus(request: DataRequest, source: Source, format: str, only_split: Split
             stop_token_ids=request.stop_token_ids,
             unpaired=request.unpaired,
             only_split=only_split,
+            max_positions=request.max_positions,
         )
     if isinstance(chat, ChatConfig) and format != "text":
         return Conversations(
@@ -164,6 +165,7 @@ def _corpus(request: DataRequest, source: Source, format: str, only_split: Split
             chat,
             stop_token_ids=request.stop_token_ids,
             only_split=only_split,
+            max_positions=request.max_positions,
         )
     return Texts(source, config, columns=request.text_columns, only_split=only_split)
 

@@ -16,7 +16,11 @@ import numpy as np
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
-from llmtrain.data.lengths import describe_overlong_count
+from llmtrain.data.lengths import (
+    check_not_all_overlong,
+    describe_overlong_count,
+    ways_to_fit,
+)
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -144,9 +148,8 @@ class Audit(Counts):
             if self.unweighted:
                 reasons += f"; {self.unweighted:,} turns have weight 0"
             raise UserError(
-                f"--dataset {name}: none of {self.tokens:,} tokens in {self.conversations:,} "
-                f"conversations would be trained ({reasons}); check --format, --max_length and the "
-                "chat template."
+                f"--dataset {name}: no token of {self.conversations:,} conversations would be "
+                f"trained ({reasons}); check --format, --max_length and the chat template."
             )
         if self.turns and not self.ended:
             raise UserError(
@@ -186,6 +189,8 @@ class Conversations:
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
         only_split: the split of all conversations; ``None`` to divide them by hashes of prompts.
+        max_positions: the number of positions of the model, for error messages; ``None`` if there
+            is no limit.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class Conversations:
         chat: ChatConfig,
         stop_token_ids: Collection[int] = (),
         only_split: Split | None = None,
+        max_positions: int | None = None,
     ) -> None:
         self.source = source
         self.only_split = only_split
@@ -214,6 +220,7 @@ class Conversations:
         self.chat = chat
         self.stop_token_ids = stop_token_ids
         self.processes = chat.rendering_processes
+        self.max_positions = max_positions
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the text of every message in one split, or in both."""
@@ -238,7 +245,7 @@ class Conversations:
         return self.records.encode_settled(lambda: self._encode_once(renderer, folder))
 
     def _encode_once(self, renderer: AnyRenderer, folder: Path) -> "EncodedConversations":
-        encoded = EncodedConversations(self.records, self.chat, folder)
+        encoded = EncodedConversations(self.records, self.chat, folder, self.max_positions)
         items = ((read, read.record) for read in self.records)
         results = render_all(renderer, items, self.processes)
         for read, _, rendered in self.records.progress(results):
@@ -314,11 +321,19 @@ class EncodedConversations:
         records: the source's records.
         chat: says how conversations become rows.
         folder: the folder of the temporary files.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
     """
 
-    def __init__(self, records: Records[Conversation], chat: ChatConfig, folder: Path) -> None:
+    def __init__(
+        self,
+        records: Records[Conversation],
+        chat: ChatConfig,
+        folder: Path,
+        max_positions: int | None,
+    ) -> None:
         self.records = records
         self.chat = chat
+        self.max_positions = max_positions
         self.splits: dict[Split, _EncodedSplit] = {
             "train": _EncodedSplit(folder / "train.tokens"),
             "eval": _EncodedSplit(folder / "eval.tokens"),
@@ -373,8 +388,17 @@ class EncodedConversations:
             audit.bad += self.records.unreadable
             audit.conversations += self.records.unreadable
         if split == "train":
-            overlong = describe_overlong_count(self.lengths(split), max_length)
-            audit.check(self.records.source.name, overlong, self.records.first_fault)
+            name = self.records.source.name
+            if self.chat.overlong == "drop":
+                check_not_all_overlong(
+                    self.lengths(split),
+                    name=name,
+                    unit="conversations",
+                    max_length=max_length,
+                    max_positions=self.max_positions,
+                )
+            overlong = describe_overlong_count(self.lengths(split), max_length, self.max_positions)
+            audit.check(name, overlong, self.records.first_fault)
         return SplitStats(
             documents=conversations,
             rows=written.rows,
@@ -417,7 +441,7 @@ class EncodedConversations:
                     kept_lengths[document] = own_turns[last_fitting, 0]
                     is_kept[document] = True
                 else:
-                    self._refuse_untrainable(encoded, document, width)
+                    self._refuse_untrainable(encoded, document, width, own_turns)
                     audit.untrained += 1
         audit.lost += int((lengths - kept_lengths)[is_overlong].sum())
 
@@ -434,19 +458,31 @@ class EncodedConversations:
         place = self.records.place_of(encoded.records[document])
         length = int(encoded.store.lengths[document])
         raise UserError(
-            f"{place}: {length:,} tokens are more than --max_length {width - 1} allows; raise it, "
-            "or set --overlong drop or truncate."
+            f"{place}: {length:,} tokens are more than --max_length {width - 1} allows; "
+            f"{ways_to_fit(length - 1, self.max_positions)}, or set --overlong drop or truncate."
         )
 
-    def _refuse_untrainable(self, encoded: _EncodedSplit, document: int, width: int) -> None:
-        """Raise :class:`UserError`, unless bad records are skipped: truncation leaves no target."""
+    def _refuse_untrainable(
+        self, encoded: _EncodedSplit, document: int, width: int, turn_ends: np.ndarray
+    ) -> None:
+        """Raise :class:`UserError`, unless bad records are skipped: truncation leaves no target.
+
+        Args:
+            encoded: the documents of a split.
+            document: the number of the document.
+            width: the number of tokens in a row.
+            turn_ends: the :class:`TurnEnd` of each of its turns, int64 [turns, 4].
+        """
         if self.chat.on_bad_row == "skip":
             return
         place = self.records.place_of(encoded.records[document])
+        ends_with_targets = turn_ends[turn_ends[:, 1] > 0, 0]
+        first_end = int(ends_with_targets.min(initial=encoded.store.lengths[document]))
         raise UserError(
             f"{place}: none of the assistant's turns ends within --max_length {width - 1}, so "
-            "truncation would leave nothing to train on; raise it, set --overlong drop, or leave "
-            "such records out with --on_bad_row skip."
+            "truncation would leave nothing to train on; "
+            f"{ways_to_fit(first_end - 1, self.max_positions)}, set --overlong drop, or leave such "
+            "records out with --on_bad_row skip."
         )
 
 

@@ -204,10 +204,17 @@ class ModelConfig(Config):
         return self.max_positions() or _LONGEST_AUTO_ROW
 
     def max_positions(self) -> int | None:
-        """Return the number of positions of the model to load; ``None`` if there is no limit."""
+        """Return the number of positions of the model; ``None`` if there is no limit.
+
+        A model type in ``--from_config`` gets as many positions as its rows need, and
+        ``--config_overrides`` may change the number that a configuration has.
+        """
         from transformers import AutoConfig
 
         name = self.model_name_or_path
+        is_folder_or_hub_name = "/" in (self.from_config or "")
+        if name is None and is_folder_or_hub_name and not self.config_overrides:
+            name = self.from_config
         if name is None:
             return None
         try:
@@ -218,7 +225,7 @@ class ModelConfig(Config):
         return int(positions) if positions else None
 
     def fit_max_length(self) -> None:
-        """Lower the default ``max_length`` to the positions of the model to load, and log it.
+        """Lower the default ``max_length`` to the positions of the model, and log it.
 
         If the model is an adapter, it is merged into its base first, and the merged model is used.
         """

@@ -1,5 +1,6 @@
 """Lengths of conversations: what ``--max_length auto`` chooses, and which length is suggested."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,62 @@ def test_no_length_is_named_for_which_the_model_has_too_few_positions(
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lengths", [[66], [66, 70, 100]])
+@pytest.mark.parametrize("max_length", [64, "auto"])
+def test_conversations_beyond_the_positions_of_the_model_are_told_the_ways_out(
+    tmp_path: Path, lengths: list[int], max_length: Any
+) -> None:
+    count = len(lengths)
+    expected = rf": all {count} conversations are longer than the model's 64 positions \(65 "
+    with pytest.raises(UserError, match=expected) as error:
+        tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
+    assert str(error.value).endswith(
+        "; shorten the conversations, set --overlong truncate, or train a model with more positions."
+    )
+    assert "--max_length" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("max_positions", "advice"),
+    [
+        (None, "set --max_length 99, which holds all of them."),
+        (70, "set --max_length 70, all positions of the model, or --overlong truncate."),
+    ],
+)
+def test_conversations_that_are_all_overlong_are_told_a_length_that_the_model_has(
+    tmp_path: Path, max_positions: int | None, advice: str
+) -> None:
+    with pytest.raises(
+        UserError, match=r"all 2 conversations are longer than --max_length 64 \(65 to 99"
+    ) as error:
+        tokenize_lengths(tmp_path, [66, 100], 64, max_positions=max_positions)
+    assert str(error.value).endswith(f"; {advice}")
+
+
+@pytest.mark.parametrize(
+    "flags", [{"overlong": "error"}, {"overlong": "truncate"}], ids=["error", "truncate"]
+)
+def test_a_record_beyond_the_positions_of_the_model_is_not_told_to_raise_the_length(
+    tmp_path: Path, flags: dict[str, str]
+) -> None:
+    for max_positions, expected in ((None, "; raise it, "), (64, "; the model has 64 positions: ")):
+        with pytest.raises(UserError, match=expected):
+            tokenize_lengths(tmp_path, [80], 64, max_positions=max_positions, **flags)
+
+
+def test_pairs_beyond_the_positions_of_the_model_are_told_the_ways_out(tmp_path: Path) -> None:
+    record = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
+    path = write(tmp_path / "pairs.jsonl", [record])
+    config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
+    for overlong, expected in (
+        ("drop", r"all 1 pairs are longer than the model's 64 positions"),
+        ("error", r"; the model has 64 positions: shorten the record, or set --overlong drop"),
+    ):
+        with pytest.raises(UserError, match=expected) as error:
+            tokenize(config, 64, PairConfig(overlong=overlong), max_positions=64)
+        assert "raise it" not in str(error.value)
+
+
 @pytest.mark.parametrize("chat_type", [ChatConfig, None])
 def test_auto_is_not_for_text(
     tmp_path: Path, cache: Path, chat_type: type[ChatConfig] | None
@@ -179,6 +236,20 @@ def test_auto_measures_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
     made = tokenize(config, "auto", PairConfig())
     assert made.metadata.block_size == 128
     assert made.positions == 2 * 128 - 1
+
+
+def test_a_configuration_of_another_model_limits_the_length_by_its_positions(
+    tmp_path: Path,
+) -> None:
+    config = {"model_type": "gpt2", "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--from_config", str(tmp_path)]
+    model = lt.parse(finetune.DEFAULTS, flags).model
+    model.fit_max_length()
+    assert model.max_positions() == model.max_length == 64
+
+    overrides = ["--config_overrides", "n_positions=128"]
+    assert lt.parse(finetune.DEFAULTS, [*flags, *overrides]).model.max_positions() is None
 
 
 @pytest.mark.parametrize("word", ["", "x", "1.5", "Auto", "1e3"])

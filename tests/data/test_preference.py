@@ -482,7 +482,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        "a.jsonl: none of 1 records can be compared (1 are overlong: ",
+        f"a.jsonl: all 1 pairs are longer than --max_length {BLOCK} (",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",

@@ -448,17 +448,17 @@ SENSELESS = {
     "all of them overlong": (
         [LONG_ANSWER, LONG_QUESTION],
         {},
-        "none of 0 tokens in 2 conversations",
+        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK} (",
     ),
     "all questions overlong": (
         [LONG_QUESTION],
         {"overlong": "truncate", "on_bad_row": "skip"},
-        "none of 0 tokens in 1 conversations",
+        "no token of 1 conversations would be trained (1 are overlong: ",
     ),
     "all of them bad": (
         [AMBIGUOUS[0]],
         {"on_bad_row": "skip"},
-        "none of 0 tokens in 1 conversations would be trained (0 are overlong, 1 bad, the first one ",
+        "no token of 1 conversations would be trained (0 are overlong, 1 bad, the first one ",
     ),
     "none to read": (
         [UNANSWERED[0], AMBIGUOUS[0] | UNANSWERED[0]],
