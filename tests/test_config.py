@@ -405,6 +405,19 @@ def test_an_error_names_the_flag_that_was_typed(config, argv, named):
     assert complaint(parsed, config, argv=argv).startswith(named)
 
 
+@pytest.mark.parametrize(
+    ("word", "metric"),
+    [
+        ("eval_loss", "eval/loss"),
+        ("eval_accuracy", "eval/accuracy"),
+        ("eval/perplexity", "eval/perplexity"),
+    ],
+)
+def test_an_eval_metric_may_be_written_as_in_transformers(word, metric):
+    argv = ["--load_best_model_at_end", "--metric_for_best_model", word]
+    assert parsed(LoopConfig(), argv=argv)[0].metric_for_best_model == metric
+
+
 def test_an_error_names_the_key_that_a_file_has(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("block_size: 1\n")

@@ -228,6 +228,8 @@ class LoopConfig(Config):
         _require_steps(self, 1, "logging_steps")
         _require_steps(self, 0, "eval_steps")
         require_at_least(self, 0, "skip_nonfinite", "early_stopping_patience")
+        if self.metric_for_best_model.startswith("eval_"):  # as in transformers
+            self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
         if self.keeps_best and not self.eval_steps:
             raise UserError(f"{self.best_flag} needs evaluations; set --eval_steps above 0.")
         if self.metric_for_best_model != "eval/loss" and not self.keeps_best:
