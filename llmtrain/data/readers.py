@@ -365,7 +365,8 @@ def _values_of_object(text: str, path: Path) -> list[object]:
 
 
 def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]:
-    csv.field_size_limit(MAX_LINE_LENGTH)
+    # The limit belongs to the whole process, so it is only raised.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_LENGTH))
     kind = "CSV" if delimiter == "," else "TSV"
     separators = "commas" if delimiter == "," else "tabs"
     try:
