@@ -365,8 +365,7 @@ def _values_of_object(text: str, path: Path) -> list[object]:
 
 
 def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]:
-    # The limit belongs to the whole process, so it is only raised.
-    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_LENGTH))
+    csv.field_size_limit(MAX_LINE_LENGTH)
     kind = "CSV" if delimiter == "," else "TSV"
     separators = "commas" if delimiter == "," else "tabs"
     try:

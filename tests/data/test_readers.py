@@ -1,10 +1,11 @@
 """Every kind of file, compressed or not, gives the same records; a file that is damaged is one line."""
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ import pytest
 from llmtrain.data import readers
 from llmtrain.data.sources import Source, open_source
 from llmtrain.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def csv_limit_of_this_process() -> Iterator[None]:
+    """Restore the longest field of a CSV file, which also holds for the files of other readers."""
+    limit = csv.field_size_limit()
+    yield
+    csv.field_size_limit(limit)
+
 
 RECORDS = [
     {"id": "0", "text": "first text\nof two lines"},
