@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -162,7 +162,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         UserError: if a value is wrong, or if flags or keys are unknown or abbreviated. The message
             then says for each what to write instead, or the nearest name.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv is None:
+        argv = sys.argv[1:]
     configs = configs_of(defaults)
     parser = _Parser(
         configs.values(),
@@ -171,47 +172,104 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         hint_for=getattr(defaults, "hint_for", None),
     )
 
-    values, problems = parser.explicit_values(argv)
-    spellings = parser.spellings_in(argv)
-    path = values.pop("config", None)
-    should_print = values.pop("print_config", False)
-    origins = dict.fromkeys(values, COMMAND_LINE)
+    given, problems = _read_command_line(parser, argv)
+    path = given.values.pop("config", None)
+    should_print = given.values.pop("print_config", False)
     if path is not None:
-        content = config_file.read(path, parser.keys)
-        file_values, file_problems = parser.explicit_values(content.words)
-        file_problems = content.problems + file_problems
-        if content.unknown:
-            file_problems.append(parser.describe_unknown_keys(content.unknown))
-        if file_problems:
-            file_problems[0] = f"{path}: {file_problems[0]}"
+        from_file, file_problems = _read_file(parser, path)
+        given = given.over(from_file)
         problems += file_problems
-        values = file_values | values
-        origins = dict.fromkeys(file_values, path) | origins
-        spellings = parser.spellings_in(content.words) | spellings
     if problems:
         parser.refuse(problems)
 
-    parsed: dict[str, Config] = {}
-    for part, default in configs.items():
-        names = flags_of(default).keys()
-        changes = {name: value for name, value in values.items() if name in names}
-        own_origins = {name: origin for name, origin in origins.items() if name in names}
-        own_spellings = {name: word for name, word in spellings.items() if name in names}
-        try:
-            copied = copy.deepcopy(default)
-            config = dataclasses.replace(copied, **changes)  # type: ignore[type-var]
-        except UserError as error:  # a value is out of range
-            source = _source_of_error(str(error), own_origins) if path else ""
-            message = _as_spelled(str(error), own_spellings)
-            raise UserError(f"{message}{source}") from None
-        config.origins = own_origins
-        config.spellings = own_spellings
-        parsed[part] = config
-
+    parsed = {part: _with_flags(config, given, path) for part, config in configs.items()}
     settings = dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
     if should_print:
         _print_config(parser, parsed.values())
     return settings
+
+
+class _Given(NamedTuple):
+    """What the user has set. The keys are the names of the flags.
+
+    Attributes:
+        values: the values.
+        origins: where each is from, as in :class:`Config`.
+        spellings: how each was written, such as ``--no_packing``.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    spellings: dict[str, str]
+
+    def over(self, other: "_Given") -> "_Given":
+        """Return both together. These values take precedence over the others."""
+        return _Given(
+            values=other.values | self.values,
+            origins=other.origins | self.origins,
+            spellings=other.spellings | self.spellings,
+        )
+
+    def only(self, names: Collection[str]) -> "_Given":
+        """Return what is given for some flags."""
+        return _Given(
+            values={name: value for name, value in self.values.items() if name in names},
+            origins={name: origin for name, origin in self.origins.items() if name in names},
+            spellings={name: word for name, word in self.spellings.items() if name in names},
+        )
+
+
+def _read_command_line(parser: "_Parser", argv: list[str]) -> tuple[_Given, list[str]]:
+    """Return what the command line sets, and what is wrong with it."""
+    values, problems = parser.explicit_values(argv)
+    given = _Given(
+        values=values,
+        origins=dict.fromkeys(values, COMMAND_LINE),
+        spellings=parser.spellings_in(argv),
+    )
+    return given, problems
+
+
+def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
+    """Return what a YAML file sets, and what is wrong with it."""
+    content = config_file.read(path, parser.keys)
+    values, problems_of_values = parser.explicit_values(content.words)
+    given = _Given(
+        values=values,
+        origins=dict.fromkeys(values, path),
+        spellings=parser.spellings_in(content.words),
+    )
+
+    problems = content.problems + problems_of_values
+    if content.unknown:
+        problems.append(parser.describe_unknown_keys(content.unknown))
+    if problems:
+        problems[0] = f"{path}: {problems[0]}"
+    return given, problems
+
+
+def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
+    """Return a copy of a config with its share of what the user has set.
+
+    Args:
+        default: the config of the recipe.
+        given: what the user has set, also for other configs.
+        path: the YAML file, if there is one. An error then says where a value is from.
+
+    Raises:
+        UserError: if a value is out of range.
+    """
+    own = given.only(flags_of(default).keys())
+    try:
+        copied = copy.deepcopy(default)
+        config = dataclasses.replace(copied, **own.values)  # type: ignore[type-var]
+    except UserError as error:
+        source = _source_of_error(str(error), own.origins) if path else ""
+        message = _as_spelled(str(error), own.spellings)
+        raise UserError(f"{message}{source}") from None
+    config.origins = own.origins
+    config.spellings = own.spellings
+    return config
 
 
 def _print_config(parser: "_Parser", configs: Iterable[Config]) -> NoReturn:

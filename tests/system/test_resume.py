@@ -213,6 +213,24 @@ def test_a_signal_to_every_process_at_once_and_again_still_saves(
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
 
 
+@pytest.mark.parametrize(
+    "launcher", [accelerate("cpu"), torchrun(1)], ids=["accelerate", "torchrun"]
+)
+def test_a_launcher_reports_no_crash_of_a_run_that_a_signal_has_stopped(
+    launcher: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    flags = [*LONG, "--max_steps", "100000", "--save_steps", "100000", "--dataset", str(text_file)]
+    process = begin([*launcher, GPT, *flags, "--output_dir", str(folder)])
+    try:
+        wait_for_readings(process, folder, 3)
+        os.kill(read_json(folder / "status.json")["pid"], signal.SIGTERM)
+    finally:
+        ended = wait(process)
+    ended.assert_ok()
+    assert read_json(folder / "status.json")["state"] == "preempted"
+
+
 def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning_rate(
     text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
