@@ -446,11 +446,8 @@ def _block_logits(
 ) -> _BlockLogits:
     dtype = hidden.dtype
     block_bias = None if bias is None else bias[block]
-    logits = F.linear(hidden, weight[block].to(dtype), _cast(block_bias, dtype))
-    if dtype != torch.float64:
-        logits = logits.float()
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    product = F.linear(hidden, weight[block].to(dtype), _cast(block_bias, dtype))
+    logits = _capped(product, softcap)
 
     size = block.stop - block.start
     columns = targets[:, None] - block.start

@@ -67,7 +67,7 @@ def choose_folder(
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
-    shorter_runs: list[Path] = []
+    shorter_run: Path | None = None
     for folder in candidate_folders(output_dir):
         is_absent = not folder.exists()
         if is_free(folder):
@@ -76,14 +76,14 @@ def choose_folder(
                 point = point._replace(
                     folder=folder,
                     reason=_reason_for_new(point, folder, output_dir),
-                    shorter_run=shorter_runs[-1] if shorter_runs else None,
+                    shorter_run=shorter_run,
                 )
                 with new_lock:
                     yield point
                 return
         elif may_continue:
             if resume == "auto" and _is_shorter_run(folder, fingerprint):
-                shorter_runs.append(folder)
+                shorter_run = folder
             unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint)
             if unfinished is not None:
                 with unfinished.lock:

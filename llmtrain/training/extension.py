@@ -4,6 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from llmtrain.config import COMMAND_LINE
 from llmtrain.console import say
 from llmtrain.launching.launcher import user_command
 from llmtrain.secrets import redacted
@@ -28,6 +29,6 @@ def say_how_to_extend(folder: Path, optim: OptimConfig) -> None:
 
 def _is_from_command_line(optim: OptimConfig) -> bool:
     """Return whether the flags of this run are those of the process, and not a list in Python."""
-    names = {name for name, origin in optim.origins.items() if origin == "command line"}
+    names = {name for name, origin in optim.origins.items() if origin == COMMAND_LINE}
     words = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in sys.argv[1:]}
     return not names or bool(names & words)
