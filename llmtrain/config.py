@@ -363,6 +363,18 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {default})"
 
 
+class _Parsed(NamedTuple):
+    """What argparse has read from the words of a command line.
+
+    Attributes:
+        values: the values of the flags in it.
+        unknown: the words that belong to no known flag.
+    """
+
+    values: dict[str, Any]
+    unknown: list[str]
+
+
 class _Parser(HfArgumentParser):
     """A parser of the flags of several configs, whose errors are :class:`UserError`."""
 
@@ -500,26 +512,36 @@ class _Parser(HfArgumentParser):
         Returns:
             The values, and the problems for :meth:`refuse`.
         """
-        problems = []
-        misread = []
-        while True:
-            unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
-            try:
-                namespace, unknown = self.parse_known_args(argv, unset)
-                break
-            except argparse.ArgumentError as error:
-                names = (error.argument_name or "").split("/")  # such as --max_steps/--max-steps
-                if set(_options_in(argv)).isdisjoint(names):
-                    # argparse reads an unknown flag such as -help as -h with a value.
-                    misread += [word for word in argv if word.startswith(tuple(names))]
-                    argv = [word for word in argv if word not in misread]
-                    continue
-                problems.append(self._describe_wrong_value(error, argv, names))
-                _, argv = _take(names, argv)
+        problems: list[str] = []
+        misread: list[str] = []  # unknown flags that argparse takes for others
+        words = argv
 
-        problems += self._unknown_problems(misread + unknown)
+        # argparse stops at the first wrong value. Leave its flag out, and parse the others.
+        parsed = self._parse_words(words)
+        while isinstance(parsed, argparse.ArgumentError):
+            names = (parsed.argument_name or "").split("/")  # such as --max_steps/--max-steps
+            is_written = not set(_options_in(words)).isdisjoint(names)
+            if is_written:
+                problems.append(self._describe_wrong_value(parsed, words, names))
+                _, words = _take(names, words)
+            else:
+                # argparse reads an unknown flag such as -help as -h with a value.
+                misread += [word for word in words if word.startswith(tuple(names))]
+                words = [word for word in words if word not in misread]
+            parsed = self._parse_words(words)
+
+        problems += self._unknown_problems(misread + parsed.unknown)
+        return parsed.values, problems
+
+    def _parse_words(self, words: list[str]) -> "_Parsed | argparse.ArgumentError":
+        """Parse the words of a command line; return the error of the first wrong value instead."""
+        unset = argparse.Namespace(**{action.dest: _UNSET for action in self._actions})
+        try:
+            namespace, unknown = self.parse_known_args(words, unset)
+        except argparse.ArgumentError as error:
+            return error
         values = {name: value for name, value in vars(namespace).items() if value is not _UNSET}
-        return values, problems
+        return _Parsed(values, unknown)
 
     def spellings_in(self, argv: list[str]) -> dict[str, str]:
         """Return how each setting in ``argv`` is written, such as ``--no_packing``."""
