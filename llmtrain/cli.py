@@ -36,8 +36,14 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parser().parse_args(argv)
-        arguments.run(arguments)
+        arguments, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            # The command's own parser names the help that lists what the command takes.
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        try:
+            arguments.run(arguments)
+        finally:
+            sys.stdout.flush()  # here, so that a closed pipe is noticed below
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `llmtrain generate ... | head`
@@ -71,5 +77,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser

@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         (["fly"], "invalid choice: 'fly'"),
         (["generate"], "RUN_OR_MODEL"),
         (["generate", "no/such/folder"], "no model could be loaded"),
-        (["generate", "x", "--temp", "1"], "unrecognized arguments"),
+        (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp 1; see llmtrain generate"),
+        (["init", "mine", "finetune"], "unrecognized arguments: finetune; see llmtrain init --help"),
         (["generate", "x", "--debug"], "unrecognized arguments: --debug"),
         (["generate", "x", "--top_k", "many"], "invalid int value"),
         (["generate", "x", "--top_k", "-1"], "top_k -1 is out of range"),
@@ -74,6 +76,29 @@ def test_a_mistake_is_one_line_and_status_2(
     assert says in err
     assert err.count("\n") == 1
     assert not out
+
+
+@pytest.mark.parametrize("words", [["runs", "{runs}"], ["runs", "check", "{runs}/a"]])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_pipe_that_is_closed_is_no_error(
+    words: list[str], options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a" / "run.json").write_text("{}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "llmtrain", *(w.format(runs=tmp_path) for w in words), *options],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_python_m_llmtrain_is_the_command() -> None:

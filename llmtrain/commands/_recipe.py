@@ -14,7 +14,6 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("recipe", help="path of the recipe; it gets all flags not listed here")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(parser=parser)
 
 
 def separate_recipe_flags(arguments: argparse.Namespace) -> None:

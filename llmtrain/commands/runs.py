@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
         if should_check:
             sys.exit(0 if _check(path, arguments.json) else 1)
         _list(path, arguments.json)
+    except BrokenPipeError:  # an OSError, but not one of the folder: `llmtrain runs | head`
+        raise
     except OSError as error:
         raise UserError(
             f"{error.filename or path} could not be read: {error.strerror or first_line(error)}."

@@ -10,6 +10,8 @@ from llmtrain.data.request import DataRequest
 from llmtrain.data.sft import Audit
 from llmtrain.data.tokenized import Tokenized, short_names
 
+_EVAL_SPLITS = ("test", "val", "eval", "dev")  # in names of splits, such as "test_sft"
+
 
 def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     """Print the lines about the data in the start-up log.
@@ -38,9 +40,24 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         config = request.config
         split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
+    elif not is_cached:
+        _describe_unread_splits(request)
     assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
+
+
+def _describe_unread_splits(request: DataRequest) -> None:
+    """Name the first split of each data set that its authors meant for evaluation."""
+    for source in request.train:
+        for split in source.other_splits():
+            if any(word in split for word in _EVAL_SPLITS):
+                say(
+                    "eval",
+                    f"split {split} of {source.name} is not read; --dataset_test_split {split} "
+                    "evaluates on it",
+                )
+                break
 
 
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:

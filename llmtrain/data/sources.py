@@ -83,6 +83,7 @@ class Source:
             other fields.
         flag: the flag that names the source, for error messages.
         has_splits: whether the records are a split that a flag chooses.
+        other_splits: returns the names of the splits that are not read. It may load the data set.
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
@@ -95,6 +96,7 @@ class Source:
     records: Callable[[str | None], Iterator[Record]]
     flag: str = "--dataset"
     has_splits: bool = False
+    other_splits: Callable[[], list[str]] = list
     has_artificial_nulls: bool = False
     count: Callable[[], int | None] = lambda: None
 
@@ -261,8 +263,7 @@ def records_source(records: PythonRecords) -> Source:
 
     datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
     if datasets is not None and isinstance(records, datasets.Dataset):
-        source = _dataset_source("records", lambda: records, place="records, row")
-        return replace(source, has_splits=False)
+        return _dataset_source("records", lambda: records, place="records, row")
 
     advice = "pass a datasets.Dataset, a list of texts or of dictionaries, or a function"
     kind = type(records).__name__
@@ -430,11 +431,11 @@ def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
 
 def _saved_splits(name: str, folder: Path, choice: SplitChoice) -> Source:
     """Return a split of a ``DatasetDict`` that was saved."""
-    splits = _saved_value(folder / "dataset_dict.json", "splits")
+    splits = [str(split) for split in _saved_value(folder / "dataset_dict.json", "splits")]
     if choice.split not in splits:
-        raise _missing_split(name, [str(split) for split in splits], choice)
+        raise _missing_split(name, splits, choice)
     source = _file_source(name, _saved_files(folder / choice.split), choice)
-    return replace(source, has_splits=True)
+    return replace(source, has_splits=True, other_splits=lambda: _others(splits, choice))
 
 
 def _saved_files(folder: Path) -> list[Path]:
@@ -477,7 +478,7 @@ def _folder_source(
     if configuration == "":
         raise UserError(f"{choice.data_flag} {name}: write FOLDER or FOLDER:CONFIGURATION.")
     load = partial(
-        _load_split,
+        _load_splits,
         name,
         str(folder),
         configuration=configuration,
@@ -485,7 +486,7 @@ def _folder_source(
         choice=choice,
         failure=f"{choice.data_flag} {name} cannot be loaded",
     )
-    source = _dataset_source(name, load, _place(name, choice), flag=choice.data_flag)
+    source = _split_source(name, load, choice)
     fingerprint = partial(_fingerprint_of_folder, folder, [configuration, choice.split])
     return replace(source, fingerprint=fingerprint)
 
@@ -521,7 +522,7 @@ def _hub_source(name: str, choice: SplitChoice) -> Source:
             f"@{revision} out."
         )
     load = partial(
-        _load_split,
+        _load_splits,
         name,
         path,
         configuration=configuration or None,
@@ -529,13 +530,37 @@ def _hub_source(name: str, choice: SplitChoice) -> Source:
         choice=choice,
         failure=f"{choice.data_flag} {name} is not a file or folder, and the hub answered",
     )
-    return _dataset_source(name, load, _place(name, choice), flag=choice.data_flag)
+    return _split_source(name, load, choice)
 
 
-def _place(name: str, choice: SplitChoice) -> str:
-    """Return what error messages write before the number of a row."""
+def _split_source(
+    name: str, load: Callable[[], "datasets.DatasetDict"], choice: SplitChoice
+) -> Source:
+    """Return the rows of one split.
+
+    Args:
+        name: the name of the source.
+        load: returns all splits; it is called once.
+        choice: the split to read.
+    """
+    load_once = functools.cache(load)
     split = "" if choice.split == _TRAIN_SPLIT.split else f"{choice.split} "
-    return f"{name}, {split}row"
+    source = _dataset_source(
+        name,
+        load=lambda: load_once()[choice.split],
+        place=f"{name}, {split}row",
+        flag=choice.data_flag,
+    )
+    return replace(
+        source,
+        has_splits=True,
+        other_splits=lambda: _others([str(split) for split in load_once()], choice),
+    )
+
+
+def _others(splits: list[str], choice: SplitChoice) -> list[str]:
+    """Return the splits that are not read."""
+    return [split for split in splits if split != choice.split]
 
 
 def _dataset_source(
@@ -545,17 +570,16 @@ def _dataset_source(
 
     Args:
         name: the name of the source.
-        load: returns the data set; it is called once.
+        load: returns the data set, the same one each time.
         place: what error messages write before the number of a row.
         flag: the flag that names the source.
     """
-    load_once = functools.cache(load)
 
     def fingerprint() -> str:
-        return hashlib.sha256(load_once()._fingerprint.encode()).hexdigest()
+        return hashlib.sha256(load()._fingerprint.encode()).hexdigest()
 
     def records(field: str | None) -> Iterator[Record]:
-        dataset = load_once()
+        dataset = load()
         if field in dataset.column_names:
             dataset = dataset.select_columns([field])
         return numbered(dataset, place, field)
@@ -565,13 +589,12 @@ def _dataset_source(
         fingerprint,
         records,
         flag=flag,
-        has_splits=True,
         has_artificial_nulls=True,
-        count=lambda: len(load_once()),
+        count=lambda: len(load()),
     )
 
 
-def _load_split(
+def _load_splits(
     name: str,
     path: str,
     *,
@@ -579,15 +602,15 @@ def _load_split(
     revision: str | None,
     choice: SplitChoice,
     failure: str,
-) -> "datasets.Dataset":
-    """Load a split of a data set on the hub or in a folder.
+) -> "datasets.DatasetDict":
+    """Load the splits of a data set on the hub or in a folder.
 
     Args:
         name: the name in ``--dataset`` or ``--eval_dataset``.
         path: the part of it that is the name on the hub, or the path of the folder.
         configuration: the configuration; ``None`` for the only one.
         revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
-        choice: the split.
+        choice: the split that it must have.
         failure: the beginning of the error message if it cannot be loaded.
 
     Raises:
@@ -609,7 +632,7 @@ def _load_split(
 
     if choice.split not in splits:
         raise _missing_split(name, [str(split) for split in splits], choice)
-    return cast("datasets.Dataset", splits[choice.split])
+    return cast("datasets.DatasetDict", splits)
 
 
 def _wrong_configuration(path: str, configuration: str | None, revision: str | None) -> str | None:

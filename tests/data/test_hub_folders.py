@@ -98,6 +98,12 @@ def test_splits_are_chosen_by_flags(splits, capsys):
     assert capsys.readouterr().out.endswith("; from the cache\n")
 
 
+def test_a_test_split_that_is_not_read_is_named(splits, capsys):
+    tokenized(splits, dataset_train_split="train_sft")
+    line = f"split test_sft of {splits} is not read; --dataset_test_split test_sft evaluates on it"
+    assert f"eval      {line}\n" in capsys.readouterr().out
+
+
 def test_a_split_that_is_absent_is_an_error_that_names_those_there_are_and_the_flag(splits):
     message = complaint(splits)
     assert message.startswith(f"--dataset {splits} has no split 'train', but test_sft, train_sft;")
