@@ -60,8 +60,14 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         (["fly"], "invalid choice: 'fly'"),
         (["generate"], "RUN_OR_MODEL"),
         (["generate", "no/such/folder"], "no model could be loaded"),
-        (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp 1; see llmtrain generate"),
-        (["init", "mine", "finetune"], "unrecognized arguments: finetune; see llmtrain init --help"),
+        (
+            ["generate", "x", "--temp", "1"],
+            "unrecognized arguments: --temp 1; see llmtrain generate",
+        ),
+        (
+            ["init", "mine", "finetune"],
+            "unrecognized arguments: finetune; see llmtrain init --help",
+        ),
         (["generate", "x", "--debug"], "unrecognized arguments: --debug"),
         (["generate", "x", "--top_k", "many"], "invalid int value"),
         (["generate", "x", "--top_k", "-1"], "top_k -1 is out of range"),
