@@ -58,6 +58,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
 NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
 STATUS = {"--n_layers 3": 2, "llmtrain diff ": 1}  # of those that are to end with another than 0
 MADE_BEFORE = {
+    " FOLDER_OR_HUB_NAME --dataset chats.jsonl --report_to none": "python recipes/finetune.py",
     " runs/gpt": "python recipes/gpt.py",
     " runs/gpt-2": "python recipes/gpt.py --seed 1",
 }

@@ -54,6 +54,31 @@ def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
     assert "has its own data" in ended.err
 
 
+def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "your-own-recipe.md").read_text()
+    (objective,) = re.findall(r"```py\n(class LabelSmoothing.*?)```", page, re.DOTALL)
+    text = recipe.read_text()
+    text = text.replace(
+        "from torch import nn\n", "from torch import nn\nfrom torch.nn import functional as F\n"
+    )
+    text = text.replace('if __name__ == "__main__"', f'{objective}\n\nif __name__ == "__main__"')
+    (tmp_path / "smoothed.py").write_text(text)
+
+    run_forked([*PYTHON, str(tmp_path / "smoothed.py"), *FLAGS, str(tmp_path / "run")]).assert_ok()
+    losses = series(tmp_path / "run", "eval/loss")
+    assert losses[60] < 0.8 * losses[0]
+    # The metric of the recipe and that of the objective count the same predictions.
+    right = series(tmp_path / "run", "eval/right")
+    assert right == pytest.approx(series(tmp_path / "run", "eval/accuracy"))
+    assert right[60] > 0.3
+    assert series(tmp_path / "run", "train/right")
+    assert not series(tmp_path / "run", "eval/perplexity")
+
+    # With the same weights, the plain loss is another number.
+    run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "plain")]).assert_ok()
+    assert losses[0] != series(tmp_path / "plain", "eval/loss")[0]
+
+
 @long_form
 def test_two_processes_measure_what_one_does(recipe: Path, tmp_path: Path) -> None:
     run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "one")]).assert_ok()
