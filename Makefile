@@ -34,14 +34,14 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
-# Every table of docs/performance.md, against other packages: about an hour on two cores that do nothing else.
+# Every table of docs/explanation/performance.md, against other packages: about an hour on two cores that do nothing else.
 # NANOGPT: a checkout of github.com/karpathy/nanoGPT; TEXT: for time_to_loss; TABLES: some of them.
 bench: $(READY)
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(TABLES)
 .PHONY: bench
 
-# The proof that a run is the same on any layout: about three minutes on two cores. docs/layouts.md keeps its table.
+# The proof that a run is the same on any layout: about three minutes on two cores. docs/explanation/layouts.md keeps its table.
 VERIFY := $(BIN)/llmtrain verify layout --steps 20
 SMALL := recipes/gpt.py --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --eval_fraction 0.005 --dropout 0.1
 verify: $(READY)
@@ -51,7 +51,7 @@ verify: $(READY)
 	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
 .PHONY: verify
 
-# Every lesson, compared with what docs/ddp.md shows.
+# Every lesson, compared with what docs/explanation/ddp.md shows.
 learn: $(READY)
 	LLMTRAIN_LONG=1 $(BIN)/pytest tests/test_lessons.py
 .PHONY: learn

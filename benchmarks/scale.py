@@ -1,4 +1,4 @@
-"""Speed by width, block size and processes, and the cost of ten million rows; drawn in docs/scale.svg.
+"""Speed by width, block size and processes, and the cost of ten million rows; drawn in docs/images/scale.svg.
 
 python -m benchmarks.scale        (needs: pip install 'llmtrain[bench]')
 """
@@ -40,7 +40,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024)
 PROCESSES = (1, 2, 4)
 ROWS = (10_000, 100_000, 1_000_000, 10_000_000)
 TOKENS, ROW = 4096, 16  # tokens of an update; of a row where rows are counted
-PICTURE = ROOT / "docs/scale.svg"
+PICTURE = ROOT / "docs/images/scale.svg"
 
 
 def speed(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launching import BIN, ROOT, long_form, run, write_chats, write_pairs, write_text
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = {
     **{
         "n_layer": "2",
@@ -49,7 +49,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
     "--config small.yaml": ("test_pages.py", '"small.yaml"'),
     "accelerate launch --max_restarts": ("system/test_faults.py", '"--max_restarts"'),
-    "def sums()": ("system/test_own_recipe.py", "your-own-recipe.md"),
+    "def sums()": ("system/test_own_recipe.py", "own-recipe.md"),
     "docs/migrate/1_plain.py": ("system/test_migrate.py", '"1_plain"'),
     "docs/migrate/2_ddp.py": ("system/test_migrate.py", '"2_ddp"'),
     "docs/migrate/3_accelerate.py": ("system/test_migrate.py", '"3_accelerate"'),

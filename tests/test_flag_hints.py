@@ -240,7 +240,7 @@ def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
 
 
 def test_the_page_of_questions_shows_the_error() -> None:
-    page = (ROOT / "docs" / "questions.md").read_text()
+    page = (ROOT / "docs" / "guides" / "faq.md").read_text()
     shown = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
     assert shown
     assert error_of("finetune", *shown[1].split()) == shown[2]

@@ -1,4 +1,4 @@
-"""The lessons hold, and docs/ddp.md shows what they print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
+"""The lessons hold, and docs/explanation/ddp.md shows what they print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from llmtrain.commands.learn import title
 from llmtrain.lessons import LESSONS
 from tests.launching import BIN, ROOT, long_form, run
 
-PAGE = ROOT / "docs" / "ddp.md"
+PAGE = ROOT / "docs" / "explanation" / "ddp.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 QUICK = ("replicas",)
 
@@ -34,14 +34,14 @@ def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
     ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
     page = PAGE.read_text()
     shown = block_of(lesson).search(page)
-    assert shown is not None, f"docs/ddp.md does not show {lesson}"
+    assert shown is not None, f"docs/explanation/ddp.md does not show {lesson}"
     if WRITE:
         PAGE.write_text(page[: shown.start(1)] + ended.out + page[shown.end(1) :])
     else:
         assert comparable(shown[1]) == comparable(ended.out)
 
 
-@pytest.mark.skipif(not WRITE, reason="draws docs/xray.svg, with LLMTRAIN_WRITE_DOCS=1")
+@pytest.mark.skipif(not WRITE, reason="draws docs/images/xray.svg, with LLMTRAIN_WRITE_DOCS=1")
 def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
     flags = [
         "--processes",
@@ -58,7 +58,7 @@ def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
         r"<svg.*?</svg>", (tmp_path / "run" / "xray" / "timeline.html").read_text(), re.DOTALL
     )
     assert picture is not None
-    (ROOT / "docs" / "xray.svg").write_text(picture[0] + "\n")
+    (ROOT / "docs" / "images" / "xray.svg").write_text(picture[0] + "\n")
 
 
 def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order() -> None:

@@ -1,4 +1,4 @@
-"""docs/runs.md shows what its commands print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
+"""docs/guides/inspecting-runs.md shows what its commands print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from tests.launching import BIN, ROOT, Ended, long_form, run
 from tests.test_lessons import WRITE
 
 HOME = "/home/me"  # on the page
-PAGE = ROOT / "docs" / "runs.md"
+PAGE = ROOT / "docs" / "guides" / "inspecting-runs.md"
 
 
 def comparable(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The claims of docs/compared.md about transformers' Trainer, in the source of the version that is tested."""
+"""The claims of docs/explanation/compared.md about transformers' Trainer, in the source of the version that is tested."""
 
 import importlib.util
 import re
@@ -13,7 +13,8 @@ from tests.launching import ROOT
 
 def test_what_is_said_of_the_trainer_holds() -> None:
     said = re.search(
-        r"transformers ([\d.]+) \(its Trainer\)", (ROOT / "docs" / "compared.md").read_text()
+        r"transformers ([\d.]+) \(its Trainer\)",
+        (ROOT / "docs" / "explanation" / "compared.md").read_text(),
     )
     assert said is not None
     assert f"transformers=={said[1]}." in (ROOT / "constraints.txt").read_text()

@@ -53,9 +53,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, Any]:
-    """The recipe of docs/your-own-recipe.md."""
+    """The recipe of docs/tutorials/own-recipe.md."""
     (code,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text(),
+        re.DOTALL,
     )
     (tmp_path / "sums.py").write_text(code)
     return runpy.run_path(str(tmp_path / "sums.py"), run_name="sums")
@@ -63,7 +65,7 @@ def own(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def migrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Step 4 of docs/migrate.md."""
+    """Step 4 of docs/guides/migrate.md."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
     monkeypatch.chdir(tmp_path)
     return runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")

@@ -61,7 +61,7 @@ def _list(as_json: bool) -> None:
         return
     for name in LESSONS:
         print(f"  {name:<14}{title(name)}")
-    print("\nllmtrain learn LESSON runs one, in less than a minute; docs/ddp.md has them in order.")
+    print("\nllmtrain learn LESSON runs one, in less than a minute; docs/explanation/ddp.md has them in order.")
 
 
 def title(name: str) -> str:

@@ -1,7 +1,7 @@
 """Formulas of the losses that compare answers.
 
 The log-probability of an answer is the sum over its target tokens. The formulas are TRL's
-(docs/preference.md lists the differences), and those of these papers:
+(docs/guides/preferences.md lists the differences), and those of these papers:
 
 - ``sigmoid``: DPO, Rafailov et al. 2023, arXiv:2305.18290. With label smoothing, conservative DPO
   (Mitchell 2023).

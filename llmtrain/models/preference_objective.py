@@ -133,7 +133,7 @@ class PreferenceObjective(Objective):
         self.displacement = None
         text = (
             "chosen answers have become less likely than under the initial weights, and rejected "
-            "ones even less: see docs/preference.md"
+            "ones even less: see docs/guides/preferences.md"
         )
         return "chosen", text
 

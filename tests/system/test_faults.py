@@ -1,4 +1,4 @@
-"""What a run does when its processes, its disk or its numbers fail. docs/reliability.md is the table of these."""
+"""What a run does when its processes, its disk or its numbers fail. docs/explanation/reliability.md is the table of these."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""docs/migrate.md: four files, the same losses. LLMTRAIN_WRITE_DOCS=1 writes them into the page."""
+"""docs/guides/migrate.md: four files, the same losses. LLMTRAIN_WRITE_DOCS=1 writes them into the page."""
 
 import os
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from tests.launching import PYTHON, ROOT, accelerate, long_form, run, series, torchrun
 
-PAGE = ROOT / "docs" / "migrate.md"
+PAGE = ROOT / "docs" / "guides" / "migrate.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 LOSS = re.compile(r"step +(\d+)  loss ([\d.]+)")
 

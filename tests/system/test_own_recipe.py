@@ -1,4 +1,4 @@
-"""docs/your-own-recipe.md: data, a model and a metric of one's own, in a recipe that is the same run on any layout."""
+"""docs/tutorials/own-recipe.md: data, a model and a metric of one's own, in a recipe that is the same run on any layout."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,9 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (code,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "your-own-recipe.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text(),
+        re.DOTALL,
     )
     assert code.count("\n") < 80
     path = tmp_path_factory.mktemp("own") / "sums.py"
@@ -55,7 +57,7 @@ def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
 
 
 def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "your-own-recipe.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
     (objective,) = re.findall(r"```py\n(class LabelSmoothing.*?)```", page, re.DOTALL)
     text = recipe.read_text()
     text = text.replace(

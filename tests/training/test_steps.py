@@ -286,7 +286,7 @@ def test_a_run_of_some_epochs_is_the_run_of_as_many_steps(
 def test_a_recipe_with_rows_of_its_own_trains_for_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 4 of docs/migrate.md has rows from `Tokenized.of`."""
+    """Step 4 of docs/guides/migrate.md has rows from `Tokenized.of`."""
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
     monkeypatch.chdir(tmp_path)
     recipe = runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")

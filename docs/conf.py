@@ -1,0 +1,38 @@
+"""Sphinx builds the documentation site from this folder: `make docs`."""
+
+from llmtrain._version import __version__
+
+project = "llmtrain"
+author = "the llmtrain authors"
+version = release = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "notebook.ipynb", "migrate"]
+nitpicky = False
+
+# Links such as guides/faq.md#which-config, which also work in the repository.
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autoclass_content = "both"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = f"llmtrain {__version__}"
+html_static_path: list[str] = []
+html_copy_source = False
+html_show_sphinx = False
