@@ -6,6 +6,7 @@ import os
 import pkgutil
 import sys
 import traceback
+from types import ModuleType
 from typing import NoReturn
 
 from llmtrain import commands
@@ -15,7 +16,12 @@ from llmtrain.errors import UserError, explain
 
 _MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
 COMMANDS = [name for name in _MODULES if not name.startswith("_")]
-_EPILOG = "To train, start a recipe: accelerate launch recipes/gpt.py --help"
+# The titles in --help, in the order of a user's work; each command names its own.
+GROUPS = ("Prepare a run", "Look at runs", "Use a model", "Check and understand")
+_EPILOG = (
+    "llmtrain COMMAND --help explains a command.\n\n"
+    "To train, start a recipe: accelerate launch recipes/gpt.py --help"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments, unknown = _parser().parse_known_args(argv)
+        arguments, unknown = build_parser().parse_known_args(argv)
         if unknown:
             # The command's own parser names the help that lists what the command takes.
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -59,23 +65,45 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Their modules import nothing heavy until they run."""
-    parser = _Parser(prog="llmtrain", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    modules = {name: importlib.import_module(f"llmtrain.commands.{name}") for name in COMMANDS}
+    parser = _Parser(
+        prog="llmtrain",
+        description=f"{__doc__}\n{_list_commands(modules)}",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
     subparsers = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND",
+        help="one of the commands above",
+        required=True,
+        parser_class=_Parser,
     )
-    for name in COMMANDS:
-        module = importlib.import_module(f"llmtrain.commands.{name}")
-        description = module.__doc__ or name
+    for name, module in modules.items():
+        examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
         command = subparsers.add_parser(
             name,
-            help=description.splitlines()[0],
-            description=description,
+            description=module.__doc__,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         command.set_defaults(run=module.run, parser=command)
     return parser
+
+
+def _list_commands(modules: dict[str, ModuleType]) -> str:
+    """Return the commands with the first line of their descriptions, by group."""
+    lines = []
+    for group in GROUPS:
+        lines += ["", f"{group}:"]
+        for name, module in modules.items():
+            if group == module.GROUP:
+                summary = (module.__doc__ or "").splitlines()[0]
+                lines.append(f"  {name:<9} {summary}")
+    return "\n".join(lines)

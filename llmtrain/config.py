@@ -189,6 +189,58 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     return settings
 
 
+class FlagDescription(NamedTuple):
+    """A flag of a recipe, for a reference page.
+
+    Attributes:
+        name: the flag, such as ``--max_steps``; ``--no_NAME`` if the flag only turns something off.
+        value: the name of its value, such as ``N``, or the words that it takes; empty for a switch.
+        help: what it does.
+        default: its default in this recipe; empty if it has none.
+        alias: another name of the flag; empty if it has none.
+        is_hidden: whether only ``--help_all`` shows it.
+    """
+
+    name: str
+    value: str
+    help: str
+    default: str
+    alias: str
+    is_hidden: bool
+
+
+def describe_flags(defaults: Any) -> dict[str, list[FlagDescription]]:
+    """Return all flags of a recipe, by the title of their group in ``--help``.
+
+    Args:
+        defaults: the dataclass of configs with the recipe's defaults, as for :func:`parse`.
+    """
+    configs = configs_of(defaults)
+    parser = _Parser(configs.values(), description=None, show_hidden=True, hint_for=None)
+    fields = {}
+    for config in configs.values():
+        fields.update(flags_of(config))
+
+    groups: dict[str, list[FlagDescription]] = {}
+    for title, actions in parser.settings_by_group().items():
+        groups[title] = []
+        for action in actions:
+            metadata = fields[action.dest].metadata
+            name = f"--{action.dest}"
+            if action.default is True:
+                name = f"--no_{action.dest}"
+            description = FlagDescription(
+                name=name,
+                value=_value_name(action),
+                help=parser.help_of(action),
+                default="" if _is_switch(action) else _default_text(action),
+                alias=f"--{metadata['alias']}" if metadata["alias"] else "",
+                is_hidden=metadata["hidden"],
+            )
+            groups[title].append(description)
+    return groups
+
+
 class _Given(NamedTuple):
     """What the user has set. The keys are the names of the flags.
 
@@ -340,27 +392,44 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return super()._format_action_invocation(action)
 
         name = action.option_strings[0]
-        is_switch = action.nargs == 0 or isinstance(action.const, bool)
-        if is_switch:
-            return name
-        placeholders: dict[Any, str] = {int: "N", float: "X"}
-        last_word = name.lstrip("-").rpartition("_")[2]
-        placeholder = placeholders.get(action.type) or last_word.upper()
-        value = self._metavar_formatter(action, placeholder)(1)[0]
-        ellipsis = " ..." if action.nargs == "+" else ""
-        return f"{name} {value}{ellipsis}"
+        value = _value_name(action)
+        return f"{name} {value}" if value else name
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        is_off = action.default is None or action.default is False
-        has_no_default = is_off or action.default in ([], argparse.SUPPRESS)
-        if has_no_default or action.nargs == 0:
+        default = _default_text(action)
+        if not default or action.nargs == 0:
             return text
-        if isinstance(action.default, list):
-            default = " ".join(map(str, action.default))
-        else:
-            default = "%(default)s"
-        return f"{text} (default: {default})"
+        return f"{text} (default: {default.replace('%', '%%')})"
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    """Return whether a flag needs no value."""
+    return action.nargs == 0 or isinstance(action.const, bool)
+
+
+def _value_name(action: argparse.Action) -> str:
+    """Return the name of the value of a flag, or the words that it takes; empty for a switch."""
+    if _is_switch(action):
+        return ""
+    if action.choices is not None:
+        value = "{" + ",".join(map(str, action.choices)) + "}"
+    else:
+        placeholders: dict[Any, str] = {int: "N", float: "X"}
+        last_word = action.option_strings[0].lstrip("-").rpartition("_")[2]
+        placeholder = placeholders.get(action.type) or last_word.upper()
+        value = str(action.metavar or placeholder)
+    return f"{value} ..." if action.nargs == "+" else value
+
+
+def _default_text(action: argparse.Action) -> str:
+    """Return the default of a flag as the user would write it; empty if it has none."""
+    is_off = action.default is None or action.default is False
+    if is_off or action.default in ([], argparse.SUPPRESS):
+        return ""
+    if isinstance(action.default, list):
+        return " ".join(map(str, action.default))
+    return str(action.default)
 
 
 class _Parsed(NamedTuple):
@@ -494,9 +563,13 @@ class _Parser(HfArgumentParser):
                 groups[str(group.title)] = settings
         return groups
 
+    def help_of(self, action: argparse.Action) -> str:
+        """Return the help of a flag, also if ``--help`` does not show it."""
+        return self._help_texts[action.dest].replace("%%", "%")
+
     def help_with_choices(self, action: argparse.Action) -> str:
         """Return the help of a flag, with the words that it takes if they are few."""
-        text = self._help_texts[action.dest].replace("%%", "%")
+        text = self.help_of(action)
         if action.choices is None:
             return text
         return f"{text} (one of {', '.join(map(str, action.choices))})"

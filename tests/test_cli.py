@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import __version__
-from llmtrain.cli import COMMANDS, main
+from llmtrain.cli import COMMANDS, GROUPS, build_parser, main
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 from tests.launching import ROOT
@@ -47,6 +48,28 @@ def test_help_names_every_command_and_its_defaults(capsys: pytest.CaptureFixture
     _, out, _ = ended(capsys, "generate", "--help")
     assert "--max_new_tokens N" in out
     assert "(default: 200)" in out
+
+
+def test_help_lists_each_command_once_under_its_group(capsys: pytest.CaptureFixture) -> None:
+    _, out, _ = ended(capsys, "--help")
+    for name in COMMANDS:
+        assert len(re.findall(rf"(?m)^  {name} +[A-Z]", out)) == 1, name
+    places = [out.index(f"\n{group}:\n") for group in GROUPS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command_ends_with_examples_that_its_parser_takes(
+    name: str, capsys: pytest.CaptureFixture
+) -> None:
+    _, out, _ = ended(capsys, name, "--help")
+    examples = out.split("examples:\n")[1].splitlines()
+    assert examples
+    for example in examples:
+        words = shlex.split(example.split(" && ")[0])
+        start = words.index("llmtrain") + 1
+        assert words[start] == name
+        build_parser().parse_args(words[start:])
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:

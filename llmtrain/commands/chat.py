@@ -11,6 +11,9 @@ import sys
 from llmtrain.commands._sampling import add_model_arguments, load
 from llmtrain.console import note
 
+GROUP = "Use a model"
+EXAMPLES = ("llmtrain chat runs/finetune",)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -16,6 +16,9 @@ from llmtrain.record.history import History
 if TYPE_CHECKING:
     from llmtrain.report.difference import Comparison, Divergence
 
+GROUP = "Look at runs"
+EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_a", metavar="RUN_A", help="a run folder")

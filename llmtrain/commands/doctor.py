@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from llmtrain.doctor.local_checks import Finding
     from llmtrain.launching.launcher import Launcher
 
+GROUP = "Prepare a run"
+EXAMPLES = (
+    "llmtrain doctor",
+    "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml -m llmtrain doctor",
+)
+
 
 class _Sign(NamedTuple):
     """How the report shows a level."""

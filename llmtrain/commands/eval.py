@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
     from llmtrain.types import JsonObject
 
+GROUP = "Use a model"
+EXAMPLES = (
+    "llmtrain eval runs/finetune --tasks hellaswag arc_easy",
+    "accelerate launch -m llmtrain eval runs/finetune --tasks hellaswag",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

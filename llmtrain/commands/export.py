@@ -5,6 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
+GROUP = "Use a model"
+EXAMPLES = (
+    "llmtrain export runs/gpt --to model",
+    "llmtrain export runs/finetune --merge --to merged",
+)
+
 # Logits may differ by this share of the largest logit, in float32.
 _TOLERANCE = 1e-4
 

@@ -5,6 +5,9 @@ import json
 
 from llmtrain.commands._sampling import add_model_arguments, load
 
+GROUP = "Use a model"
+EXAMPLES = ('llmtrain generate runs/gpt --prompt "Return the"',)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")

@@ -14,6 +14,12 @@ from typing import Literal
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_folder
 
+GROUP = "Prepare a run"
+EXAMPLES = (
+    "llmtrain init mine",
+    "llmtrain init mine --recipe finetune --config fsdp2",
+)
+
 # Configs that start one process for each GPU of this machine.
 _PER_GPU_CONFIGS = ("multi_gpu.yaml", "fsdp2.yaml")
 

@@ -16,6 +16,12 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
+GROUP = "Check and understand"
+EXAMPLES = (
+    "llmtrain learn",
+    "llmtrain learn ring",
+)
+
 _TIMEOUT_MINUTES = 2
 
 
@@ -61,7 +67,10 @@ def _list(as_json: bool) -> None:
         return
     for name in LESSONS:
         print(f"  {name:<14}{title(name)}")
-    print("\nllmtrain learn LESSON runs one, in less than a minute; docs/explanation/ddp.md has them in order.")
+    print(
+        "\nllmtrain learn LESSON runs one, in less than a minute. docs/explanation/ddp.md shows "
+        "them in order."
+    )
 
 
 def title(name: str) -> str:

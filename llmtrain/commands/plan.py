@@ -17,6 +17,13 @@ from llmtrain.types import JsonObject
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan, Way
 
+GROUP = "Prepare a run"
+EXAMPLES = (
+    "llmtrain plan recipes/gpt.py",
+    "llmtrain plan recipes/gpt.py --processes 64 --device h100-80gb --link 400Gbit "
+    "--global_batch_size 512",
+)
+
 _GIB = 2**30
 
 

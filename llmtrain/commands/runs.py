@@ -19,6 +19,13 @@ from llmtrain.files import json_text
 from llmtrain.record.history import History, is_run, runs_in
 from llmtrain.types import JsonObject
 
+GROUP = "Look at runs"
+EXAMPLES = (
+    "llmtrain runs",
+    "llmtrain runs check runs/gpt",
+    "llmtrain runs --finished runs/gpt && llmtrain generate runs/gpt",
+)
+
 _STATES_AFTER_A_SAVE = ("finished", "preempted")  # a run saves a checkpoint before it enters them
 
 # The losses of the list: keys of --json, and the keys of the log entries that have them.

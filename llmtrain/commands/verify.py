@@ -21,6 +21,12 @@ from llmtrain.commands._trial import (
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
+GROUP = "Check and understand"
+EXAMPLES = (
+    "llmtrain verify layout recipes/gpt.py",
+    "llmtrain verify resume recipes/gpt.py",
+)
+
 _LAYOUT_STEPS = 5
 _RESUME_STEPS = 20
 _FEWEST_RESUME_STEPS = 4  # the run is killed between two of them, after a checkpoint

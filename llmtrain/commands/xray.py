@@ -17,6 +17,9 @@ from llmtrain.launching.children import (
 )
 from llmtrain.types import JsonObject
 
+GROUP = "Check and understand"
+EXAMPLES = ("llmtrain xray recipes/gpt.py",)
+
 _OUTPUT_DIR = "runs/xray"
 
 
