@@ -41,6 +41,13 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(TABLES)
 .PHONY: bench
 
+# The documentation site, in docs/_build; a warning is an error. It needs Python 3.11 or newer.
+docs: $(READY)
+	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python docs/generate_reference.py
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
+.PHONY: docs
+
 # The proof that a run is the same on any layout: about three minutes on two cores. docs/explanation/layouts.md keeps its table.
 VERIFY := $(BIN)/llmtrain verify layout --steps 20
 SMALL := recipes/gpt.py --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --eval_fraction 0.005 --dropout 0.1

@@ -11,7 +11,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
-    "sphinx_copybutton",
+    "sphinx_copybutton",  # a button that copies a block of code
 ]
 exclude_patterns = ["_build", "notebook.ipynb", "migrate"]
 nitpicky = False
@@ -31,8 +31,11 @@ napoleon_use_ivar = True
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
+smartquotes = False  # it would turn --flag into a dash
+
 html_theme = "furo"
 html_title = f"llmtrain {__version__}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_copy_source = False
 html_show_sphinx = False

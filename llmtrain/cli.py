@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.set_defaults(run=module.run, parser=command)
+        command.set_defaults(run=module.run, parser=command, group=module.GROUP)
     return parser
 
 

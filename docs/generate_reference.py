@@ -1,0 +1,192 @@
+"""Write the reference pages that follow from the code: flags, commands and configs.
+
+    python docs/generate_reference.py
+
+The pages are kept in the repository, so that they can be read without Sphinx. A test fails if one
+of them is not what this program writes.
+"""
+
+import argparse
+import re
+import runpy
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmtrain.cli import GROUPS, build_parser
+from llmtrain.config import FlagDescription, describe_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+RECIPES = ("gpt", "finetune", "preference")
+_MARK = "<!-- python docs/generate_reference.py writes this page -->"
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    texts = {f"{recipe}.md": _recipe_page(recipe) for recipe in RECIPES}
+    texts["commands.md"] = _commands_page()
+    texts["configs.md"] = _configs_page()
+    return texts
+
+
+def main() -> None:
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
+
+
+# --- recipes
+
+
+def _recipe_page(recipe: str) -> str:
+    module = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))
+    summary = module["__doc__"].strip().split("\n\n")[0]
+    lines = [
+        f"# Flags of recipes/{recipe}.py",
+        "",
+        _MARK,
+        "",
+        summary,
+        "",
+        f"`python recipes/{recipe}.py --help` lists the flags that most runs need, and `--help_all` "
+        "all of them. Flags marked with \\* are in `--help_all` only. In a YAML file for `--config`, "
+        "a flag is a key without its dashes, and `--no_NAME` is `NAME: false`.",
+        "",
+    ]
+    for title, flags in describe_flags(module["DEFAULTS"]).items():
+        lines += [f"## {title[0].upper()}{title[1:]}", ""]
+        lines += _table(["Flag", "Default", "Meaning"], map(_flag_row, flags))
+    return "\n".join(lines)
+
+
+def _flag_row(flag: FlagDescription) -> list[str]:
+    choices: list[str] = []
+    value = flag.value
+    if value.startswith("{"):
+        choices = value.removesuffix(" ...").strip("{}").split(",")
+        value = ""
+
+    name = f"`{flag.name} {value}`" if value else f"`{flag.name}`"
+    if flag.is_hidden:
+        name += " \\*"
+
+    meaning = _with_code(flag.help)
+    if choices:
+        meaning += f" ({_code(choices)})"
+    if flag.alias:
+        meaning += f"; also called `{flag.alias}`"
+    return [name, f"`{flag.default}`" if flag.default else "", meaning]
+
+
+# --- commands
+
+
+def _commands_page() -> str:
+    parser = build_parser()
+    lines = [
+        "# Commands",
+        "",
+        _MARK,
+        "",
+        "`llmtrain COMMAND --help` prints the same. Every command takes `--json`, which prints its "
+        "result as JSON.",
+        "",
+    ]
+    commands = _subcommands(parser)
+    for group in GROUPS:
+        lines += [f"## {group}", ""]
+        for name, command in commands.items():
+            if command.get_default("group") == group:
+                lines += _command_section(name, command)
+    return "\n".join(lines)
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    raise AssertionError("llmtrain has commands")
+
+
+def _command_section(name: str, command: argparse.ArgumentParser) -> list[str]:
+    examples = textwrap.dedent((command.epilog or "").partition("\n")[2])
+    lines = [
+        f"### llmtrain {name}",
+        "",
+        _with_code((command.description or "").strip()),
+        "",
+        "```text",
+        *examples.splitlines(),
+        "```",
+        "",
+    ]
+    rows = []
+    for action in command._actions:
+        if action.dest not in ("help", "json") and action.help != argparse.SUPPRESS:
+            rows.append(_argument_row(action))
+    return lines + _table(["Argument", "Meaning"], rows)
+
+
+def _argument_row(action: argparse.Action) -> list[str]:
+    names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+    choices = list(map(str, action.choices or []))
+    if action.option_strings and action.nargs != 0 and not choices:
+        names += f" {action.metavar or action.dest.upper()}"
+
+    text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+    meaning = _with_code(text)
+    if choices:
+        meaning += f" ({_code(choices)})"
+    return [f"`{names}`", meaning]
+
+
+# --- configs
+
+
+def _configs_page() -> str:
+    lines = [
+        "# Accelerate configs",
+        "",
+        _MARK,
+        "",
+        "`accelerate launch --config_file accelerate_configs/FILE recipes/gpt.py` starts a recipe "
+        "with one of these files. `accelerate config` asks for the same settings and writes such a "
+        "file, and `llmtrain init` copies the one that fits this machine.",
+        "",
+    ]
+    folder = ROOT / "accelerate_configs"
+    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.slurm")]):
+        # Not "bash", because a test runs each command of such a block.
+        language = "yaml" if path.suffix == ".yaml" else "sh"
+        lines += [f"## {path.name}", "", f"```{language}", path.read_text().rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+# --- Markdown
+
+
+def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = [_row(header), _row(["---"] * len(header))]
+    lines += [_row([_escaped(cell) for cell in row]) for row in rows]
+    return [*lines, ""]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.replace("|", "\\|").replace("<", "\\<").split())
+
+
+def _with_code(text: str) -> str:
+    """Return a text with its flags as code."""
+    return re.sub(r"--\w+", lambda match: f"`{match[0]}`", text)
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+if __name__ == "__main__":
+    main()
