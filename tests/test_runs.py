@@ -11,6 +11,7 @@ import torch
 
 from llmtrain.commands import runs
 from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, write_checkpoint
 from llmtrain.record.resume import lock_of
@@ -83,7 +84,7 @@ def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_take
         for path in (run / "checkpoints/step-00000030").rglob("*")
         if path.is_file()
     )
-    assert f"{size / 1024:.1f} KiB" in lines[30]
+    assert f" {size_text(size)} " in lines[30]
 
 
 def test_json_says_what_the_lines_say(run: Path, capsys) -> None:

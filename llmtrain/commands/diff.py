@@ -1,4 +1,4 @@
-"""Compare two runs: the first step at which they differ, and what may have caused it.
+"""Compare two runs: their final losses, the first step at which they differ, and the cause.
 
 The comparison covers rows, tokens, labels, losses, gradients and weights. The exit status is 0 if
 the runs are the same, or differ only by rounding errors on different parallel layouts. It is 1
@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _as_json(comparison: "Comparison") -> dict[str, object]:
     first = comparison.first
     return {
+        "final_losses": [loss._asdict() for loss in comparison.final_losses],
         "first": None if first is None else _divergence_as_json(first),
         "all": [_divergence_as_json(divergence) for divergence in comparison.divergences],
         "causes": comparison.causes,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
+from llmtrain.quantities import duration_text, rate_text, size_text
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain plan recipes/gpt.py",
+    "llmtrain plan recipes/finetune.py --from_config FOLDER_OR_HUB_NAME --tokenizer byte "
+    "--processes 8 --device h100-80gb",
     "llmtrain plan recipes/gpt.py --processes 64 --device h100-80gb --link 400Gbit "
     "--global_batch_size 512",
 )
-
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,8 +156,8 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     model = f"{subject.class_name}: {count:,} parameters"
     if trained < count:
         model += f", {trained:,} of them trained"
-    gflops = subject.flops_per_token / 1e9
-    print(f"model     {model}; {gflops:.2f} GFLOPs per token, forward and backward")
+    flops = rate_text(subject.flops_per_token, "FLOPs")
+    print(f"model     {model}; {flops} per token, forward and backward")
 
     settings = subject.settings
     rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
@@ -165,9 +166,10 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
     cluster = plan.cluster
     devices = f"{arguments.processes:,} x {device_name(arguments.device)}"
-    inside = f"{cluster.inside.bandwidth / 1e9:.4g} GB/s inside"
-    between = f"{cluster.between.bandwidth / 1e9:.4g} GB/s to another"
-    print(f"devices   {devices}, {cluster.per_machine} per machine: {inside}, {between}")
+    inside = rate_text(cluster.inside.bandwidth, "B/s")
+    between = rate_text(cluster.between.bandwidth, "B/s")
+    links = f"{inside} inside a machine, {between} to another"
+    print(f"devices   {devices}, {cluster.per_machine} per machine: {links}")
 
     if plan.compute is None:
         return
@@ -175,7 +177,7 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     source = f"at {arguments.mfu:.0%} of the peak (--mfu)"
     if arguments.calibrate:
         source = "measured on this machine"
-    print(f"speed     {row_seconds:.4g} s per row, {source}")
+    print(f"speed     {duration_text(row_seconds)} per row, {source}")
 
 
 # --- the tables
@@ -187,7 +189,7 @@ def _print_tables(plan: "Plan") -> None:
     # The last field is the total. It shares a column with the largest micro-batch.
     *kinds, total = plan.ways[0].bytes._fields
     heads = [*kinds, f"{total:>13}{'largest':>10}"]
-    _print_table(plan, "GiB per process", heads, _size_cells)
+    _print_table(plan, "memory per process", heads, _size_cells)
 
     if plan.compute is None:
         print(
@@ -196,8 +198,8 @@ def _print_tables(plan: "Plan") -> None:
         )
         return
 
-    heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "hours"]
-    _print_table(plan, "seconds", heads, _time_cells)
+    heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "run"]
+    _print_table(plan, "time per step", heads, _time_cells)
     counts = [f"{processes:,}" for processes in PROCESS_COUNTS]
     _print_table(plan, "efficiency at", counts, _efficiency_cells)
 
@@ -213,28 +215,28 @@ def _print_table(
         heads: titles of the other columns.
         cells: returns the cells of a way in these columns.
     """
-    width = max(len("GiB per process"), *(len(way.name) for way in plan.ways)) + 2
+    width = max(len("memory per process"), *(len(way.name) for way in plan.ways)) + 2
     print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
     for way in plan.ways:
         print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
 
 
 def _size_cells(way: "Way") -> list[str]:
-    *kinds, total = [f"{size / _GIB:>13.3f}" for size in way.bytes]
+    *kinds, total = [size_text(size) for size in way.bytes]
     largest = f"{way.largest} rows" if way.largest > 0 else "too much"
-    return [*kinds, f"{total}{largest:>10}"]
+    return [*kinds, f"{total:>13}{largest:>10}"]
 
 
 def _time_cells(way: "Way") -> list[str]:
     assert way.step is not None
     return [
         f"{way.accumulation} x {way.rows}",
-        f"{way.step.compute:.4g}",
-        f"{way.step.communication:.4g}",
-        f"{way.step.exposed:.4g}",
-        f"{way.step.total:.4g}",
+        duration_text(way.step.compute),
+        duration_text(way.step.communication),
+        duration_text(way.step.exposed),
+        duration_text(way.step.total),
         f"{way.tokens_per_second:,.0f}",
-        f"{way.hours:.4g}",
+        duration_text(3600 * way.hours),
     ]
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
+from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
 from llmtrain.types import JsonObject
 
@@ -144,7 +145,7 @@ def _print_table(runs: list[JsonObject]) -> None:
         losses = ""
         for key in _LOSSES:
             losses += f"{_format_loss(run[key]):>10}"
-        age = _format_age(run["age"])
+        age = duration_text(run["age"])
         print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}")
 
 
@@ -317,7 +318,7 @@ def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:
     if checkpoint.is_best:
         remarks.append("best eval loss")
 
-    size = _format_size(checkpoint.size)
+    size = size_text(checkpoint.size)
     eval_loss = _format_loss(checkpoint.eval_loss)
     numbers = f"{checkpoint.step:>10}{size:>12}  {checkpoint.written:<19}{eval_loss:>10}"
     return f"{numbers}  {'; '.join(remarks)}"
@@ -355,21 +356,3 @@ def _time_written(path: Path) -> str:
 
 def _format_loss(loss: float | None) -> str:
     return "" if loss is None else f"{loss:.4f}"
-
-
-def _format_age(seconds: float) -> str:
-    """Return a duration in the largest unit in which it is at least 2."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _format_size(size: float) -> str:
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.2f} GiB"

@@ -53,10 +53,29 @@ class Divergence(NamedTuple):
     value_b: Json
 
 
+class FinalLoss(NamedTuple):
+    """The last value of a loss in each of two runs.
+
+    Attributes:
+        name: what it is, such as ``eval loss``.
+        step_a: its step in the first run.
+        value_a: its value in the first run.
+        step_b: its step in the second run.
+        value_b: its value in the second run.
+    """
+
+    name: str
+    step_a: int
+    value_a: float
+    step_b: int
+    value_b: float
+
+
 class Comparison(NamedTuple):
     """The result of comparing two runs.
 
     Attributes:
+        final_losses: the last losses that both runs have logged.
         first: the earliest divergence. If several are at the same step, the first in the chain.
         divergences: all divergences, in the order of the chain.
         causes: what may have caused the first divergence.
@@ -65,6 +84,7 @@ class Comparison(NamedTuple):
         common_entries: how many train losses both runs have logged at the same step.
     """
 
+    final_losses: list[FinalLoss]
     first: Divergence | None
     divergences: list[Divergence]
     causes: list[str]
@@ -210,6 +230,7 @@ def compare(run_a: History, run_b: History) -> Comparison:
         logged_steps=[loss.step for loss in losses],
     )
     return Comparison(
+        final_losses=_final_losses(run_a, run_b),
         first=first,
         divergences=divergences,
         causes=causes,
@@ -217,6 +238,26 @@ def compare(run_a: History, run_b: History) -> Comparison:
         largest_loss_difference=max((loss.relative for loss in losses), default=0.0),
         common_entries=len(losses),
     )
+
+
+def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
+    final_losses = []
+    for name, key in (("train loss", "train/loss"), ("eval loss", "eval/loss")):
+        series_a = run_a.series(key)
+        series_b = run_b.series(key)
+        if series_a and series_b:
+            step_a, value_a = list(series_a.items())[-1]
+            step_b, value_b = list(series_b.items())[-1]
+            final_losses.append(
+                FinalLoss(
+                    name=name,
+                    step_a=step_a,
+                    value_a=value_a,
+                    step_b=step_b,
+                    value_b=value_b,
+                )
+            )
+    return final_losses
 
 
 def _tolerance_between(run_a: History, run_b: History) -> Tolerance:
@@ -438,6 +479,23 @@ def comparison_lines(comparison: Comparison, name_a: str, name_b: str) -> list[s
         name_a: the name of the first run.
         name_b: the name of the second run.
     """
+    losses = [_final_loss_line(loss, name_a, name_b) for loss in comparison.final_losses]
+    return losses + _difference_lines(comparison, name_a, name_b)
+
+
+def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
+    step_a = f"{name_a} at step {loss.step_a}"
+    step_b = name_b
+    if loss.step_b != loss.step_a:
+        step_b = f"{name_b} at step {loss.step_b}"
+    change = loss.value_b - loss.value_a
+    return (
+        f"{loss.name:<10}{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: "
+        f"{change:+.4f}"
+    )
+
+
+def _difference_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
     others = [f"also      {text}" for text in comparison.other_differences]
     if comparison.first is not None:
         causes = [f"cause     {cause}" for cause in comparison.causes]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.observe.phases import PHASES
+from llmtrain.quantities import size_text
 from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.types import JsonObject
@@ -78,7 +79,7 @@ def html(runs: Sequence[History]) -> str:
     # By default, the filter `tojson` sorts keys. The page needs them in their own order.
     environment.policies["json.dumps_kwargs"] = {}
     environment.filters["as_time"] = _format_time
-    environment.filters["as_size"] = _format_size
+    environment.filters["as_size"] = size_text
 
     bars = phase_bars(runs)
     template = environment.from_string(_TEMPLATE.read_text())
@@ -289,12 +290,6 @@ def _format_commit(commit: str | None) -> str:
 
 def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _format_size(size: int) -> str:
-    if size >= 2**30:
-        return f"{size / 2**30:.2f} GiB"
-    return f"{size / 2**20:.2f} MiB"
 
 
 def _comparable_values(run: History) -> JsonObject:

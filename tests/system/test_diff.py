@@ -11,7 +11,7 @@ from llmtrain.record.history import History
 from llmtrain.report.comparison import QUANTITIES
 from llmtrain.report.difference import Comparison, compare, comparison_lines
 from tests.forked import run_forked
-from tests.launching import GPT, LONG, PYTHON, TINY, accelerate
+from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, series
 from tests.test_cli import ended
 
 DRIVER = "tests/system/differing_runs.py"
@@ -156,6 +156,16 @@ def test_the_command_says_it_in_lines_or_for_programs(
     assert (status, err) == (1, "")
     assert "cause     --learning_rate 0.02 and 0.022" in out
     assert "also" not in out
+    losses = {}
+    for name in ("reference", "learning rate"):
+        losses[name] = list(series(runs / name, "eval/loss").items())[-1]
+    step, loss = losses["reference"]
+    _, other_loss = losses["learning rate"]
+    assert (
+        f"eval loss {loss:.4f} in {one} at step {step}, {other_loss:.4f} in {other}: "
+        f"{other_loss - loss:+.4f}\n"
+    ) in out
+    assert out.startswith("train loss")
     status, out, _ = ended(capsys, "diff", one, other, "--json")
     assert (status, json.loads(out)["first"]["link"]) == (1, "learning_rate")
     assert ended(capsys, "diff", one, one)[0] == 0

@@ -154,7 +154,7 @@ def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> Non
         ]
     )
     out = capsys.readouterr().out
-    for heading in ("GiB per process", "seconds", "efficiency at"):
+    for heading in ("memory per process", "time per step", "efficiency at"):
         assert heading in out
     assert [
         line.split()[0]
