@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 # Returns what to write instead of a flag that a recipe does not have, or instead of a value that a
 # flag does not take; or None. The arguments are the name of the flag, without dashes, the recipe's
-# own flags, such as --max_steps, and the value, or None for an unknown flag.
+# own flags, such as --max_steps, and the value, or None if there is none.
 HintFor: TypeAlias = Callable[[str, Collection[str], "str | None"], "str | None"]
 
 
@@ -242,7 +242,8 @@ def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
 
     problems = content.problems + problems_of_values
     if content.unknown:
-        problems.append(parser.describe_unknown_keys(content.unknown))
+        unknown = [_Unknown(key, value) for key, value in content.unknown.items()]
+        problems.append(parser.describe_unknown("key", unknown))
     if problems:
         problems[0] = f"{path}: {problems[0]}"
     return given, problems
@@ -373,6 +374,18 @@ class _Parsed(NamedTuple):
 
     values: dict[str, Any]
     unknown: list[str]
+
+
+class _Unknown(NamedTuple):
+    """A flag or a key that the recipe does not have.
+
+    Attributes:
+        word: how the user wrote it.
+        value: its value; ``None`` if there is none, or if it is no single word.
+    """
+
+    word: str
+    value: str | None
 
 
 class _Parser(HfArgumentParser):
@@ -571,7 +584,7 @@ class _Parser(HfArgumentParser):
                 return f"{problem}: {hint}."
         return problem
 
-    def _hint(self, name: str, value: str | None = None) -> str | None:
+    def _hint(self, name: str, value: str | None) -> str | None:
         """Return what to write instead of a flag, or instead of a value of this flag."""
         if self._hint_for is None:
             return None
@@ -591,8 +604,12 @@ class _Parser(HfArgumentParser):
             problems.append(f"'{first}' is neither a flag nor the value of one")
         elif not flags:
             flags = [first]
-        if flags:
-            problems.append(self._describe_unknown("flag", dict.fromkeys(flags), self.flags))
+        unknown = []
+        for flag in dict.fromkeys(flags):
+            values, _ = _take([flag], words)
+            unknown.append(_Unknown(flag, values[-1] if values else None))
+        if unknown:
+            problems.append(self.describe_unknown("flag", unknown))
         return problems
 
     def refuse(self, problems: list[str]) -> NoReturn:
@@ -606,37 +623,35 @@ class _Parser(HfArgumentParser):
             raise UserError(f"{message}.")
         self.error(message)
 
-    def describe_unknown_keys(self, keys: list[str]) -> str:
-        """Return the message about keys of a YAML file that are no flags."""
-        return self._describe_unknown("key", {key: f"'{key}'" for key in keys}, self.keys)
-
-    def _describe_unknown(
-        self, kind: str, words: Mapping[str, str | None], known: Iterable[str]
-    ) -> str:
-        """Return the message about flags or keys that this recipe does not have.
+    def describe_unknown(self, kind: Literal["flag", "key"], unknown: list[_Unknown]) -> str:
+        """Return the message about flags, or keys of a YAML file, that the recipe does not have.
 
         It ends with a full stop if there is a hint for each.
-
-        Args:
-            kind: ``flag`` or ``key``.
-            words: the unknown words, and how to show each; ``None`` to show it as it is.
-            known: the words that could be meant instead.
         """
-        known = list(known)
-        hints = {word: self._hint(_with_underscores(word).lstrip("-")) for word in words}
+        known = self.flags if kind == "flag" else self.keys
+        hints = [self._hint_for_unknown(word, value) for word, value in unknown]
+        shown = [word if kind == "flag" else f"'{word}'" for word, _ in unknown]
 
-        if len(words) == 1:
-            ((word, shown),) = words.items()
-            hint = hints[word]
-            remark = f": {hint}." if hint else did_you_mean(word, known)
-            return f"unknown {kind} {shown or word}{remark}"
+        if len(unknown) == 1:
+            remark = f": {hints[0]}." if hints[0] else did_you_mean(unknown[0].word, known)
+            return f"unknown {kind} {shown[0]}{remark}"
 
         described = []
-        for word, shown in words.items():
-            remark = hints[word] or did_you_mean(word, known).removeprefix(" - ")
-            described.append(f"{shown or word} ({remark})" if remark else shown or word)
-        full_stop = "." if all(hints.values()) else ""
+        for (word, _), hint, text in zip(unknown, hints, shown, strict=True):
+            remark = hint or did_you_mean(word, known).removeprefix(" - ")
+            described.append(f"{text} ({remark})" if remark else text)
+        full_stop = "." if all(hints) else ""
         return f"unknown {kind}s: {', '.join(described)}{full_stop}"
+
+    def _hint_for_unknown(self, word: str, value: str | None) -> str | None:
+        """Return what to write instead of a flag or a key that the recipe does not have."""
+        name = _with_underscores(word).lstrip("-")
+        switch = name.removeprefix("no_")
+        action = self._option_string_actions.get(f"--{switch}")
+        is_no_form = switch != name and action is not None and action.type is string_to_bool
+        if is_no_form and value is None:
+            return f"use --{switch} false"
+        return self._hint(name, value)
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""

@@ -34,12 +34,23 @@ _LENGTH_IN_GPT = "use --block_size, the length of a row"
 _LORA = "use --lora_r 16, the rank of the adapter"
 _LORA_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py trains LoRA adapters"
 _CHAT_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py trains on conversations"
+_ATTENTION_IN_GPT = f"leave it out: {_NOT_IN_GPT}, whose attention is chosen for the device"
 _OTHER_MODEL_IN_GPT = f"{_NOT_IN_GPT}; recipes/finetune.py starts from an existing model"
 _NOT_SUPPORTED = "this is not supported; leave it out"
+_IS_OFF = "leave it out: this is off by default"
+_NO_VALUE = "leave it out: it has no value"
+_NO_TRACKERS = "use --report_to none"
+_NO_EVALUATIONS = "use --eval_steps 0, which turns evaluations off"
 
 # The hints for each name. Of several hints, the first counts whose flags the recipe has. So a hint
 # that is true of one recipe only names a flag of that recipe.
 _HINTS: dict[str, tuple[str, ...]] = {}
+
+# The same for the names of switches, if their value turns them off.
+_OFF_HINTS: dict[str, tuple[str, ...]] = {}
+
+_NULL_WORDS = frozenset({"null", "none", "~", ""})
+_OFF_WORDS = _NULL_WORDS | {"false", "no", "off", "0"}
 
 # The hint for each value in lower case, by the name of the flag that does not take it.
 _VALUE_HINTS: dict[str, dict[str, str]] = {}
@@ -49,22 +60,41 @@ def hint_for(name: str, flags: Collection[str], value: str | None = None) -> str
     """Return what to write instead of a flag, or instead of a value, that a recipe does not have.
 
     Args:
-        name: the name of the flag, without dashes.
+        name: the name of the flag, without dashes. If the recipe has this flag, the hint is about
+            the value, which the flag does not take.
         flags: the flags of the recipe, such as ``--max_steps``.
-        value: the value that the flag does not take; ``None`` if the flag itself is unknown.
+        value: the value of the flag; ``None`` if it has none.
 
     Returns:
         ``None`` if nothing is known about that name or value.
     """
-    if value is None:
-        hints = _HINTS.get(name, ())
-    else:
-        value_hint = _VALUE_HINTS.get(name, {}).get(value.lower())
-        hints = (value_hint,) if value_hint else ()
-    for hint in hints:
+    for hint in _candidates(name, f"--{name}" in flags, value):
         if flags_in(hint).issubset(flags):
             return hint
     return None
+
+
+def _candidates(name: str, is_known: bool, value: str | None) -> tuple[str, ...]:
+    """Return the hints for a flag and its value, of which each recipe prints the first that fits.
+
+    Args:
+        name: the name of the flag.
+        is_known: whether the recipe has the flag, and only the value is wrong.
+        value: the value; ``None`` if there is none.
+    """
+    word = None if value is None else value.lower()
+    if is_known:
+        value_hint = _VALUE_HINTS.get(name, {}).get(word or "")
+        return (value_hint,) if value_hint else ()
+
+    if name not in _HINTS and name.removeprefix("no_") in _OFF_HINTS:
+        return _OFF_HINTS[name.removeprefix("no_")]
+    hints = _HINTS.get(name, ())
+    if word in _OFF_WORDS and name in _OFF_HINTS:
+        return _OFF_HINTS[name] + hints
+    if word in _NULL_WORDS and hints:
+        return (_NO_VALUE,)
+    return hints
 
 
 def flags_in(hint: str) -> set[str]:
@@ -82,11 +112,20 @@ def known_values() -> list[tuple[str, str]]:
     return [(name, value) for name, hints in _VALUE_HINTS.items() for value in hints]
 
 
-def _add(names: str, *hints: str) -> None:
-    """Add the hints for several names, which are separated by spaces."""
+def _add(names: str, *hints: str, off: str | tuple[str, ...] = ()) -> None:
+    """Add the hints for several names.
+
+    Args:
+        names: the names, separated by spaces.
+        hints: what to write instead, for each kind of recipe.
+        off: the same for a value that turns the flag off. By default, that of all values.
+    """
+    off_hints = (off,) if isinstance(off, str) else off
     for name in names.split():
         assert name not in _HINTS, name
         _HINTS[name] = hints
+        if off_hints:
+            _OFF_HINTS[name] = off_hints
 
 
 def _add_values(name: str, values: str, hint: str) -> None:
@@ -162,16 +201,20 @@ _add(
     "use --overlong truncate, which keeps the beginning; by default, what is longer than "
     "--max_length is left out",
 )
+_FULL_ROWS = "leave it out: text always fills its rows, of --block_size tokens"
 _add(
-    "sample_packing eval_packing packing_strategy padding_free eval_sample_packing pack_samples",
+    "sample_packing pack_samples padding_free packing_strategy",
     "use --packing or --no_packing; by default, rows are packed if the model keeps packed "
     "documents apart",
-    "leave it out: text always fills its rows, of --block_size tokens",
+    _FULL_ROWS,
+    off=("use --no_packing, which puts each conversation into a row of its own", _FULL_ROWS),
 )
 _add(
-    "packing no_packing",
-    "leave it out: text always fills its rows, of --block_size tokens",
+    "eval_packing eval_sample_packing",
+    "leave it out: --packing and --no_packing are for the eval rows, too",
+    _FULL_ROWS,
 )
+_add("packing no_packing", _FULL_ROWS)
 _add(
     "group_by_length length_column_name train_sampling_strategy",
     "leave it out: rows are packed, and with --no_packing those of similar length are put together",
@@ -225,14 +268,23 @@ _add(
     "use --model_name_or_path; a run that is not finished resumes by itself",
     f"{_OTHER_MODEL_IN_GPT}; a run that is not finished resumes by itself",
 )
-_add("bf16 bf16_full_eval", _BF16)
-_add("fp16 half_precision_backend", _FP16)
+_add(
+    "bf16 bf16_full_eval",
+    _BF16,
+    off="the launcher sets the precision, and bf16 is the default on GPUs that have it; for "
+    "float32: accelerate launch --mixed_precision no RECIPE",
+)
+_add(
+    "fp16 fp16_full_eval half_precision_backend",
+    _FP16,
+    off="leave it out: the launcher sets the precision, and fp16 is only used on GPUs without bf16",
+)
 _add("dtype torch_dtype model_dtype", _DTYPE)
 _add(
     "tf32",
     "leave it out: on a GPU, float32 products are computed in TF32, except with --bitwise",
 )
-_add("device use_cpu no_cuda", _CPU)
+_add("device use_cpu no_cuda", _CPU, off="leave it out: a GPU is used if there is one")
 _LAYERS = (
     'with --from_config, use --config_overrides "num_hidden_layers=8"; the layers of an existing '
     "model are fixed"
@@ -254,14 +306,18 @@ _add(
 _add(
     "attn use_flash_attention_2 use_flash_attention flash_attention flash_attn attention",
     "use --attn_implementation flash_attention_2",
+    _ATTENTION_IN_GPT,
+    off=_IS_OFF,
 )
 _add(
     "activation_checkpointing use_gradient_checkpointing",
     "use --gradient_checkpointing",
+    off="leave it out: --gradient_checkpointing is off by default",
 )
 _add(
     "compile torch_compile_backend torch_compile_mode",
     "use --torch_compile auto, always or never",
+    off="use --torch_compile never",
 )
 _add(
     "use_liger_kernel liger_kernel use_liger",
@@ -270,31 +326,31 @@ _add(
 
 # --- LoRA and quantised weights
 
-_add("use_peft use_lora lora peft peft_config", _LORA, _LORA_IN_GPT)
+_add("use_peft use_lora lora peft peft_config", _LORA, _LORA_IN_GPT, off=_IS_OFF)
 _add("lora_rank peft_r r", _LORA, _LORA_IN_GPT)
-_add("lora_r lora_alpha lora_target_modules lora_dropout", _LORA_IN_GPT)
+_add("lora_r lora_alpha lora_target_modules lora_dropout", _LORA_IN_GPT, off=_IS_OFF)
 _add(
     "adapter finetuning_type",
     "use --lora_r 16 for LoRA, and --load_in_4bit as well for QLoRA",
     _LORA_IN_GPT,
+    off=_IS_OFF,
 )
-_add("qlora use_qlora", "use --lora_r 16 with --load_in_4bit", _LORA_IN_GPT)
+_add("qlora use_qlora", "use --lora_r 16 with --load_in_4bit", _LORA_IN_GPT, off=_IS_OFF)
 _add("lora_modules lora_target_module", "use --lora_target_modules", _LORA_IN_GPT)
 _add(
     "lora_target_linear",
     "leave it out: --lora_target_modules is all-linear by default",
     _LORA_IN_GPT,
+    off=("use --lora_target_modules with names such as q_proj; all-linear is the default", _IS_OFF),
 )
 _add(
     "load_in_8bit",
     "this is not supported; use --load_in_4bit with --lora_r 16",
     _LORA_IN_GPT,
+    off=_IS_OFF,
 )
-_add(
-    "load_in_4bit",
-    _LORA_IN_GPT,
-)
-_add("peft_use_dora", "use --use_dora", _LORA_IN_GPT)
+_add("load_in_4bit use_dora", _LORA_IN_GPT, off=_IS_OFF)
+_add("peft_use_dora", "use --use_dora", _LORA_IN_GPT, off=_IS_OFF)
 
 # --- batches
 
@@ -337,7 +393,12 @@ _add(
     "use --lr_scheduler_type",
 )
 _add(
-    "decay_lr min_lr lr_decay_iters lr_scheduler_kwargs lr_decay_steps",
+    "decay_lr",
+    "leave it out: --lr_scheduler_type chooses how the learning rate falls",
+    off="use --lr_scheduler_type constant",
+)
+_add(
+    "min_lr lr_decay_iters lr_scheduler_kwargs lr_decay_steps",
     "use --lr_scheduler_type: all schedules but constant end at 0 with the last step",
 )
 _add("warmup_ratio", "use --warmup_steps, which may be a fraction of the run: --warmup_steps 0.1")
@@ -353,17 +414,40 @@ _add("neftune_noise_alpha adam_epsilon optim_args use_cache", _NOT_SUPPORTED)
 # --- evaluation and logging
 
 _add(
-    "eval_strategy evaluation_strategy evals_per_epoch eval_on_start eval_delay",
+    "eval_strategy evaluation_strategy evals_per_epoch",
     "use --eval_steps N; 0 turns evaluations off",
+    off=_NO_EVALUATIONS,
+)
+_add(
+    "eval_on_start eval_delay",
+    "leave it out: there is an evaluation before the first step, and then every --eval_steps steps",
 )
 _add("eval_interval eval_every eval_freq", "use --eval_steps")
 _add("eval_iters eval_max_batches max_eval_samples", "leave it out: all eval data are evaluated")
-_add("do_eval", "leave it out: the run evaluates every --eval_steps steps")
-_add("do_train", "leave it out: the recipe trains, unless you give --dry_run")
-_add("do_predict", "leave it out, and use --sample_prompts to see what the model writes")
 _add(
-    "logging_strategy logging_first_step log_interval log_every log_every_n_steps log_freq",
+    "do_eval",
+    "leave it out: the run evaluates every --eval_steps steps",
+    off=_NO_EVALUATIONS,
+)
+_add(
+    "do_train",
+    "leave it out: the recipe trains, unless you give --dry_run",
+    off="use --dry_run, which stops before the first step",
+)
+_add(
+    "do_predict",
+    "leave it out, and use --sample_prompts to see what the model writes",
+    off=_IS_OFF,
+)
+_add(
+    "logging_strategy log_interval log_every log_every_n_steps log_freq",
     "use --logging_steps",
+    off="use a --logging_steps as large as --max_steps; the last step is always logged",
+)
+_add(
+    "logging_first_step",
+    "use --logging_steps 1, which logs every step",
+    off="leave it out: the first step is only logged with --logging_steps 1",
 )
 _add(
     "logging_dir tensorboard_dir log_dir",
@@ -371,10 +455,22 @@ _add(
 )
 _add("wandb_project project", "set WANDB_PROJECT in the environment; see also --report_to")
 _add("wandb_entity", "set WANDB_ENTITY in the environment; see also --report_to")
-_add("wandb_log wandb use_wandb with_tracking", "leave it out: --report_to is wandb by default")
+_add(
+    "wandb_log wandb use_wandb with_tracking",
+    "leave it out: --report_to is wandb by default",
+    off=_NO_TRACKERS,
+)
 _add("wandb_name wandb_run_name exp_name experiment_name", "use --run_name")
-_add("use_tensorboard tensorboard", "use --report_to tensorboard")
-_add("early_stopping", "use --early_stopping_patience 3")
+_add(
+    "use_tensorboard tensorboard",
+    "use --report_to tensorboard",
+    off="leave it out: --report_to is wandb by default; none turns it off",
+)
+_add(
+    "early_stopping",
+    "use --early_stopping_patience 3",
+    off="leave it out: --early_stopping_patience is 0 by default",
+)
 _add(
     "greater_is_better",
     "leave it out: the name of --metric_for_best_model decides; a loss, perplexity or bits are "
@@ -393,10 +489,18 @@ _add(
     "resume resume_from auto_resume_from_checkpoints resume_checkpoint",
     "leave it out: the same command resumes a run that is not finished; "
     "--resume_from_checkpoint names another one",
+    off="use --resume_from_checkpoint never, which starts a new run",
 )
 _add(
-    "save_strategy always_save_checkpoint saves_per_epoch",
+    "save_strategy saves_per_epoch",
     "use --save_steps; there is always a checkpoint after the last step",
+    off="use a --save_steps as large as --max_steps; there is always a checkpoint after the last "
+    "step",
+)
+_add(
+    "always_save_checkpoint",
+    "use --save_steps; there is always a checkpoint after the last step",
+    off="use --load_best_model_at_end, which keeps the weights of the best evaluation",
 )
 _add("save_interval save_every save_freq checkpointing_steps", "use --save_steps")
 _add("save_safetensors", "leave it out: weights are always saved as safetensors; see --save_steps")
@@ -404,18 +508,32 @@ _add(
     "hub_model_id hub_repo_id push_to_hub_model_id repo_id hub_repo", "use --push_to_hub NAME/MODEL"
 )
 _add("hub_token", "set HF_TOKEN in the environment; --push_to_hub NAME/MODEL uploads the model")
-_add("hub_private_repo", "leave it out: a new repository of --push_to_hub is private")
+_add(
+    "hub_private_repo",
+    "leave it out: a new repository of --push_to_hub is private",
+    off="leave it out: a new repository of --push_to_hub is private, and the hub can make it "
+    "public afterwards",
+)
 _add("hub_strategy", "leave it out: --push_to_hub uploads the finished model")
 
 # --- processes
 
-_add("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap", _FSDP)
-_add("deepspeed deepspeed_config zero_stage", f"DeepSpeed is not supported; {_FSDP}")
+_NOT_SHARDED = "leave it out: a model is sharded only if the launcher is told to"
+_add("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap", _FSDP, off=_NOT_SHARDED)
+_add(
+    "deepspeed deepspeed_config zero_stage",
+    f"DeepSpeed is not supported; {_FSDP}",
+    off=_NOT_SHARDED,
+)
 _add(
     "ddp_find_unused_parameters ddp_static_graph ddp_broadcast_buffers ddp_backend",
     "leave it out; --ddp_timeout and --ddp_bucket_cap_mb are the settings of DDP here",
 )
-_add("ddp", "leave it out: several processes of the launcher train with DDP")
+_add(
+    "ddp",
+    "leave it out: several processes of the launcher train with DDP",
+    off="leave it out: a single process trains without DDP",
+)
 _add("mixed_precision", f"{_BEFORE_RECIPE} --mixed_precision bf16 RECIPE")
 _add(
     "num_processes num_gpus n_gpus gpus nproc_per_node",

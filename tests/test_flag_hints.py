@@ -40,11 +40,11 @@ def aliases(recipe: str) -> set[str]:
     return {f"--{field.metadata['alias']}" for field in fields if field.metadata["alias"]}
 
 
-def hints_of(recipe: str) -> dict[str, str]:
-    """The hints that a recipe prints, by the unknown flag."""
+def hints_of(recipe: str, value: str) -> dict[str, str]:
+    """The hints that a recipe prints, by the unknown flag, if each has this value."""
     own = own_flags(recipe)
     taken = own | aliases(recipe)
-    hints = {f"--{name}": hint_for(name, own) for name in known_names()}
+    hints = {f"--{name}": hint_for(name, own, value) for name in known_names()}
     return {flag: hint for flag, hint in hints.items() if hint and flag not in taken}
 
 
@@ -158,11 +158,12 @@ def test_a_yaml_file_of_another_program_is_answered_in_one_line(tmp_path: Path) 
         assert re.search(rf"'{name}' \([^()]*{re.escape(answer)}", message), name
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str) -> None:
-    hints = hints_of(recipe)
+def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str, value: str) -> None:
+    hints = hints_of(recipe, value)
     assert len(hints) > 200
-    message = error_of(recipe, *hints)
+    message = error_of(recipe, *[f"{flag}={value}" for flag in hints])
     own = own_flags(recipe)
     for unknown, hint in hints.items():
         assert f"{unknown} ({hint})" in message
@@ -227,6 +228,74 @@ def test_a_hint_for_a_value_names_only_flags_of_the_recipes_that_have_its_flag()
                 assert error_of(recipe, f"--{name}", value).endswith(f"): {hint}.")
                 answered.add((name, value))
     assert answered == set(known_values())
+
+
+# A switch of another program that is off -> a part of the answer, in each recipe.
+OFF_ANSWERS = {
+    "wandb_log": "use --report_to none.",
+    "use_wandb": "use --report_to none.",
+    "bf16": "--mixed_precision no RECIPE",
+    "fp16": "leave it out: the launcher sets the precision",
+    "do_eval": "use --eval_steps 0, which turns evaluations off.",
+    "eval_strategy": "use --eval_steps 0, which turns evaluations off.",
+    "save_strategy": "use a --save_steps as large as --max_steps",
+    "compile": "use --torch_compile never.",
+    "decay_lr": "use --lr_scheduler_type constant.",
+    "load_in_8bit": "leave it out: this is off by default.",
+    "use_peft": "leave it out: this is off by default.",
+    "use_lora": "leave it out: this is off by default.",
+    "qlora": "leave it out: this is off by default.",
+    "adapter": "leave it out: this is off by default.",
+    "flash_attention": "leave it out: this is off by default.",
+    "use_tensorboard": "leave it out: --report_to is wandb by default; none turns it off.",
+    "early_stopping": "leave it out: --early_stopping_patience is 0 by default.",
+    "activation_checkpointing": "leave it out: --gradient_checkpointing is off by default.",
+    "resume": "use --resume_from_checkpoint never, which starts a new run.",
+    "hub_private_repo": "a new repository of --push_to_hub is private, and the hub can make it",
+    "use_cpu": "leave it out: a GPU is used if there is one.",
+    "deepspeed": "leave it out: a model is sharded only if the launcher is told to.",
+    "wandb_project": "set WANDB_PROJECT in the environment",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("name", "answer"), OFF_ANSWERS.items())
+def test_a_switch_that_is_off_is_answered_for_that_value(
+    recipe: str, name: str, answer: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trainer.yaml"
+    for word in ("false", "False", "no", "0"):
+        path.write_text(f"{name}: {word}\n")
+        for argv in ([f"--{name}", word], [f"--{name.replace('_', '-')}={word}"]):
+            assert answer in error_of(recipe, *argv)
+        assert answer in error_of(recipe, "--config", str(path))
+
+
+def test_a_switch_that_is_on_or_has_no_value_is_not_answered_as_one_that_is_off() -> None:
+    for argv in (["--wandb_log", "True"], ["--wandb_log"], ["--wandb_log", "--dry_run", "false"]):
+        assert "leave it out: --report_to is wandb by default" in error_of("gpt", *argv)
+    several = error_of("gpt", "--bf16", "true", "--fp16", "false", "--use_wandb", "--do_eval=0")
+    assert "--bf16 (the launcher sets the precision, and bf16 is the default" in several
+    assert "--fp16 (leave it out" in several
+    assert "--use_wandb (leave it out: --report_to is wandb" in several
+    assert "--do_eval (use --eval_steps 0" in several
+
+
+def test_the_no_form_of_a_switch_is_answered_as_its_value_false() -> None:
+    assert error_of("gpt", "--no_wandb") == "unknown flag --no_wandb: use --report_to none."
+    assert "use --gradient_checkpointing false." in error_of("gpt", "--no_gradient_checkpointing")
+    assert "use --gradient_checkpointing false." in error_of("gpt", "--no-gradient-checkpointing")
+
+
+def test_a_key_without_a_value_is_answered_with_leaving_it_out(tmp_path: Path) -> None:
+    path = tmp_path / "axolotl.yaml"
+    path.write_text("wandb_project:\nlr: null\nfsdp: []\nadapter:\nlearing_rate:\n")
+    assert error_of("finetune", "--config", str(path)) == (
+        f"{path}: unknown keys: 'wandb_project' (leave it out: it has no value), 'lr' (leave it "
+        "out: it has no value), 'fsdp' (leave it out: a model is sharded only if the launcher is "
+        "told to), 'adapter' (leave it out: this is off by default), 'learing_rate' (did you mean "
+        "learning_rate?); --help lists the flags."
+    )
 
 
 def test_a_wrong_value_of_no_program_gets_only_the_choices() -> None:
