@@ -1,5 +1,7 @@
 """A flag of another program is answered with what to write here, and that is true of the recipe."""
 
+import dataclasses
+import importlib
 import re
 import runpy
 from pathlib import Path
@@ -228,6 +230,90 @@ def test_a_hint_for_a_value_names_only_flags_of_the_recipes_that_have_its_flag()
                 assert error_of(recipe, f"--{name}", value).endswith(f"): {hint}.")
                 answered.add((name, value))
     assert answered == set(known_values())
+
+
+# Keys of axolotl's configs.
+AXOLOTL = """
+    base_model tokenizer_config model_type trust_remote_code load_in_8bit load_in_4bit bf16 fp16
+    tf32 gptq datasets test_datasets pretraining_dataset shuffle_merged_datasets streaming
+    dataset_prepared_path dataset_processes val_set_size hub_model_id hf_use_auth_token sequence_len
+    pad_to_sequence_len sample_packing eval_sample_packing adapter lora_model_dir lora_r lora_alpha
+    lora_dropout lora_target_modules lora_target_linear lora_modules_to_save lora_fan_in_fan_out
+    peft_use_rslora peft_use_dora loraplus_lr_ratio relora_steps wandb_mode wandb_project
+    wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model use_wandb use_mlflow use_comet
+    mlflow_tracking_uri mlflow_experiment_name comet_project_name use_tensorboard torch_compile
+    gradient_accumulation_steps micro_batch_size eval_batch_size num_epochs warmup_steps
+    warmup_ratio learning_rate evals_per_epoch saves_per_epoch save_only_model save_safetensors
+    train_on_inputs group_by_length gradient_checkpointing gradient_checkpointing_kwargs
+    activation_offloading early_stopping_patience lr_scheduler cosine_min_lr_ratio
+    cosine_constant_lr_ratio optimizer optim_target_modules weight_decay xformers_attention
+    flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv
+    flash_attn_fuse_mlp sdp_attention eager_attention flex_attention s2_attention low_cpu_mem_usage
+    resume_from_checkpoint auto_resume_from_checkpoints special_tokens tokens eval_table_size
+    eval_max_new_tokens profiler_steps loss_watchdog_threshold loss_watchdog_patience fsdp
+    fsdp_config deepspeed sequence_parallel_degree context_parallel_size tensor_parallel_size
+    dp_shard_size local_rank seed strict debug plugins liger_rope liger_rms_norm
+    liger_glu_activation liger_fused_linear_cross_entropy cut_cross_entropy unfrozen_parameters
+    chat_template default_system_message rl trl split_batches device_map
+"""
+# Settings of nanoGPT: of train.py, and of the configs in its folder config/.
+NANOGPT = """
+    out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
+    wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
+    n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
+    decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile start num_samples
+    max_new_tokens
+"""
+# Flags of litgpt, and of the example scripts of transformers and accelerate.
+LITGPT = """
+    precision quantize devices num_nodes out_dir lora_query lora_key lora_value lora_projection
+    lora_mlp lora_head logger_name access_token model_config initial_checkpoint_dir tokenizer_dir
+    max_tokens tie_embeddings lr_warmup_fraction max_norm initial_validation final_validation
+"""
+EXAMPLES = """
+    train_file validation_file model_type config_name tokenizer_name cache_dir use_fast_tokenizer
+    model_revision token use_auth_token torch_dtype low_cpu_mem_usage dataset_name
+    dataset_config_name max_train_samples max_eval_samples max_samples streaming overwrite_cache
+    validation_split_percentage preprocessing_num_workers adafactor use_rslora shuffle shuffle_seed
+    eos_token bos_token pad_token lora_modules with_tracking seed
+"""
+LISTS = {"axolotl": AXOLOTL, "nanogpt": NANOGPT, "litgpt": LITGPT, "examples": EXAMPLES}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("program", LISTS)
+def test_every_name_of_another_program_is_a_flag_or_has_a_hint(recipe: str, program: str) -> None:
+    assert without_answer(recipe, LISTS[program].split()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "dataclass",
+    [
+        "transformers.TrainingArguments",
+        "trl.SFTConfig",
+        "trl.DPOConfig",
+        "trl.KTOConfig",
+        "trl.RewardConfig",
+        "trl.ScriptArguments",
+        "trl.ModelConfig",
+    ],
+)
+def test_every_field_of_transformers_and_trl_is_a_flag_or_has_a_hint(
+    recipe: str, dataclass: str
+) -> None:
+    package, _, name = dataclass.partition(".")
+    if package == "trl":
+        pytest.importorskip("trl")
+    fields = dataclasses.fields(getattr(importlib.import_module(package), name))
+    assert without_answer(recipe, [field.name for field in fields]) == []
+
+
+def without_answer(recipe: str, names: list[str]) -> list[str]:
+    """The names that are neither flags of a recipe nor have a hint in it."""
+    own = own_flags(recipe)
+    taken = own | aliases(recipe)
+    return [name for name in names if f"--{name}" not in taken and not hint_for(name, own)]
 
 
 # A switch of another program that is off -> a part of the answer, in each recipe.
