@@ -42,12 +42,21 @@ class Config:
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
         spellings: how the user wrote a flag, such as ``--no_packing`` for ``packing``.
+        derived: the setting that has decided the value of another one, such as
+            ``--num_train_epochs 3`` for ``max_steps``.
     """
 
     _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
     affects: ClassVar[str] = "nowhere"
     origins: Mapping[str, str] = {}
     spellings: Mapping[str, str] = {}
+    derived: Mapping[str, str] = {}
+
+    def check_given(self) -> None:
+        """Raise :class:`UserError` if settings of the user contradict each other.
+
+        :func:`parse` calls it. Unlike ``__post_init__``, it knows which settings the user set.
+        """
 
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, on the command line or in a file."""
@@ -264,12 +273,13 @@ def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
     try:
         copied = copy.deepcopy(default)
         config = dataclasses.replace(copied, **own.values)  # type: ignore[type-var]
+        config.origins = own.origins
+        config.spellings = own.spellings
+        config.check_given()
     except UserError as error:
         source = _source_of_error(str(error), own.origins) if path else ""
         message = _as_spelled(str(error), own.spellings)
         raise UserError(f"{message}{source}") from None
-    config.origins = own.origins
-    config.spellings = own.spellings
     return config
 
 
@@ -317,15 +327,14 @@ def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
 def resolved(settings: Any) -> dict[str, dict[str, Any]]:
     """Return the value and the origin of every setting, for ``run.json``.
 
-    The origin is ``recipe`` if the user did not set the flag.
+    The origin is ``recipe`` if the user did not set the flag, and if no other setting has decided
+    its value.
     """
     entries: dict[str, dict[str, Any]] = {}
     for config in configs_of(settings).values():
         for name in flags_of(config):
-            entries[name] = {
-                "value": getattr(config, name),
-                "from": config.origins.get(name, "recipe"),
-            }
+            origin = config.derived.get(name) or config.origins.get(name, "recipe")
+            entries[name] = {"value": getattr(config, name), "from": origin}
     return entries
 
 
