@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -41,7 +41,8 @@ class Config:
             words that :func:`flag` lists, separated by spaces.
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
-        spellings: how the user wrote a flag, such as ``--no_packing`` for ``packing``.
+        spellings: how the user wrote each flag, such as ``--no_packing`` for ``packing``. It also
+            has the flags of other configs, which messages may name.
         derived: the setting that has decided the value of another one, such as
             ``--num_train_epochs 3`` for ``max_steps``.
     """
@@ -65,6 +66,18 @@ class Config:
     def spelling(self, name: str) -> str:
         """Return a flag as the user wrote it, such as ``--no_packing``, for error messages."""
         return self.spellings.get(name, f"--{name}")
+
+    def as_spelled(self, message: str) -> str:
+        """Return a message with the flags in it as the user wrote them."""
+        return _as_spelled(message, self.spellings)
+
+    @contextlib.contextmanager
+    def errors_as_spelled(self) -> Iterator[None]:
+        """Let each :class:`UserError` of the block name the flags as the user wrote them."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(self.as_spelled(str(error))) from error
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless the user set the flag.
@@ -274,7 +287,7 @@ def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
         copied = copy.deepcopy(default)
         config = dataclasses.replace(copied, **own.values)  # type: ignore[type-var]
         config.origins = own.origins
-        config.spellings = own.spellings
+        config.spellings = given.spellings
         config.check_given()
     except UserError as error:
         source = _source_of_error(str(error), own.origins) if path else ""
