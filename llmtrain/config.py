@@ -747,6 +747,14 @@ def _bool_or_auto(text: str) -> bool | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " - did you mean X?" with the nearest known name, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" - did you mean {near[0]}?" if near else ""
+    """Return " - did you mean X?" with the nearest known name, or nothing if none is near.
+
+    Names are compared without the dashes in front of them, which all flags have in common. If a
+    word is the beginning of one name only, that name is meant.
+    """
+    full_names = {_with_underscores(name).lstrip("-"): name for name in known}
+    typed = _with_underscores(word).lstrip("-")
+    near = [name for name in full_names if name.startswith(typed)]
+    if len(near) != 1:
+        near = difflib.get_close_matches(typed, list(full_names), n=1)
+    return f" - did you mean {full_names[near[0]]}?" if near else ""

@@ -394,6 +394,62 @@ def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
     assert "--n_layers - did you mean --n_layer?" in error_of("gpt", "--n_layers")
 
 
+# A misspelled flag -> the flag that is meant, in each recipe; None if the recipe has no such flag.
+TYPOS = {
+    "learing_rate": ("learning_rate", "learning_rate"),
+    "learningrate": ("learning_rate", "learning_rate"),
+    "max_step": ("max_steps", "max_steps"),
+    "maxsteps": ("max_steps", "max_steps"),
+    "lorar": (None, "lora_r"),
+    "lora_rr": (None, "lora_r"),
+    "lora_aplha": (None, "lora_alpha"),
+    "load_4bit": (None, "load_in_4bit"),
+    "load_in_4_bit": (None, "load_in_4bit"),
+    "datset": ("dataset", "dataset"),
+    "data": ("dataset", "dataset"),
+    "eval_datset": ("eval_dataset", "eval_dataset"),
+    "eval_frac": ("eval_fraction", "eval_fraction"),
+    "evalsteps": ("eval_steps", "eval_steps"),
+    "early_stop": ("early_stopping_patience", "early_stopping_patience"),
+    "early_stopping_patiance": ("early_stopping_patience", "early_stopping_patience"),
+    "log_steps": ("logging_steps", "logging_steps"),
+    "save_step": ("save_steps", "save_steps"),
+    "save_limit": ("save_total_limit", "save_total_limit"),
+    "ouput_dir": ("output_dir", "output_dir"),
+    "outputdir": ("output_dir", "output_dir"),
+    "num_train_epoch": ("num_train_epochs", "num_train_epochs"),
+    "warm_up_steps": ("warmup_steps", "warmup_steps"),
+    "weightdecay": ("weight_decay", "weight_decay"),
+    "sed": ("seed", "seed"),
+    "tokeniser": ("tokenizer", "tokenizer"),
+    "report": ("report_to", "report_to"),
+    "push": ("push_to_hub", "push_to_hub"),
+    "pack": (None, "packing"),
+    "no_pack": (None, "no_packing"),
+    "max_len": ("max_length", "max_length"),
+    "block_sise": ("block_size", "block_size"),
+    "nhead": ("n_head", None),
+    "nembd": ("n_embd", None),
+    "clip": (None, None),
+    "verbose": (None, None),
+    "gradient_checkpoint": ("gradient_checkpointing", "gradient_checkpointing"),
+    "resume_from_checkpoints": ("resume_from_checkpoint", "resume_from_checkpoint"),
+    "attn_implementaton": (None, "attn_implementation"),
+    "chat_temlate": (None, "chat_template"),
+    "torch_compil": ("torch_compile", "torch_compile"),
+    "hlep": ("help", "help"),
+    "print_confg": ("print_config", "print_config"),
+}
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_misspelled_flag_gets_the_flag_that_is_meant(typo: str) -> None:
+    for recipe, meant in zip(("gpt", "finetune"), TYPOS[typo], strict=True):
+        suggestion = f" - did you mean --{meant}?" if meant else ""
+        expected = f"unknown flag --{typo}{suggestion}; --help lists the flags."
+        assert error_of(recipe, f"--{typo}") == expected
+
+
 def test_the_page_of_questions_shows_the_error() -> None:
     page = (ROOT / "docs" / "questions.md").read_text()
     shown = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
