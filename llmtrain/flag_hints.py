@@ -5,6 +5,7 @@ does not have such a flag, or if a flag does not take such a value, the error me
 write.
 """
 
+import difflib
 import re
 from collections.abc import Collection
 
@@ -70,10 +71,24 @@ def hint_for(name: str, flags: Collection[str], value: str | None = None) -> str
     Returns:
         ``None`` if nothing is known about that name or value.
     """
-    for hint in _candidates(name, f"--{name}" in flags, value):
+    is_known = f"--{name}" in flags
+    for hint in _candidates(name, is_known, value):
         if flags_in(hint).issubset(flags):
             return hint
-    return None
+
+    nearest = None if is_known or name in _HINTS else _nearest_name(name, flags)
+    hint_of_nearest = nearest and hint_for(nearest, flags, value)
+    return f"if you mean {nearest}, {hint_of_nearest}" if hint_of_nearest else None
+
+
+def _nearest_name(name: str, flags: Collection[str]) -> str | None:
+    """Return the name with a hint that a misspelled name means.
+
+    It is ``None`` if no name is near, or if a flag of the recipe is nearer.
+    """
+    known = [flag.removeprefix("--") for flag in flags]
+    nearest = difflib.get_close_matches(name, [*known, *_HINTS], n=1, cutoff=0.9)
+    return nearest[0] if nearest and nearest[0] not in known else None
 
 
 def _candidates(name: str, is_known: bool, value: str | None) -> tuple[str, ...]:
@@ -268,6 +283,12 @@ _add(
     "last user message",
     _PROMPTS_OF_ANSWERS,
     _CHAT_IN_GPT,
+    off=(
+        "this is not supported: of conversations, only the assistant's turns are trained; "
+        "--turns chooses which",
+        _PROMPTS_OF_ANSWERS,
+        _CHAT_IN_GPT,
+    ),
 )
 _add(
     "completion_only_loss train_on_prompt mask_prompt response_template instruction_template",
@@ -365,6 +386,7 @@ _add("dtype torch_dtype model_dtype precision", _DTYPE)
 _add(
     "tf32",
     "leave it out: on a GPU, float32 products are computed in TF32, except with --bitwise",
+    off="TF32 cannot be turned off, except with --bitwise",
 )
 _add("device use_cpu no_cuda", _CPU, off="leave it out: a GPU is used if there is one")
 _LAYERS = (

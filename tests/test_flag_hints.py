@@ -322,6 +322,7 @@ OFF_ANSWERS = {
     "use_wandb": "use --report_to none.",
     "bf16": "--mixed_precision no RECIPE",
     "fp16": "leave it out: the launcher sets the precision",
+    "tf32": "TF32 cannot be turned off, except with --bitwise.",
     "do_eval": "use --eval_steps 0, which turns evaluations off.",
     "eval_strategy": "use --eval_steps 0, which turns evaluations off.",
     "save_strategy": "use a --save_steps as large as --max_steps",
@@ -395,7 +396,7 @@ def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
 
 
 # A misspelled flag -> the flag that is meant, in each recipe; None if the recipe has no such flag.
-TYPOS = {
+TYPOS: dict[str, tuple[str | None, str | None]] = {
     "learing_rate": ("learning_rate", "learning_rate"),
     "learningrate": ("learning_rate", "learning_rate"),
     "max_step": ("max_steps", "max_steps"),
@@ -445,9 +446,31 @@ TYPOS = {
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_misspelled_flag_gets_the_flag_that_is_meant(typo: str) -> None:
     for recipe, meant in zip(("gpt", "finetune"), TYPOS[typo], strict=True):
-        suggestion = f" - did you mean --{meant}?" if meant else ""
-        expected = f"unknown flag --{typo}{suggestion}; --help lists the flags."
-        assert error_of(recipe, f"--{typo}") == expected
+        message = error_of(recipe, f"--{typo}")
+        if meant:
+            suggestion = f" - did you mean --{meant}?"
+            assert message == f"unknown flag --{typo}{suggestion}; --help lists the flags."
+        else:
+            assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typo", "answer"),
+    [
+        ("gpt", "gradient_acumulation_steps", "if you mean gradient_accumulation_steps, leave it"),
+        ("finetune", "micro_batchsize", "if you mean micro_batch_size, use --per_device_train"),
+        ("finetune", "sequence_lenn", "if you mean sequence_len, use --max_length."),
+        ("gpt", "lorar", "if you mean lora_r, this recipe trains a new GPT"),
+        ("gpt", "load_in_4-bit", "if you mean load_in_4bit, this recipe trains a new GPT"),
+        ("finetune", "n_layer_", "if you mean n_layer, with --from_config, use"),
+    ],
+)
+def test_a_misspelled_name_of_another_program_gets_its_hint(
+    recipe: str, typo: str, answer: str
+) -> None:
+    assert error_of(recipe, f"--{typo}").startswith(f"unknown flag --{typo}: {answer}")
+    off = error_of("finetune", "--wandb_logg", "false")
+    assert off == "unknown flag --wandb_logg: if you mean wandb_log, use --report_to none."
 
 
 def test_the_page_of_questions_shows_the_error() -> None:
