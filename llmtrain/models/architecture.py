@@ -164,7 +164,9 @@ def _reward_model_class(
 
     check_reward_family(type(model_config))
     model_config.num_labels = 1
-    model_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    model_config.pad_token_id = tokenizer.pad_token_id
+    if model_config.pad_token_id is None:
+        model_config.pad_token_id = tokenizer.eos_token_id
     return AutoModelForSequenceClassification
 
 

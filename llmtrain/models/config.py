@@ -318,6 +318,18 @@ class LoraConfig(Config):
             )
 
 
+# The names of preference losses in the literature.
+_LOSS_NAMES = {
+    "sigmoid": "DPO",
+    "ipo": "IPO",
+    "robust": "robust DPO",
+    "kto": "KTO",
+    "orpo": "ORPO",
+    "simpo": "SimPO",
+    "reward": "Bradley-Terry",
+}
+
+
 @dataclass
 class PreferenceConfig(Config):
     """The loss that compares answers. Each field is a flag."""
@@ -389,6 +401,11 @@ class PreferenceConfig(Config):
         config_class = model.configuration_class()
         if config_class is not None:
             check_reward_family(config_class)
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss in the literature, and its flag."""
+        return f"{_LOSS_NAMES[self.loss_type]} (`--loss_type {self.loss_type}`)"
 
     @property
     def is_unpaired(self) -> bool:
