@@ -5,6 +5,7 @@ token of its input that does not pad. The two differ if the chat template writes
 that token, such as a newline, or if that token is also used for padding.
 """
 
+import json
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def _ending_line(
     stop_token = f"(?:{'|'.join(stop_tokens)})+"
     shown = re.search(stop_token, text.rpartition(_ANSWER["content"])[2])
     if shown is not None:
-        end = repr(shown[0])
+        end = _literal(shown[0])
         return f"    text = text[: text.rindex({end})] + {end}  # without what follows the end\n"
 
     # The template ends an answer with the first token of the next message, or with no token.
@@ -106,8 +107,13 @@ def _ending_line(
     following = None
     if longer_text.startswith(text):
         following = re.match(stop_token, longer_text[len(text) :].lstrip())
-    end = repr(tokenizer.eos_token if following is None else following[0])
+    end = _literal(str(tokenizer.eos_token) if following is None else following[0])
     return f"    text = text.rstrip() + {end}  # the template shows no end\n"
+
+
+def _literal(text: str) -> str:
+    """Return a text as Python code, in double quotes."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _render(
