@@ -13,8 +13,8 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 # Returns what to write instead of a flag that a recipe does not have, or instead of a value that a
 # flag does not take; or None. The arguments are the name of the flag, without dashes, the recipe's
-# own flags, such as --max_steps, and the value, or None for an unknown flag.
+# own flags, such as --max_steps, and the value, or None if there is none.
 HintFor: TypeAlias = Callable[[str, Collection[str], "str | None"], "str | None"]
 
 
@@ -41,13 +41,23 @@ class Config:
             words that :func:`flag` lists, separated by spaces.
         origins: where each flag that the user set comes from: ``command line``, or the path of a
             YAML file.
-        spellings: how the user wrote a flag, such as ``--no_packing`` for ``packing``.
+        spellings: how the user wrote each flag, such as ``--no_packing`` for ``packing``. It also
+            has the flags of other configs, which messages may name.
+        derived: the setting that has decided the value of another one, such as
+            ``--num_train_epochs 3`` for ``max_steps``.
     """
 
     _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
     affects: ClassVar[str] = "nowhere"
     origins: Mapping[str, str] = {}
     spellings: Mapping[str, str] = {}
+    derived: Mapping[str, str] = {}
+
+    def check_given(self) -> None:
+        """Raise :class:`UserError` if settings of the user contradict each other.
+
+        :func:`parse` calls it. Unlike ``__post_init__``, it knows which settings the user set.
+        """
 
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, on the command line or in a file."""
@@ -56,6 +66,18 @@ class Config:
     def spelling(self, name: str) -> str:
         """Return a flag as the user wrote it, such as ``--no_packing``, for error messages."""
         return self.spellings.get(name, f"--{name}")
+
+    def as_spelled(self, message: str) -> str:
+        """Return a message with the flags in it as the user wrote them."""
+        return _as_spelled(message, self.spellings)
+
+    @contextlib.contextmanager
+    def errors_as_spelled(self) -> Iterator[None]:
+        """Let each :class:`UserError` of the block name the flags as the user wrote them."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(self.as_spelled(str(error))) from error
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless the user set the flag.
@@ -294,7 +316,8 @@ def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
 
     problems = content.problems + problems_of_values
     if content.unknown:
-        problems.append(parser.describe_unknown_keys(content.unknown))
+        unknown = [_Unknown(key, value) for key, value in content.unknown.items()]
+        problems.append(parser.describe_unknown("key", unknown))
     if problems:
         problems[0] = f"{path}: {problems[0]}"
     return given, problems
@@ -315,12 +338,13 @@ def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
     try:
         copied = copy.deepcopy(default)
         config = dataclasses.replace(copied, **own.values)  # type: ignore[type-var]
+        config.origins = own.origins
+        config.spellings = given.spellings
+        config.check_given()
     except UserError as error:
         source = _source_of_error(str(error), own.origins) if path else ""
         message = _as_spelled(str(error), own.spellings)
         raise UserError(f"{message}{source}") from None
-    config.origins = own.origins
-    config.spellings = own.spellings
     return config
 
 
@@ -368,15 +392,14 @@ def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
 def resolved(settings: Any) -> dict[str, dict[str, Any]]:
     """Return the value and the origin of every setting, for ``run.json``.
 
-    The origin is ``recipe`` if the user did not set the flag.
+    The origin is ``recipe`` if the user did not set the flag, and if no other setting has decided
+    its value.
     """
     entries: dict[str, dict[str, Any]] = {}
     for config in configs_of(settings).values():
         for name in flags_of(config):
-            entries[name] = {
-                "value": getattr(config, name),
-                "from": config.origins.get(name, "recipe"),
-            }
+            origin = config.derived.get(name) or config.origins.get(name, "recipe")
+            entries[name] = {"value": getattr(config, name), "from": origin}
     return entries
 
 
@@ -442,6 +465,18 @@ class _Parsed(NamedTuple):
 
     values: dict[str, Any]
     unknown: list[str]
+
+
+class _Unknown(NamedTuple):
+    """A flag or a key that the recipe does not have.
+
+    Attributes:
+        word: how the user wrote it.
+        value: its value; ``None`` if there is none, or if it is no single word.
+    """
+
+    word: str
+    value: str | None
 
 
 class _Parser(HfArgumentParser):
@@ -644,7 +679,7 @@ class _Parser(HfArgumentParser):
                 return f"{problem}: {hint}."
         return problem
 
-    def _hint(self, name: str, value: str | None = None) -> str | None:
+    def _hint(self, name: str, value: str | None) -> str | None:
         """Return what to write instead of a flag, or instead of a value of this flag."""
         if self._hint_for is None:
             return None
@@ -664,8 +699,12 @@ class _Parser(HfArgumentParser):
             problems.append(f"'{first}' is neither a flag nor the value of one")
         elif not flags:
             flags = [first]
-        if flags:
-            problems.append(self._describe_unknown("flag", dict.fromkeys(flags), self.flags))
+        unknown = []
+        for flag in dict.fromkeys(flags):
+            values, _ = _take([flag], words)
+            unknown.append(_Unknown(flag, values[-1] if values else None))
+        if unknown:
+            problems.append(self.describe_unknown("flag", unknown))
         return problems
 
     def refuse(self, problems: list[str]) -> NoReturn:
@@ -679,37 +718,35 @@ class _Parser(HfArgumentParser):
             raise UserError(f"{message}.")
         self.error(message)
 
-    def describe_unknown_keys(self, keys: list[str]) -> str:
-        """Return the message about keys of a YAML file that are no flags."""
-        return self._describe_unknown("key", {key: f"'{key}'" for key in keys}, self.keys)
-
-    def _describe_unknown(
-        self, kind: str, words: Mapping[str, str | None], known: Iterable[str]
-    ) -> str:
-        """Return the message about flags or keys that this recipe does not have.
+    def describe_unknown(self, kind: Literal["flag", "key"], unknown: list[_Unknown]) -> str:
+        """Return the message about flags, or keys of a YAML file, that the recipe does not have.
 
         It ends with a full stop if there is a hint for each.
-
-        Args:
-            kind: ``flag`` or ``key``.
-            words: the unknown words, and how to show each; ``None`` to show it as it is.
-            known: the words that could be meant instead.
         """
-        known = list(known)
-        hints = {word: self._hint(_with_underscores(word).lstrip("-")) for word in words}
+        known = self.flags if kind == "flag" else self.keys
+        hints = [self._hint_for_unknown(word, value) for word, value in unknown]
+        shown = [word if kind == "flag" else f"'{word}'" for word, _ in unknown]
 
-        if len(words) == 1:
-            ((word, shown),) = words.items()
-            hint = hints[word]
-            remark = f": {hint}." if hint else did_you_mean(word, known)
-            return f"unknown {kind} {shown or word}{remark}"
+        if len(unknown) == 1:
+            remark = f": {hints[0]}." if hints[0] else did_you_mean(unknown[0].word, known)
+            return f"unknown {kind} {shown[0]}{remark}"
 
         described = []
-        for word, shown in words.items():
-            remark = hints[word] or did_you_mean(word, known).removeprefix(" - ")
-            described.append(f"{shown or word} ({remark})" if remark else shown or word)
-        full_stop = "." if all(hints.values()) else ""
+        for (word, _), hint, text in zip(unknown, hints, shown, strict=True):
+            remark = hint or did_you_mean(word, known).removeprefix(" - ")
+            described.append(f"{text} ({remark})" if remark else text)
+        full_stop = "." if all(hints) else ""
         return f"unknown {kind}s: {', '.join(described)}{full_stop}"
+
+    def _hint_for_unknown(self, word: str, value: str | None) -> str | None:
+        """Return what to write instead of a flag or a key that the recipe does not have."""
+        name = _with_underscores(word).lstrip("-")
+        switch = name.removeprefix("no_")
+        action = self._option_string_actions.get(f"--{switch}")
+        is_no_form = switch != name and action is not None and action.type is string_to_bool
+        if is_no_form and value is None:
+            return f"use --{switch} false"
+        return self._hint(name, value)
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
@@ -783,6 +820,14 @@ def _bool_or_auto(text: str) -> bool | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " - did you mean X?" with the nearest known name, or nothing if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" - did you mean {near[0]}?" if near else ""
+    """Return " - did you mean X?" with the nearest known name, or nothing if none is near.
+
+    Names are compared without the dashes in front of them, which all flags have in common. If a
+    word is the beginning of one name only, that name is meant.
+    """
+    full_names = {_with_underscores(name).lstrip("-"): name for name in known}
+    typed = _with_underscores(word).lstrip("-")
+    near = [name for name in full_names if name.startswith(typed)]
+    if len(near) != 1:
+        near = difflib.get_close_matches(typed, list(full_names), n=1)
+    return f" - did you mean {full_names[near[0]]}?" if near else ""

@@ -81,12 +81,12 @@ class Content(NamedTuple):
 
     Attributes:
         words: the flags as the words of a command line.
-        unknown: the keys that are not flags.
+        unknown: the values of the keys that are not flags; ``None`` for nested values.
         problems: error messages about the values of the other keys, without the path.
     """
 
     words: list[str]
-    unknown: list[str]
+    unknown: dict[str, str | None]
     problems: list[str]
 
 
@@ -103,7 +103,7 @@ def read(path: str, names: Collection[str]) -> Content:
     Raises:
         UserError: if the file cannot be read.
     """
-    content = Content(words=[], unknown=[], problems=[])
+    content = Content(words=[], unknown={}, problems=[])
     tree = _read_yaml(path)
     if tree is None or _is_null(tree):
         return content
@@ -111,13 +111,15 @@ def read(path: str, names: Collection[str]) -> Content:
         raise UserError(f"--config {path} must consist of `flag: value` lines.")
 
     keys = [str(key_node.value) for key_node, _ in tree.value]
-    content.unknown.extend(key for key in dict.fromkeys(keys) if key not in names)
     for key in dict.fromkeys(keys):
         if key in names and keys.count(key) > 1:
             content.problems.append(f"'{key}' is set twice; remove one of the lines.")
 
     for key, (_, value_node) in zip(keys, tree.value, strict=True):
-        if key not in names or _is_null(value_node):  # null keeps the recipe's default
+        if key not in names:
+            content.unknown[key] = _plain_value(value_node)
+            continue
+        if _is_null(value_node):  # null keeps the recipe's default
             continue
         try:
             content.words.extend(_flag_words(key, value_node))
@@ -156,6 +158,13 @@ def _flag_words(key: str, node: yaml.Node) -> list[str]:
     if len(words) == 1:
         return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag
     return [f"--{key}", *words]
+
+
+def _plain_value(node: yaml.Node) -> str | None:
+    """Return a value as text, ``null`` for an empty one, and ``None`` for nested values."""
+    if _is_null(node) or not node.value:
+        return "null"
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else None
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Print lines for the user, each from one process."""
+"""Lines for the user, each printed by one process."""
 
 import contextlib
 import os
@@ -47,3 +47,11 @@ def print_error(message: str) -> None:
     source = f"rank {rank()}: " if rank() else ""
     tqdm.write(f"error: {source}{redacted(message)}", file=sys.stderr)
     sys.stderr.flush()
+
+
+def pluralize(n: int, word: str) -> str:
+    """Return a number and its noun, such as ``2 processes``."""
+    if n == 1:
+        return f"1 {word}"
+    ending = "es" if word.endswith(("s", "ch")) else "s"
+    return f"{n:,} {word}{ending}"

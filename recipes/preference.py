@@ -39,6 +39,8 @@ def tokenized(settings: Settings) -> lt.Tokenized:
             settings.run.output_dir, "python recipes/finetune.py"
         )
     model.fit_max_length()
+    if settings.preference is not None:
+        settings.preference.check_family(model)
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
     lt.resolve_packing(settings)

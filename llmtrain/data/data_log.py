@@ -103,13 +103,16 @@ def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Count
     """Print how long the conversations are, if ``--max_length`` depends on that or should."""
     lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
     advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
+    lines = []
     if request.is_auto:
-        say("lengths", f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
+        lines.append(f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
     elif advice is not None:
-        say("lengths", advice)
+        lines.append(advice)
     if metadata.overlong_lengths:
         overlong = OverlongLengths(*metadata.overlong_lengths)
-        say("lengths", f"the overlong ones have {overlong.describe(request.max_positions)}")
+        lines.append(f"the overlong ones have {overlong.describe(request.max_positions)}")
+    for line in lines:
+        say("lengths", request.config.as_spelled(line))
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

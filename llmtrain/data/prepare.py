@@ -64,20 +64,21 @@ def tokenize(
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
     """
-    request = make_request(
-        config,
-        max_length,
-        chat=chat,
-        trust_remote_code=trust_remote_code,
-        records=records,
-        unpaired=unpaired,
-        max_positions=max_positions,
-    )
-    folder = cache_folder() / request.digest()
-    rows = _open(folder, request.spec)
-    is_cached = rows is not None
-    if rows is None:
-        rows = _make_once(folder, request)
+    with config.errors_as_spelled():
+        request = make_request(
+            config,
+            max_length,
+            chat=chat,
+            trust_remote_code=trust_remote_code,
+            records=records,
+            unpaired=unpaired,
+            max_positions=max_positions,
+        )
+        folder = cache_folder() / request.digest()
+        rows = _open(folder, request.spec)
+        is_cached = rows is not None
+        if rows is None:
+            rows = _make_once(folder, request)
 
     # The cache entry may have been made from other files with the same content.
     rows.metadata.dataset = " ".join(config.dataset)
@@ -296,7 +297,8 @@ def _write_rows(
             path = working / f"eval-{len(eval)}.arrow"
             eval.append(encoded_corpus.write(path, "eval", length))
         if corpus.only_split == "eval":
-            _check_eval_data(corpus.source, eval[-1], request.chat)
+            overlong = OverlongLengths.of(encoded_corpus.lengths("eval"), length)
+            _check_eval_data(corpus.source, eval[-1], request, overlong)
 
     if request.chat is None:
         sizes = [stats.targets for stats in train]
@@ -327,16 +329,27 @@ def _encoded_corpora(
         yield encoded
 
 
-def _check_eval_data(source: Source, stats: SplitStats, chat: RowConfig | None) -> None:
-    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
+def _check_eval_data(
+    source: Source, stats: SplitStats, request: DataRequest, overlong: OverlongLengths | None
+) -> None:
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets.
+
+    Args:
+        source: the data set.
+        stats: the counts of its rows.
+        request: the rows to make.
+        overlong: the lengths of the records that do not fit in a row; ``None`` if all fit.
+    """
     if stats.targets:
         return
     reason = ""
-    if chat is not None and isinstance(stats.audit, Audit | PairAudit):
-        reason = f" ({stats.audit.left_out(chat.overlong)})"
+    if request.chat is not None and isinstance(stats.audit, Audit | PairAudit):
+        reason = f" ({stats.audit.left_out(request.chat.overlong)})"
+    advice = "check --columns and the chat template"
+    if overlong is not None:
+        advice = f"the overlong ones have {overlong.describe(request.max_positions)}"
     raise UserError(
-        f"{source.flag} {source.name}: no record can be used for evaluation{reason}; check "
-        "--max_length, --columns and the chat template."
+        f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
     )
 
 

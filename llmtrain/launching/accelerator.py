@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import (
@@ -197,14 +197,6 @@ def cpu_has_bfloat16() -> bool:
     """
     is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return is_supported is not None and bool(is_supported())
-
-
-def pluralize(n: int, word: str) -> str:
-    """Return a number and its noun, such as ``2 processes``."""
-    if n == 1:
-        return f"1 {word}"
-    ending = "es" if word.endswith(("s", "ch")) else "s"
-    return f"{n:,} {word}{ending}"
 
 
 # A run writes its number of threads to this variable if the user set none. A later run of the same

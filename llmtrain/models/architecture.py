@@ -14,6 +14,7 @@ from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
+from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import load_buffers
 
 if TYPE_CHECKING:
@@ -102,11 +103,8 @@ def build_model(
             model_class = AutoModelForCausalLM
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = model_class.from_config(model_config, **options)
-        if is_reward_model and not hasattr(model, "score"):
-            raise UserError(
-                f"--loss_type reward: {type(model).__name__} has no head named score; "
-                "use another model."
-            )
+        if is_reward_model:
+            check_score_head(model)
         # `init_empty_weights` made a separate parameter of each tied one.
         model.tie_weights()
         if name is not None:
@@ -164,13 +162,11 @@ def _reward_model_class(
     """
     from transformers import AutoModelForSequenceClassification
 
-    if type(model_config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(
-            "--loss_type reward: transformers has no sequence classification for "
-            f"{model_config.model_type}; use another model."
-        )
+    check_reward_family(type(model_config))
     model_config.num_labels = 1
-    model_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    model_config.pad_token_id = tokenizer.pad_token_id
+    if model_config.pad_token_id is None:
+        model_config.pad_token_id = tokenizer.eos_token_id
     return AutoModelForSequenceClassification
 
 

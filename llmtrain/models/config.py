@@ -7,12 +7,16 @@ import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
+from llmtrain.models.reward_family import check_reward_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass
@@ -224,6 +228,23 @@ class ModelConfig(Config):
             return None
         return int(positions) if positions else None
 
+    def configuration_class(self) -> "type[PreTrainedConfig] | None":
+        """Return the class of the model's configuration, or ``None`` if it cannot be loaded."""
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        name = self.model_name_or_path or self.from_config
+        if name is None:
+            return None
+        if self.model_name_or_path is None and name in CONFIG_MAPPING:
+            config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
+            return config_class
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+        except Exception:  # loading the model will report what is wrong with it
+            return None
+        return type(config)
+
     def fit_max_length(self) -> None:
         """Lower the default ``max_length`` to the positions of the model, and log it.
 
@@ -297,6 +318,18 @@ class LoraConfig(Config):
             )
 
 
+# The names of preference losses in the literature.
+_LOSS_NAMES = {
+    "sigmoid": "DPO",
+    "ipo": "IPO",
+    "robust": "robust DPO",
+    "kto": "KTO",
+    "orpo": "ORPO",
+    "simpo": "SimPO",
+    "reward": "Bradley-Terry",
+}
+
+
 @dataclass
 class PreferenceConfig(Config):
     """The loss that compares answers. Each field is a flag."""
@@ -353,6 +386,26 @@ class PreferenceConfig(Config):
                 raise UserError(f"--{name} is for --loss_type kto; leave it out.")
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
             raise UserError("--simpo_gamma is for --loss_type simpo; leave it out.")
+
+    def check_family(self, model: ModelConfig) -> None:
+        """Check that the loss can train this model's family. It needs no data.
+
+        Args:
+            model: which model. If it was an adapter, it has been merged into its base.
+
+        Raises:
+            UserError: if the loss trains a reward model, and the family has no class for it.
+        """
+        if self.loss_type != "reward":
+            return
+        config_class = model.configuration_class()
+        if config_class is not None:
+            check_reward_family(config_class)
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss in the literature, and its flag."""
+        return f"{_LOSS_NAMES[self.loss_type]} (`--loss_type {self.loss_type}`)"
 
     @property
     def is_unpaired(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object
+from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 from llmtrain.types import JsonObject, TensorConverter
 
@@ -28,6 +29,7 @@ class ModelFiles:
         tokenizer: the tokenizer of the model, if there is one.
         trained_on: the name of the data, for the model card.
         base: the folder or hub name of the model that this one was trained from.
+        loss: the training loss, for the model card; empty if it is not known.
         generation: ``generation_config.json``.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
@@ -37,6 +39,7 @@ class ModelFiles:
     tokenizer: "PreTrainedTokenizerFast | None"
     trained_on: str = "unknown data"
     base: str | None = None
+    loss: str = ""
     generation: JsonObject = field(default_factory=dict)
 
     weights_name: ClassVar[str] = "model.safetensors"
@@ -128,11 +131,13 @@ class ModelFiles:
         vocabulary = ""
         if self.tokenizer is not None:
             vocabulary = f", vocabulary {len(self.tokenizer):,}"
+        loss_line = f"Training loss: {self.loss}.\n\n" if self.loss else ""
         return (
             f"---\nlibrary_name: {self.library}\n{self.task_line()}{hub_line}"
             "tags: [llmtrain]\n---\n\n"
             f"# {self.title(parameters)}\n\n"
             f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n"
+            f"{loss_line}"
             f"```python\n{self.loading_code()}```\n"
         )
 
@@ -142,15 +147,28 @@ class ModelFiles:
         return f"pipeline_tag: {task}\n"
 
     def loading_code(self) -> str:
-        """Return Python code that loads the model from ``FOLDER``."""
+        """Return Python code that loads the model from ``FOLDER``.
+
+        The code of a reward model also scores an answer.
+        """
         auto_class = _auto_class(self.config)
         code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
         if self.tokenizer is None:
             return f"from transformers import {auto_class}\n\n{code}"
-        return (
+        code = (
             f"from transformers import {auto_class}, AutoTokenizer\n\n{code}"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
+        if gives_scores(self.config):
+            code += scoring_code(self.tokenizer, self._stop_token_ids())
+        return code
+
+    def _stop_token_ids(self) -> list[int]:
+        """Return the tokens at which an answer ends, by ``generation_config.json``."""
+        stop_token_ids = self.generation.get("eos_token_id")
+        if stop_token_ids is None:
+            return []
+        return stop_token_ids if isinstance(stop_token_ids, list) else [stop_token_ids]
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""

@@ -143,7 +143,7 @@ class TextModel:
                 text = self.tokenizer.apply_chat_template(
                     remaining, add_generation_prompt=True, tokenize=False, **template_options
                 )
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._encode(str(text))
             fits = len(ids) + answer_tokens <= self.context
             # Each question is dropped with its answer. The last question has no answer yet.
             messages_after_next_pair = len(messages) - kept_messages - dropped - 2
@@ -209,6 +209,12 @@ class TextModel:
                 yield text[len(yielded) :]
                 yielded = text
 
+    def _encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, which may be longer than the context."""
+        # The callers cut long texts, so the tokenizer need not warn of them.
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return cast("list[int]", encoded["input_ids"])
+
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Return the tokens of a prompt. An empty one becomes the token that begins a text."""
         ids: list[int] = []
@@ -216,7 +222,7 @@ class TextModel:
             if self._first_token is not None:
                 ids = [self._first_token]
         elif isinstance(prompt, str):
-            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            ids = self._encode(prompt)
         else:
             ids = prompt
 

@@ -141,7 +141,8 @@ def load_model(
     origin: JsonObject = {"random weights": config.from_config}
     if name:
         origin = origin_of(name, config.trust_remote_code)
-    files = _model_files(model, name, rows)
+    loss = preference.loss_name if preference is not None else ""
+    files = _model_files(model, name, rows, loss)
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -328,19 +329,23 @@ class _InitialWeights:
         )
 
 
-def _model_files(model: "PreTrainedModel", name: str | None, rows: PreparedRows) -> ModelFiles:
+def _model_files(
+    model: "PreTrainedModel", name: str | None, rows: PreparedRows, loss: str
+) -> ModelFiles:
     """Return the files of the finished model's folder.
 
     Args:
         model: the model that is trained.
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
+        loss: the training loss, for the model card; empty for next-token prediction.
     """
     return ModelFiles(
         config=_config_to_write(model),
         tokenizer=rows.tokenizer,
         trained_on=rows.metadata.dataset,
         base=name,
+        loss=loss,
         generation=_generation_config(model, rows),
     )
 

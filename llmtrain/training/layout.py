@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
+from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
-from llmtrain.launching.accelerator import pluralize
 from llmtrain.types import JsonObject
 
 

@@ -74,9 +74,28 @@ class EvalResult(NamedTuple):
     metrics: JsonObject
 
 
+class RunSummary(NamedTuple):
+    """What is left of a run if it is sent to another process.
+
+    Attributes:
+        folder: the path of the run folder.
+        state: how the run has ended: ``finished``, ``preempted`` or ``failed``.
+        step: steps made.
+        eval_loss: the loss of the last evaluation, if there was one.
+    """
+
+    folder: Path
+    state: str
+    step: int
+    eval_loss: float | None
+
+
 @dataclass
 class Run:
     """An open run.
+
+    Pickling a run keeps only a :class:`RunSummary`, because its model and its open files cannot be
+    pickled. Accelerate's ``notebook_launcher`` pickles the result of ``main``.
 
     Attributes:
         accelerator: the Accelerator of this run.
@@ -154,6 +173,10 @@ class Run:
         if self.last_eval is not None:
             parts.append(f"eval loss {self.last_eval.metrics['eval/loss']:.4f}")
         return f"Run({', '.join(parts)})"
+
+    def __reduce__(self) -> tuple[type[RunSummary], tuple[object, ...]]:
+        eval_loss = None if self.last_eval is None else self.last_eval.metrics["eval/loss"]
+        return RunSummary, (self.folder, self.outcome.state, self.step, eval_loss)
 
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from llmtrain.config import Config, flag, require_at_least
+from llmtrain.config import COMMAND_LINE, Config, flag, require_at_least
+from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
 from llmtrain.flag_hints import hint_for
@@ -101,6 +102,11 @@ class OptimConfig(Config):
     )
 
     def __post_init__(self) -> None:
+        if self.max_steps == -1:  # the default of transformers' Trainer
+            raise UserError(
+                "--max_steps -1 is out of range: it must be at least 1; to train for some epochs, "
+                "use --num_train_epochs and leave --max_steps out."
+            )
         require_at_least(self, 1, "max_steps")
         require_at_least(self, 0, "learning_rate", "weight_decay")
         _require_steps(self, 0, "warmup_steps")
@@ -117,6 +123,33 @@ class OptimConfig(Config):
             raise UserError(
                 f"--max_grad_norm {self.max_grad_norm} is out of range: it must be above 0."
             )
+
+    def check_given(self) -> None:
+        if self.max_steps_decides:
+            self.check_warmup()
+
+    def check_warmup(self) -> None:
+        """Raise :class:`UserError` if the user asked for a warmup that is as long as the run.
+
+        ``max_steps`` is the length of the run.
+        """
+        if self.is_set("warmup_steps") and self.warmup_steps >= self.max_steps:
+            raise UserError(
+                f"--warmup_steps {self.warmup_steps:g} leaves no step after the warmup: the run "
+                f"has {pluralize(self.max_steps, 'step')}. Use at most {self.max_steps - 1}, or a "
+                "fraction of the run such as 0.1."
+            )
+
+    @property
+    def max_steps_decides(self) -> bool:
+        """Whether the user set ``--max_steps``, which overrides ``--num_train_epochs``.
+
+        A value from a file does not override epochs from the command line.
+        """
+        if not self.is_set("max_steps"):
+            return False
+        from_file = self.origins["max_steps"] != COMMAND_LINE
+        return not (from_file and self.origins.get("num_train_epochs") == COMMAND_LINE)
 
     @property
     def fingerprint(self) -> JsonObject:

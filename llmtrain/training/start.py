@@ -8,11 +8,11 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.launching.accelerator import pluralize, start_accelerator
+from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement

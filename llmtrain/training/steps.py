@@ -4,10 +4,8 @@ import copy
 import math
 from fractions import Fraction
 
-from llmtrain.config import COMMAND_LINE
+from llmtrain.console import pluralize
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError
-from llmtrain.launching.accelerator import pluralize
 from llmtrain.training.settings import AnySettings, OptimConfig
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.
@@ -32,8 +30,9 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
     loop = settings.loop = copy.copy(settings.loop)
     run = settings.run = copy.copy(settings.run)
 
-    if optim.num_train_epochs is not None and not _overrides_epochs(optim):
+    if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
+        optim.derived = {"max_steps": f"--num_train_epochs {optim.num_train_epochs:g}"}
     _settle_warmup(optim)
     loop.logging_steps = _steps(loop.logging_steps, optim.max_steps)
     loop.eval_steps = _steps(loop.eval_steps, optim.max_steps)
@@ -66,20 +65,9 @@ def describe_steps(settings: AnySettings, rows: Tokenized) -> str:
         f"{pluralize(settings.data.global_batch_size, 'row')} per step",
         f"{_target_tokens(rows):,} target tokens per epoch",
     ]
-    if optim.num_train_epochs is not None and _overrides_epochs(optim):
+    if optim.num_train_epochs is not None and optim.max_steps_decides:
         words.append(f"--max_steps overrides --num_train_epochs {optim.num_train_epochs:g}")
     return "; ".join(words)
-
-
-def _overrides_epochs(optim: OptimConfig) -> bool:
-    """Return whether ``--max_steps`` decides although there is a number of epochs.
-
-    It does if the user set it, unless it is from a file and the epochs are from the command line.
-    """
-    if not optim.is_set("max_steps"):
-        return False
-    from_file = optim.origins["max_steps"] != COMMAND_LINE
-    return not (from_file and optim.origins.get("num_train_epochs") == COMMAND_LINE)
 
 
 def _settle_warmup(optim: OptimConfig) -> None:
@@ -88,17 +76,12 @@ def _settle_warmup(optim: OptimConfig) -> None:
     Raises:
         UserError: if the user asked for a longer warmup.
     """
+    optim.check_warmup()
     most = optim.max_steps - 1
     if optim.warmup_steps < 1:
         optim.warmup_steps = min(_steps(optim.warmup_steps, optim.max_steps), most)
     elif optim.warmup_steps <= most:
         optim.warmup_steps = int(optim.warmup_steps)
-    elif optim.is_set("warmup_steps"):
-        raise UserError(
-            f"--warmup_steps {optim.warmup_steps:g} leaves no step after the warmup: the run has "
-            f"{pluralize(optim.max_steps, 'step')}. Use at most {most}, or a fraction of the run "
-            "such as 0.1."
-        )
     else:
         steps = min(_steps(_WARMUP_SHARE, optim.max_steps), most)
         length = pluralize(optim.max_steps, "step")

@@ -16,6 +16,7 @@ from llmtrain.models.config import parse_max_length
 from recipes import finetune, gpt
 from tests.data.test_prepare import left_behind
 from tests.data.test_sft import chat, size_of, write
+from tests.launching import write_chats
 
 
 @pytest.fixture(autouse=True)
@@ -296,3 +297,69 @@ def test_the_default_micro_batch_holds_4096_tokens_at_most(
         config.origins = {"per_device_train_batch_size": "command line"}
     config.fit_micro_batch(row_tokens)
     assert config.per_device_train_batch_size == expected
+
+
+# --- the flag as the user wrote it
+
+
+def recipe_error(recipe: Any, *argv: str) -> str:
+    """The message with which a recipe refuses its data."""
+    settings = lt.parse(recipe.DEFAULTS, list(argv))
+    with pytest.raises(UserError) as caught:
+        recipe.tokenized(settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "shown"),
+    [
+        ("--block_size", "--block_size"),
+        ("--max_length", "--max_length"),
+        ("--max-length", "--max_length"),
+    ],
+)
+def test_a_text_that_is_too_short_names_the_flag_as_it_was_typed(
+    tmp_path: Path, flag: str, shown: str
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a few words\n" * 4)
+    argv = ["--dataset", str(path), "--tokenizer", "byte", "--eval_fraction", "0"]
+    message = recipe_error(gpt, *argv, flag, "500")
+    assert message.startswith(f"{shown} 500 is larger than the training text (")
+
+
+@pytest.mark.parametrize("flag", ["--block_size", "--max_length"])
+def test_overlong_conversations_name_the_flag_as_it_was_typed(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_chats(tmp_path / "chats.jsonl", 12))
+    argv = ["--from_config", "llama", "--tokenizer", "byte", "--eval_fraction", "0"]
+    message = recipe_error(finetune, *argv, "--dataset", path, flag, "8")
+    assert f" conversations are longer than {flag} 8 (" in message
+    assert f"; set {flag} 81, which holds all of them." in message
+
+    settings = lt.parse(finetune.DEFAULTS, [*argv, "--dataset", path, flag, "32"])
+    finetune.tokenized(settings)
+    out = capsys.readouterr().out
+    assert f"are longer than {flag} 32; {flag} 128 holds 99.5% of them" in out
+    assert f"; {flag} 81 holds all of them" in out
+
+
+def test_eval_data_that_are_all_overlong_are_told_the_length_that_holds_them(
+    tmp_path: Path,
+) -> None:
+    overhead = size_of(chat("q", ""))
+    train = write(tmp_path / "train.jsonl", [chat("q", "x")])
+    eval = write(
+        tmp_path / "eval.jsonl",
+        [chat("q", "x" * (length - overhead)) for length in (151, 301)],
+    )
+    data = DataConfig(dataset=[str(train)], eval_dataset=[str(eval)], tokenizer="byte")
+    with pytest.raises(UserError) as caught:
+        tokenize(data, 95, ChatConfig())
+    assert str(caught.value) == (
+        f"--eval_dataset {eval}: no record can be used for evaluation (0 of 2 conversations: 2 "
+        "overlong dropped (100.0% of the tokens), 0 without a target token and 0 bad ones left "
+        "out); the overlong ones have 150 to 300 tokens, median 300; --max_length 300 holds all "
+        "of them."
+    )

@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,23 @@ def test_what_no_longer_fits_is_forgotten_question_and_answer_together(chatting)
     assert text.endswith("<|im_start|>user\n8<|im_end|>\n<|im_start|>assistant\n")
     assert f"user\n{dropped // 2}<|im_end|>" in text
     assert f"user\n{dropped // 2 - 1}<|im_end|>" not in text
+
+
+@pytest.mark.parametrize("prompt", ["conversation", "text"])
+def test_cutting_a_long_prompt_prints_no_warning_of_transformers(chatting, caplog, prompt):
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)  # it does not propagate
+    chatting.tokenizer.deprecation_warnings.clear()  # transformers warns once per tokenizer
+    try:
+        with caplog.at_level("WARNING", logger="transformers"):
+            if prompt == "conversation":
+                dropped, _ = chatting.fitting_prompt(turns(30), 0, answer_tokens=10)
+                assert dropped > 0
+            else:
+                list(chatting.stream("x" * 90, Sampling(max_new_tokens=1)))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.text == ""
 
 
 def test_a_question_too_long_by_itself_is_kept(chatting):

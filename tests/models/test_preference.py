@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
+import llmtrain as lt
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
@@ -26,6 +27,7 @@ from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.placement import place
 from llmtrain.record.checkpoint import write_model
 from llmtrain.types import Batch, ModelBundle
+from recipes import preference
 from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES
 from tests.pair_rows import write_pair_rows
@@ -397,8 +399,37 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
 
 def test_a_family_without_a_scoring_class_is_refused_by_name(load, tmp_path: Path) -> None:
     rows = rows_of(some_pairs(3), tmp_path, "one prompt")
-    with pytest.raises(UserError, match="no sequence classification for nanochat"):
+    with pytest.raises(UserError, match="no sequence classification class for nanochat"):
         load(rows, "nanochat", "reward", config_overrides=None)
+
+
+@pytest.mark.parametrize("length", ["1024", "auto"])
+@pytest.mark.parametrize("source", ["type", "folder"])
+def test_such_a_family_is_refused_before_the_data_are_prepared(
+    source: str, length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        pytest.fail("the data were prepared")
+
+    monkeypatch.setattr("llmtrain.data.prepare.tokenize", fail)
+    flags = ["--from_config", "lfm2"]
+    if source == "folder":
+        (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
+        flags = ["--model_name_or_path", str(tmp_path)]
+    settings = lt.parse(
+        preference.DEFAULTS, [*flags, "--loss_type", "reward", "--max_length", length]
+    )
+    with pytest.raises(UserError, match=r"class for lfm2; .* such as llama, qwen3 or gpt2"):
+        preference.tokenized(settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_the_families_that_the_refusal_names_can_be_reward_models(
+    family: str, load, tmp_path: Path
+) -> None:
+    PreferenceConfig(loss_type="reward").check_family(ModelConfig(from_config=family))
+    rows = rows_of(some_pairs(3), tmp_path, "one prompt")
+    assert load(rows, family, "reward").model.gives_scores
 
 
 def test_metrics_are_means_by_trls_names(load, tmp_path: Path, accelerator) -> None:

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import multiprocessing
+import pickle
 import threading
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from llmtrain.record import checkpoint, resume, tracking
 from llmtrain.record.history import History
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.run import open_run
+from llmtrain.training.run import RunSummary, open_run
 from llmtrain.training.saving import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
@@ -615,6 +616,16 @@ def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: 
     with contextlib.suppress(CrashError), opened() as run:
         raise CrashError
     assert repr(run) == f"Run('{tmp_path / 'run-2'}', failed, step 0)"
+
+
+def test_a_run_reaches_another_process_as_a_summary(opened, accelerator: Accelerator) -> None:
+    """As accelerate's notebook_launcher sends the result of ``main``."""
+    with opened() as run:
+        run.step = 3
+        run.log({"eval/loss": 2.5})
+        finish(run, accelerator.prepare(torch.nn.Linear(3, 2)))
+    summary = pickle.loads(pickle.dumps(run))
+    assert summary == RunSummary(folder=run.folder, state="finished", step=3, eval_loss=2.5)
 
 
 def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) -> None:

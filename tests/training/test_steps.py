@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import parse
+from llmtrain.config import parse, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
@@ -175,6 +175,30 @@ def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)
 
 
+def test_run_json_says_which_setting_the_number_of_steps_comes_from(tmp_path: Path) -> None:
+    def origin(*argv: str) -> str:
+        return resolved(settled(*argv))["max_steps"]["from"]
+
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_steps: 100\n")
+    config = ["--config", str(file)]
+    assert origin() == "recipe"
+    assert origin("--num_train_epochs", "2.5") == "--num_train_epochs 2.5"
+    assert origin("--num_train_epochs", "3", "--max_steps", "100") == "command line"
+    assert origin(*config) == str(file)
+    assert origin(*config, "--num_train_epochs", "3") == "--num_train_epochs 3"
+
+
+def test_minus_one_step_is_answered_with_epochs() -> None:
+    """Trainer has -1 as the default, which means that the epochs decide."""
+    with pytest.raises(UserError) as error:
+        parse(DEFAULTS, ["--max_steps", "-1", "--num_train_epochs", "3"])
+    assert str(error.value) == (
+        "--max_steps -1 is out of range: it must be at least 1; to train for some epochs, use "
+        "--num_train_epochs and leave --max_steps out."
+    )
+
+
 @pytest.mark.parametrize("value", ["1.5", "-0.5", "nan", "inf", "many"])
 @pytest.mark.parametrize("name", ["warmup_steps", "eval_steps", "save_steps", "logging_steps"])
 def test_what_is_neither_steps_nor_a_fraction_is_one_line(name: str, value: str) -> None:
@@ -194,6 +218,23 @@ def test_a_warmup_as_long_as_the_run_is_an_error_that_says_what_to_do(warmup: st
         "Use at most 9, or a fraction of the run such as 0.1."
     )
     assert settled("--max_steps", "10", "--warmup_steps", "9").optim.warmup_steps == 9
+
+
+def test_a_warmup_as_long_as_the_steps_of_the_user_is_an_error_before_any_data_are_read(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_steps: 10\nwarmup_steps: 12\n")
+    config = ["--config", str(file)]
+    with pytest.raises(UserError) as error:
+        parse(DEFAULTS, config)
+    assert str(error.value) == (
+        "--warmup_steps 12 leaves no step after the warmup: the run has 10 steps. Use at most 9, "
+        f"or a fraction of the run such as 0.1. ({file})"
+    )
+    parse(DEFAULTS, [*config, "--max_steps", "13"])
+    parse(DEFAULTS, [*config, "--num_train_epochs", "3"])  # they override the file's steps
+    parse(DEFAULTS, ["--warmup_steps", "500"])  # a data set may give the run more steps
 
 
 def test_a_warmup_that_nobody_asked_for_never_fills_the_run(capsys: pytest.CaptureFixture) -> None:
