@@ -43,7 +43,6 @@ bench: $(READY)
 
 # The documentation site, in docs/_build; a warning is an error. It needs Python 3.11 or newer.
 docs: $(READY)
-	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
 .PHONY: docs
