@@ -15,7 +15,13 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import new_folder, read_hashed, read_object
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, origin_of
+from llmtrain.models.hub_safety import (
+    DATA_ONLY,
+    load_causal_lm,
+    local_folder,
+    origin_of,
+    refuse_pickles,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,6 +67,41 @@ def merged_model(adapter: Path) -> str:
             )
     say("merged", f"{adapter} is an adapter, so its merged model is used: {target}")
     return str(target)
+
+
+def write_outline(adapter: Path, folder: Path) -> str:
+    """Write a model folder with the shapes of the merged model, but with the weights of the base.
+
+    It costs nothing, and is enough to plan a run. The files of the weights are symbolic links.
+
+    Args:
+        adapter: the folder of the adapter.
+        folder: the folder to write, which exists.
+
+    Returns:
+        ``folder``.
+
+    Raises:
+        UserError: if the adapter, its base or its tokenizer cannot be loaded.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
+        settings = read_object(adapter / "adapter_config.json")
+        base = local_folder(str(settings.get("base_model_name_or_path")))
+        refuse_pickles(str(base))
+        config = AutoConfig.from_pretrained(base, **DATA_ONLY)
+        tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+
+    text_config = config.get_text_config()
+    text_config.vocab_size = max(text_config.vocab_size, len(tokenizer))
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if (adapter / "generation_config.json").exists():
+        shutil.copy(adapter / "generation_config.json", folder)
+    for weights in base.glob("*.safetensors*"):  # with the index of several files
+        (folder / weights.name).symlink_to(weights.resolve())
+    return str(folder)
 
 
 def merged_folder(adapter: Path) -> Path:

@@ -173,6 +173,10 @@ class ModelConfig(Config):
         hidden=True,
     )
 
+    # A temporary folder, if only the shapes of the model matter, as in a plan. An adapter is then
+    # not merged: its outline is written there. Without an annotation this is no flag.
+    outline_folder = ""
+
     def __post_init__(self) -> None:
         if self.max_length != "auto":
             require_at_least(self, 2, "max_length")
@@ -261,9 +265,12 @@ class ModelConfig(Config):
         """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
         name = self.model_name_or_path
         if name is not None and is_adapter(Path(name)):
-            from llmtrain.models.adapters import merged_model
+            from llmtrain.models.adapters import merged_model, write_outline
 
-            self.model_name_or_path = merged_model(Path(name))
+            if self.outline_folder:
+                self.model_name_or_path = write_outline(Path(name), Path(self.outline_folder))
+            else:
+                self.model_name_or_path = merged_model(Path(name))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import runpy
+import tempfile
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from llmtrain.config import parse
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.causal_lm import CausalLM, head_of
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.stages import Staged
@@ -95,7 +97,9 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     names = _load_recipe(recipe)
     settings: AnySettings = parse(names["DEFAULTS"], flags)
 
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        if isinstance(settings.model, ModelConfig):
+            settings.model.outline_folder = folder  # a plan writes nothing into a run
         rows = names["tokenized"](settings)
         settle_steps(settings, rows)
         try:

@@ -21,9 +21,11 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
+from llmtrain.plan.subject import subject_of
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
 from llmtrain.types import ModelBundle
+from tests.launching import FINETUNE, ROOT
 from tests.models.some_rows import SomeRows
 
 WITH_EXPERTS = [
@@ -269,6 +271,28 @@ def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, caps
     write_model(run / "model", files, DistributedTensors(files.export_tensors(model)))
     with pytest.raises(UserError, match=r"merged exists and was not merged from .*model; delete"):
         merged_model(run / "model")
+
+
+@pytest.mark.parametrize("kind", ["untied", "deepseek_v3"])
+@pytest.mark.parametrize("tokenizer", [words, chatting])
+def test_a_plan_of_an_adapter_writes_nothing_next_to_it(adapt, tmp_path, kind, tokenizer):
+    bundle = adapt(kind, tokenizer())
+    run = tmp_path / "run"
+    tensors = DistributedTensors(bundle.files.export_tensors(bundle.model))
+    write_model(run / "model", bundle.files, tensors)
+    (tmp_path / "text.txt").write_text("some words of text " * 200)
+    before = sorted(tmp_path.rglob("*"))
+
+    flags = ["--model_name_or_path", str(run), "--dataset", str(tmp_path / "text.txt")]
+    subject = subject_of(str(ROOT / FINETUNE), [*flags, "--max_length", "64"], "no")
+    assert sorted(tmp_path.rglob("*")) == before
+
+    rows = SomeRows(tokenizer(), stop_token_ids=(), new_tokens=[])
+    merged = load_model(
+        ModelConfig(merged_model(run / "model"), max_length=64), None, rows, 3, "no"
+    )
+    shapes = {name: weight.shape for name, weight in merged.model.named_parameters()}
+    assert {name: weight.shape for name, weight in subject.model.named_parameters()} == shapes
 
 
 def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
