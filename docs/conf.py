@@ -31,6 +31,7 @@ napoleon_use_ivar = True
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
+highlight_language = "none"  # of blocks that name no language
 smartquotes = False  # it would turn --flag into a dash
 
 html_theme = "furo"

@@ -26,12 +26,9 @@ from llmtrain.data import tokenizer as tok
 from tests.data.chats import QWEN3
 from tests.launching import (
     BIN,
-    LONG,
     ROOT,
     begin,
     long_form,
-    read_json,
-    series,
     wait,
     wait_for_readings,
     write_chats,

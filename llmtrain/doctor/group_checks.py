@@ -78,6 +78,11 @@ def join_group(backend: str, timeout: float) -> JoinResult:
     try:
         store = _open_store(process, world_size, timeout)
     except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            return _failure(
+                f"port {os.environ['MASTER_PORT']} of {process.host} is in use",
+                remedy="choose another port with --main_process_port, the same on all machines",
+            )
         return _failure(
             f"{process.host} does not reach {endpoint}: {first_line(error)}",
             remedy="check that the first machine is up, that its port is open, and that "

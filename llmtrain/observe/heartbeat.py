@@ -363,7 +363,7 @@ def _is_silent(before: Beat | None, now: Beat | None) -> bool:
 def _describe_silent(rank: int, last_beat: Beat | None) -> str:
     """Return where a silent process was last, and whether it still exists."""
     if last_beat is None:
-        return f"rank {rank} is silent since the start"
+        return f"rank {rank} is silent, and no earlier heartbeat of it is known"
 
     state = "stopped, cut off or gone"
     if last_beat.host == platform.node():

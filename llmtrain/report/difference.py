@@ -242,7 +242,7 @@ def compare(run_a: History, run_b: History) -> Comparison:
 
 def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
     final_losses = []
-    for name, key in (("train loss", "train/loss"), ("eval loss", "eval/loss")):
+    for name, key in (("loss", "train/loss"), ("eval loss", "eval/loss")):
         series_a = run_a.series(key)
         series_b = run_b.series(key)
         if series_a and series_b:
@@ -488,7 +488,7 @@ def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
     step_b = name_b
     if loss.step_b != loss.step_a:
         step_b = f"{name_b} at step {loss.step_b}"
-    change = loss.value_b - loss.value_a
+    change = round(loss.value_b - loss.value_a, 4) + 0.0  # no negative zero
     return (
         f"{loss.name:<10}{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: "
         f"{change:+.4f}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.observe.phases import PHASES
-from llmtrain.quantities import size_text
+from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
 from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.types import JsonObject
@@ -262,16 +262,18 @@ def _format_overview(values: JsonObject) -> dict[str, str]:
     )
     precision = "float32" if values["mixed_precision"] == "no" else text("mixed_precision")
     latest_start = text("time") + text("host", " on {}", absent="")
+    hours = values["hours"]
+    gib = values["memory_gib"]
     return {
         "state": state,
         "steps": steps,
         "target tokens": text("tokens", "{:,}"),
         "train loss": text("loss", "{:.4f}"),
         "best eval loss": best_loss,
-        "hours of training": text("hours", "{:.3g}"),
+        "time of training": _ABSENT if hours is None else duration_text(3600 * hours),
         "tokens per second": text("tokens_per_second", "{:,.0f}"),
         "MFU": text("mfu", "{:.1%}"),
-        "peak memory of a process": text("memory_gib", "{:.2f} GiB"),
+        "peak memory of a process": _ABSENT if gib is None else size_text(gib * 2**30),
         "processes": processes,
         "precision": precision,
         "data": text("data"),

@@ -48,8 +48,10 @@ def test_a_silent_process_of_this_machine_is_looked_up() -> None:
     assert f"(process {gone.pid} is gone)" in missing({**BEFORE, 1: gone}, {**WAITING, 1: gone})
 
 
-def test_a_process_that_never_beat_is_silent_since_the_start() -> None:
-    assert missing(BEFORE, WAITING) == f"rank 1 is silent since the start; {OTHERS_WAIT}"
+def test_a_process_without_an_earlier_heartbeat_is_silent() -> None:
+    assert missing(BEFORE, WAITING) == (
+        f"rank 1 is silent, and no earlier heartbeat of it is known; {OTHERS_WAIT}"
+    )
 
 
 @pytest.mark.parametrize(("phase", "place"), [("data", "data loading"), ("a save", "a save")])

@@ -165,7 +165,7 @@ def test_the_command_says_it_in_lines_or_for_programs(
         f"eval loss {loss:.4f} in {one} at step {step}, {other_loss:.4f} in {other}: "
         f"{other_loss - loss:+.4f}\n"
     ) in out
-    assert out.startswith("train loss")
+    assert out.startswith("loss      ")
     status, out, _ = ended(capsys, "diff", one, other, "--json")
     assert (status, json.loads(out)["first"]["link"]) == (1, "learning_rate")
     assert ended(capsys, "diff", one, one)[0] == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from llmtrain.commands.doctor import _merge_findings
 from llmtrain.doctor import local_checks
-from llmtrain.doctor.group_checks import JoinResult, Process
+from llmtrain.doctor.group_checks import JoinResult, Process, join_group
 from llmtrain.launching.launcher import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
@@ -203,6 +204,19 @@ def test_processes_meet_where_those_of_a_run_would(
     assert any("5 processes were started on a machine with 4 GPUs" in said for said in bad) == (
         processes == 5
     )
+
+
+def test_a_port_that_is_in_use_is_named(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        names = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in names.items():
+            monkeypatch.setenv(name, str(value))
+        result = join_group("gloo", timeout=5)
+    (finding,) = result.findings
+    assert f"port {port} of " in finding.text
+    assert finding.text.endswith("is in use")
+    assert "--main_process_port" in finding.remedy
 
 
 def told(done: Ended) -> str:
