@@ -1,6 +1,6 @@
 """Chat templates of published models: each turn is a target once, behind the prompt that a chat would send.
 
-The templates are those that come with TRL. ``docs/explanation/templates.md`` has the table.
+The templates are those that come with TRL. ``docs/explanation/templates-table.md`` has the table.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
 from tests.data.chats import TEXT
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates-table.md"
 
 # What ends an answer, by each family's own generation_config.json; the first is its EOS.
 STOPS = {
