@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
+from llmtrain.console import pluralize
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 from llmtrain.quantities import duration_text, rate_text, size_text
@@ -223,7 +224,7 @@ def _print_table(
 
 def _size_cells(way: "Way") -> list[str]:
     *kinds, total = [size_text(size) for size in way.bytes]
-    largest = f"{way.largest} rows" if way.largest > 0 else "too much"
+    largest = pluralize(way.largest, "row") if way.largest > 0 else "too much"
     return [*kinds, f"{total:>13}{largest:>10}"]
 
 

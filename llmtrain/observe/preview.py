@@ -1,5 +1,6 @@
 """The rows that a run would be trained on, printed before its first step."""
 
+import contextlib
 import os
 import sys
 from itertools import groupby, pairwise
@@ -43,10 +44,11 @@ def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast | None", coun
         return
 
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for number in range(min(count, len(rows))):
-        print(f"===== row {number} of {len(rows):,}")
-        _print_row(rows[number], tokenizer, marks=_GREEN if is_coloured else _QUOTES)
-    print("===== end of --dry_run: nothing was trained or written", flush=True)
+    with contextlib.suppress(BrokenPipeError):  # `... --dry_run | head`
+        for number in range(min(count, len(rows))):
+            print(f"===== row {number} of {len(rows):,}")
+            _print_row(rows[number], tokenizer, marks=_GREEN if is_coloured else _QUOTES)
+        print("===== end of --dry_run: nothing was trained or written", flush=True)
 
 
 def _print_row(

@@ -1,5 +1,7 @@
 """What is trained, shown as it stands in the rows."""
 
+import os
+
 import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -91,6 +93,15 @@ def test_other_ranks_are_silent(packed, words, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     preview(packed, words)
     assert capsys.readouterr().out == ""
+
+
+def test_a_reader_that_has_gone_is_no_error(packed, words, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        preview(packed, words)
+        monkeypatch.undo()
 
 
 def test_the_padding_of_an_unpacked_row_is_summed_up(words, capsys):
