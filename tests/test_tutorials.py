@@ -21,14 +21,20 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+import llmtrain as lt
 from llmtrain.data import builtin
 from llmtrain.data import tokenizer as tok
+from recipes import finetune, gpt, preference
 from tests.data.chats import QWEN3
 from tests.launching import (
     BIN,
+    FINETUNE,
+    GPT,
+    PREFERENCE,
     ROOT,
     begin,
     long_form,
+    read_json,
     wait,
     wait_for_readings,
     write_chats,
@@ -38,19 +44,17 @@ from tests.launching import (
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 
-# The commands of these pages run one after the other in one folder.
-JOURNEYS = {
-    "pretrain": ["pretrain.md"],
-    "align": ["finetune.md", "align.md"],
-    "many-gpus": ["many-gpus.md"],
-    "survive-failure": ["survive-failure.md"],
-    "see-ddp": ["see-ddp.md"],
-}
+RECIPES = {GPT: gpt, FINETUNE: finetune, PREFERENCE: preference}
 
-# First words of commands that need a network, another program or other machines.
-NOT_HERE = ("cd", "curl", "git", "make", "pip", "sbatch", "srun", "ssh", "vllm", "export")
+# The commands of these pages run one after the other in one folder. The sh blocks of the other
+# tutorials need several machines, kill their runs at a certain step, or are timed lessons.
+JOURNEYS = {"pretrain": ["pretrain.md"], "align": ["finetune.md", "align.md"]}
 
-# Commands that train on a builtin data set are measured at their full length. Here they are short.
+# First words of commands that need a network or another program.
+NOT_HERE = ("curl", "pip", "vllm")
+
+# Commands that train on a builtin data set have been measured at their full length. Here they are
+# short, and evaluate on a few documents.
 SHORT = ["--max_steps", "3", "--eval_fraction", "0.002"]
 
 
@@ -91,10 +95,6 @@ def commands_of(page: Path) -> list[Command]:
             is_interrupted = number == len(lines) and "^C" in outputs
             commands.append(Command(page.name, line, is_interrupted))
     return commands
-
-
-def is_run(command: Command) -> bool:
-    return not command.text.startswith(tuple(f"{word} " for word in NOT_HERE))
 
 
 # --- what the commands find in their folder
@@ -214,26 +214,35 @@ def run_command(command: Command, folder: Path) -> str:
     return ended.out
 
 
-@pytest.mark.parametrize("journey", JOURNEYS)
-def test_a_tutorial_has_commands_to_run(journey: str) -> None:
-    for name in JOURNEYS[journey]:
-        if (TUTORIALS / name).exists():
-            assert len(commands_of(TUTORIALS / name)) >= 0
+@pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.name)
+def test_the_recipes_of_a_tutorial_know_its_flags(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("n_layer: 1\n")
+    for command in commands_of(page):
+        words = shlex.split(command.text.rstrip("&"))
+        recipes = [word for word in words if word in RECIPES]
+        if recipes and words[0] in ("python", "accelerate", "torchrun"):
+            flags = words[words.index(recipes[0]) + 1 :]
+            lt.parse(RECIPES[recipes[0]].DEFAULTS, flags)
 
 
 @long_form
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("journey", JOURNEYS)
 def test_the_commands_of_a_tutorial_run_as_they_stand(journey: str, tmp_path: Path) -> None:
-    commands: list[Command] = []
-    for name in JOURNEYS[journey]:
-        if (TUTORIALS / name).exists():
-            commands += commands_of(TUTORIALS / name)
-    if not commands:
-        pytest.skip("this tutorial has no sh blocks")
-
     prepare(tmp_path)
-    outputs = {}
-    for command in commands:
-        if is_run(command):
-            outputs[command] = run_command(command, tmp_path)
+    for name in JOURNEYS[journey]:
+        for command in commands_of(TUTORIALS / name):
+            if not command.text.startswith(NOT_HERE):
+                run_command(command, tmp_path)
+
+    for status in (tmp_path / "runs").glob("*/status.json"):
+        assert read_json(status)["state"] == "finished", status
+
+
+def test_the_tutorial_about_pretraining_shows_how_to_interrupt_a_run() -> None:
+    commands = commands_of(TUTORIALS / "pretrain.md")
+    (first, *_) = [command for command in commands if command.is_interrupted]
+    assert commands[commands.index(first) + 1].text == first.text  # the same command resumes
