@@ -94,7 +94,8 @@ def test_the_code_of_a_reward_models_card_scores_answers_as_training_does(
 
     card = write_card(bundle, tmp_path / "model")
     code = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
-    names: dict[str, Any] = {"FOLDER": str(tmp_path / "model")}
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path / "model")
     capsys.readouterr()
     exec(code, names)
     assert re.fullmatch(r"-?\d\.\d+", capsys.readouterr().out.strip())
