@@ -349,6 +349,16 @@ class Callback:
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         """Called when a step was made, or skipped."""
 
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after a log entry was written, of the train loss or of an evaluation.
+
+        Args:
+            step: steps made so far.
+            metrics: the numbers of the entry, such as ``train/loss`` and ``train/grad_norm``, or
+                ``eval/loss``. They are those of the whole global batch, and the same on all ranks,
+                except for times and rates.
+        """
+
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all ranks to save and stop after the current step."""
         return False

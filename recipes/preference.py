@@ -72,12 +72,13 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
 def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
-    has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-    settings.optim.set_default(
-        "learning_rate",
-        1e-5 if has_adapter else 1e-6,
-        "default for preferences",
-    )
+    if settings.preference is not None:
+        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+        settings.optim.set_default(
+            "learning_rate",
+            settings.preference.learning_rate(has_adapter),
+            f"default for --loss_type {settings.preference.loss_type}",
+        )
 
     rows = tokenized(settings)  # before the process group exists
     accelerator = lt.start(settings)

@@ -74,9 +74,8 @@ def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     if isinstance(chat, PairConfig):
         audit_type = PairAudit
     if metadata.audit:
-        say(
-            "task", f"{_task(request)}: the records are {', '.join(dict.fromkeys(request.formats))}"
-        )
+        formats = ", ".join(dict.fromkeys(request.formats))
+        say("task", f"{_task(request)}: the records are {formats}")
         audit = audit_type(**metadata.audit)
         for line in audit.lines(chat.overlong):
             say("audit", line)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import yaml
 
 from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import ModelConfig, parse_overrides
 from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import load_buffers
@@ -250,7 +249,7 @@ def configuration_of(
             sizes[token] = getattr(tokenizer, token)
 
     valid_keys = {*original_values, *original.attribute_map}
-    overrides = _overrides(config.config_overrides or "")
+    overrides = parse_overrides(config.config_overrides or "")
     for key in overrides.keys() - valid_keys:
         raise UserError(
             f"--config_overrides: {original.model_type} has no '{key}'"
@@ -293,22 +292,3 @@ def _heads_divide_width(config: "PreTrainedConfig") -> bool:
     if head_dim is None:
         return False
     return bool(head_dim * config.num_attention_heads == config.hidden_size)
-
-
-def _overrides(text: str) -> dict[str, object]:
-    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
-
-    Raises:
-        UserError: if the text has another form.
-    """
-    try:
-        overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
-    except yaml.YAMLError:
-        overrides = None
-
-    is_valid = isinstance(overrides, dict)
-    if is_valid and None in overrides.values():
-        is_valid = "null" in text  # a key without a value becomes None, too
-    if not is_valid:
-        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
-    return cast(dict[str, object], overrides)

@@ -7,7 +7,9 @@ import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
+
+import yaml
 
 from llmtrain.config import Config, flag, require_at_least
 from llmtrain.console import say
@@ -214,14 +216,18 @@ class ModelConfig(Config):
     def max_positions(self) -> int | None:
         """Return the number of positions of the model; ``None`` if there is no limit.
 
-        A model type in ``--from_config`` gets as many positions as its rows need, and
-        ``--config_overrides`` may change the number that a configuration has.
+        A model type in ``--from_config`` gets as many positions as its rows need, unless
+        ``--config_overrides`` sets their number.
         """
         from transformers import AutoConfig
 
+        positions = self._overridden_positions()
+        if positions is not None:
+            return positions
+
         name = self.model_name_or_path
         is_folder_or_hub_name = "/" in (self.from_config or "")
-        if name is None and is_folder_or_hub_name and not self.config_overrides:
+        if name is None and is_folder_or_hub_name:
             name = self.from_config
         if name is None:
             return None
@@ -231,6 +237,19 @@ class ModelConfig(Config):
         except Exception:  # loading the model will report what is wrong with it
             return None
         return int(positions) if positions else None
+
+    def _overridden_positions(self) -> int | None:
+        """Return the number of positions in ``--config_overrides``, if it is there."""
+        if not self.config_overrides:
+            return None
+        overrides = parse_overrides(self.config_overrides)
+        aliases = getattr(self.configuration_class(), "attribute_map", {})
+        name = "max_position_embeddings"
+        for key in (name, aliases.get(name, name)):  # GPT-2 calls it n_positions
+            value = overrides.get(key)
+            if isinstance(value, int):
+                return value
+        return None
 
     def configuration_class(self) -> "type[PreTrainedConfig] | None":
         """Return the class of the model's configuration, or ``None`` if it cannot be loaded."""
@@ -271,6 +290,25 @@ class ModelConfig(Config):
                 self.model_name_or_path = write_outline(Path(name), Path(self.outline_folder))
             else:
                 self.model_name_or_path = merged_model(Path(name))
+
+
+def parse_overrides(text: str) -> dict[str, object]:
+    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
+
+    Raises:
+        UserError: if the text has another form.
+    """
+    try:
+        overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        overrides = None
+
+    is_valid = isinstance(overrides, dict)
+    if is_valid and None in overrides.values():
+        is_valid = "null" in text  # a key without a value becomes None, too
+    if not is_valid:
+        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
+    return cast(dict[str, object], overrides)
 
 
 @dataclass
@@ -393,6 +431,20 @@ class PreferenceConfig(Config):
                 raise UserError(f"--{name} is for --loss_type kto; leave it out.")
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
             raise UserError("--simpo_gamma is for --loss_type simpo; leave it out.")
+
+    def learning_rate(self, has_adapter: bool) -> float:
+        """Return the default learning rate of this loss.
+
+        A reward model has a new head to train: Ouyang et al. 2022 (arXiv:2203.02155) and Touvron et
+        al. 2023 (arXiv:2307.09288) use about 1e-5. The other losses refine a trained model, as in
+        Rafailov et al. 2023 (arXiv:2305.18290).
+
+        Args:
+            has_adapter: whether a LoRA adapter is trained, which needs a higher rate.
+        """
+        if self.loss_type == "reward" or has_adapter:
+            return 1e-5
+        return 1e-6
 
     def check_family(self, model: ModelConfig) -> None:
         """Check that the loss can train this model's family. It needs no data.

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _MODULE_CLASS = "torch_module"
 
 
+# The first line of the code in a model card.
+_FOLDER_LINE = 'FOLDER = "."  # the folder that this file is in\n\n'
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The files of a model folder, and the conversion between its tensors and a checkpoint's.
@@ -138,7 +142,7 @@ class ModelFiles:
             f"# {self.title(parameters)}\n\n"
             f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n"
             f"{loss_line}"
-            f"```python\n{self.loading_code()}```\n"
+            f"```python\n{_FOLDER_LINE}{self.loading_code()}```\n"
         )
 
     def task_line(self) -> str:
@@ -147,7 +151,7 @@ class ModelFiles:
         return f"pipeline_tag: {task}\n"
 
     def loading_code(self) -> str:
-        """Return Python code that loads the model from ``FOLDER``.
+        """Return Python code that loads the model from the folder ``FOLDER``.
 
         The code of a reward model also scores an answer.
         """
@@ -206,12 +210,12 @@ class ModuleFiles(ModelFiles):
         return ""
 
     def loading_code(self) -> str:
-        """Return Python code that loads the weights from ``FOLDER`` into the module."""
+        """Return Python code that loads the weights from the folder ``FOLDER`` into the module."""
         class_name = self.config[_MODULE_CLASS]
         return (
             "from safetensors.torch import load_model\n\n"
             f"model = {class_name}(...)  # as the recipe builds it\n"
-            f'load_model(model, "FOLDER/{self.weights_name}")\n'
+            f'load_model(model, f"{{FOLDER}}/{self.weights_name}")\n'
         )
 
     def title(self, parameters: int) -> str:

@@ -223,7 +223,7 @@ def _check_positions(text_config: "PreTrainedConfig", config: ModelConfig) -> No
     if length > positions:
         raise UserError(
             f"{config.spelling('max_length')} {length} is more than this model's {positions} "
-            "positions; lower it."
+            f"positions; use {config.spelling('max_length')} {positions} or less."
         )
 
 

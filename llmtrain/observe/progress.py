@@ -26,16 +26,19 @@ _LINE_SECONDS = 10  # the least time between two lines of a log file
 class Progress:
     """A bar with the loss, tokens/s and time left, and a line above it for each evaluation.
 
-    If stderr is a log file, there are lines for some log entries instead of a bar.
+    If stderr is a log file, there are lines for log entries instead of a bar.
 
     Args:
         shown: whether this process shows anything.
         step: steps made before this start.
         max_steps: steps of the run.
+        every_entry: write a line for every log entry. Otherwise at least ten seconds lie between
+            two lines.
     """
 
-    def __init__(self, shown: bool, step: int, max_steps: int) -> None:
+    def __init__(self, shown: bool, step: int, max_steps: int, every_entry: bool = False) -> None:
         self.is_shown = shown
+        self.line_seconds = 0 if every_entry else _LINE_SECONDS
         self.first_step = step
         self.max_steps = max_steps
         self.start_time = time.monotonic()
@@ -65,9 +68,9 @@ class Progress:
             self._print_line(step, text)
 
     def _print_line(self, step: int, text: str) -> None:
-        """Print a line on stderr for a log entry, unless the last line is only seconds old."""
+        """Print a line on stderr for a log entry, unless the last line is too young."""
         now = time.monotonic()
-        if now - self.last_line_time < _LINE_SECONDS:
+        if now - self.last_line_time < self.line_seconds:
             return
         self.last_line_time = now
         seconds_per_step = (now - self.start_time) / (step - self.first_step)

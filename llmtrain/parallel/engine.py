@@ -240,6 +240,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def add_metrics(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Add the sums of a micro-batch to the totals, in place."""
+    """Add the sums of a micro-batch to the totals, in place and without their graphs."""
     for name, value in sums.items():
-        totals[name] = totals[name] + value if name in totals else value
+        detached = value.detach()
+        totals[name] = totals[name] + detached if name in totals else detached

@@ -45,7 +45,12 @@ class Timing(Callback):
         self.phases = Phases(engine.device, engine.model)
         self.syncs = GradientSyncs(engine.model)
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
-        self.progress = Progress(engine.is_main, run.step, run.settings.optim.max_steps)
+        self.progress = Progress(
+            shown=engine.is_main,
+            step=run.step,
+            max_steps=run.settings.optim.max_steps,
+            every_entry=run.settings.loop.is_set("logging_steps"),
+        )
         self.heartbeat = Heartbeat(
             engine,
             self.phases,

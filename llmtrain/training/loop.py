@@ -87,6 +87,7 @@ def train(
         timing=Timing(run, engine),
     )
     all_callbacks = [*callbacks_of(context), *callbacks]
+    run.log_listeners = [callback.on_log for callback in callbacks]
     with contextlib.ExitStack() as contexts:
         for callback in all_callbacks:
             contexts.enter_context(callback.context())

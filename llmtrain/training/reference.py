@@ -85,8 +85,8 @@ def _with_column(
     damage = "; damaged entries are computed again" if is_damaged else ""
     say(
         "reference",
-        f"log-probabilities under the initial weights, {name}: {len(values):,} of {len(rows):,} "
-        f"rows found in the cache{damage}",
+        f"log-probabilities under the initial weights, {name}: {len(values):,} rows from the "
+        f"cache, {len(rows) - len(values):,} to compute{damage}",
     )
 
     for chunk in _compute(accelerator, rows, bundle, start=len(values)):

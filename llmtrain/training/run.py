@@ -3,10 +3,10 @@
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from accelerate import Accelerator
 
@@ -55,6 +55,10 @@ _TRACKED_KEYS = (
     "device",
     "mixed_precision",
 )
+
+
+# Takes the step and the numbers of a log entry.
+LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class Outcome(NamedTuple):
@@ -119,6 +123,7 @@ class Run:
         stop_signal: the signal that asked this rank to stop, if there was one.
         last_eval: the last evaluation.
         outcome: how the run has ended.
+        log_listeners: called with the step and the numbers of each log entry, on all ranks.
     """
 
     accelerator: Accelerator
@@ -142,6 +147,7 @@ class Run:
     stop_signal: signal.Signals | None = None
     last_eval: EvalResult | None = None
     outcome: Outcome = _NOT_TRAINED
+    log_listeners: list[LogListener] = field(default_factory=list)
 
     @property
     def is_main(self) -> bool:
@@ -205,6 +211,9 @@ class Run:
         )
         if "eval/loss" in metrics:
             self.last_eval = EvalResult(self.step, metrics)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for listener in self.log_listeners:
+            listener(self.step, numbers)
 
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""

@@ -176,7 +176,9 @@ class LoopConfig(Config):
     )
     logging_steps: float = flag(
         10,
-        "steps between two log entries of the train loss; below 1: a fraction of the run",
+        "steps between two log entries of the train loss; below 1: a fraction of the run; if "
+        "stderr is no terminal, the default prints a line every ten seconds at most, and a value "
+        "that you set prints every entry",
         parse=steps_or_fraction,
     )
     eval_steps: float = flag(
@@ -365,7 +367,11 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         _require_steps(self, 1, "save_steps")
-        require_at_least(self, 2, "save_total_limit")
+        if self.save_total_limit < 2:
+            raise UserError(
+                f"--save_total_limit {self.save_total_limit} is out of range: use 2 or more, so "
+                "that a resume finds an intact checkpoint if the newest one is damaged."
+            )
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers

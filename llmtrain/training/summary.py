@@ -54,7 +54,7 @@ def _show(folder: Path, question: list[int] | None, opening: list[int]) -> None:
 
     _print_how_to_load(model_folder)
     if question is None or model.tokenizer.chat_template is None:
-        print(f'generate  {_command()} generate {folder} --prompt "Return the"', flush=True)
+        print(f'generate  {_command()} generate {folder} --prompt "Your text"', flush=True)
     else:
         print(f"chat      {_command()} chat {folder}", flush=True)
 

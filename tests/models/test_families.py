@@ -467,6 +467,12 @@ def test_a_max_length_that_nobody_has_set_is_no_longer_than_the_model_to_load(
     nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), max_length=64)
     nowhere.fit_max_length()  # is refused when it is loaded
     assert nowhere.max_length == 64
+    for key in ("n_positions", "max_position_embeddings"):
+        overridden = ModelConfig(from_config="gpt2", config_overrides=f"n_embd=32,{key}=48")
+        overridden.fit_max_length()
+        assert overridden.max_length == 48
+    with pytest.raises(UserError, match="write key=value"):
+        ModelConfig(from_config="gpt2", config_overrides="n_positions").fit_max_length()
     monkeypatch.setattr("llmtrain.tokenize", rows_of_length)
     for recipe in (finetune, preference):
         settings = copy.deepcopy(recipe.DEFAULTS)

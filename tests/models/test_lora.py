@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,7 +207,7 @@ def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt
 
 
 @pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path):
+def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path, monkeypatch):
     ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
     bundle = adapt("untied", chatting() if grown else words())
     model, files = bundle.model, bundle.files
@@ -218,7 +219,8 @@ def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path):
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n")
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    names = {"FOLDER": str(folder)}
+    names: dict[str, Any] = {}
+    monkeypatch.chdir(folder)
     exec(code, names)
     torch.testing.assert_close(logits(names["model"], ids), logits(model, ids))
     assert len(names["tokenizer"]) == (259 if grown else 257)

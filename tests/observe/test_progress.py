@@ -15,12 +15,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def train(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, shown: bool = True) -> str:
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    stderr: io.StringIO,
+    shown: bool = True,
+    every_entry: bool = False,
+) -> str:
     """Make 40 steps of 3 seconds with a log entry each, and return what is on stderr."""
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     monkeypatch.setattr("sys.stderr", stderr)
-    bar = Progress(shown=shown, step=10, max_steps=50)
+    bar = Progress(shown=shown, step=10, max_steps=50, every_entry=every_entry)
     for step in range(11, 51):
         now += 3.0
         bar.bar.update()
@@ -36,6 +41,11 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_no_frames(monkeypatch) -> 
     assert len(lines) == 10
     assert lines[0] == "step     14/50  loss 2.5000, 1,234 tokens/s, 01:48 left"
     assert lines[-1] == "step     50/50  loss 2.5000, 1,234 tokens/s, 00:00 left"
+
+
+def test_a_log_file_gets_a_line_for_every_entry_that_was_asked_for(monkeypatch) -> None:
+    text = train(monkeypatch, io.StringIO(), every_entry=True)
+    assert [int(line.split()[1].split("/")[0]) for line in text.splitlines()] == [*range(11, 51)]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch) -> None:

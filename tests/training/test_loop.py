@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.record.history import read_lines
 from llmtrain.training import loop
 from llmtrain.training.loop import check_wrapping
 from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
@@ -132,6 +133,29 @@ def test_a_callback_of_the_users_own_is_called_around_every_step(train: Callable
     train("run", [recorder])
     steps = [call for step in (1, 2, 3) for call in ("step begins", f"step {step} ends")]
     assert recorder.calls == ["open", "train begins", *steps, "train ends", "close"]
+
+
+class LogRecorder(Callback):
+    """Keeps the numbers of each log entry."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.entries.append((step, dict(metrics)))
+
+
+def test_a_callback_gets_what_is_logged(train: Callable, tmp_path: Path) -> None:
+    recorder = LogRecorder()
+    train("run", [recorder])
+    logged = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [step for step, _ in recorder.entries] == [entry["step"] for entry in logged]
+    keys = set()
+    for (_, metrics), entry in zip(recorder.entries, logged, strict=True):
+        assert metrics == {name: entry[name] for name in metrics}
+        keys |= metrics.keys()
+    assert {"train/loss", "train/grad_norm", "train/learning_rate"} <= keys
+    assert "phases" not in keys
 
 
 def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:

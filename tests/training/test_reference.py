@@ -113,7 +113,7 @@ def test_a_second_start_asks_nobody(asking, rows, capsys) -> None:
     assert asking.asked == 0
     assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
     count = len(rows.train)
-    assert f"train: {count} of {count} rows found in the cache" in capsys.readouterr().out
+    assert f"train: {count} rows from the cache, 0 to compute" in capsys.readouterr().out
 
 
 def test_another_teacher_is_asked_anew(asking) -> None:
@@ -193,7 +193,7 @@ def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(
     mine.write_bytes(theirs.read_bytes())
     capsys.readouterr()
     assert np.array_equal(asking.reference()[0], first)
-    assert "0 of " in capsys.readouterr().out
+    assert ": 0 rows from the cache, " in capsys.readouterr().out
 
 
 def test_numbers_that_are_not_finite_end_in_one_line_and_are_not_kept(asking, rows, kept) -> None:

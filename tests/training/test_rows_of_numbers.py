@@ -107,7 +107,9 @@ def test_a_run_without_a_tokenizer_has_no_bits_per_byte(
 
 
 def test_the_end_of_the_run_and_the_card_say_how_to_load_a_plain_module(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Run],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = train()
     capsys.readouterr()
@@ -124,7 +126,8 @@ def test_the_end_of_the_run_and_the_card_say_how_to_load_a_plain_module(
     assert "transformers" not in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     names: dict[str, Any] = {"Successor": Successor}
-    exec(code.replace("FOLDER", str(folder)).replace("...", str(NUMBERS)), names)
+    monkeypatch.chdir(folder)
+    exec(code.replace("...", str(NUMBERS)), names)
     ids = torch.arange(NUMBERS)
     assert torch.equal(names["model"].logits(ids), run.bundle.model.logits(ids))
 
