@@ -8,7 +8,17 @@ import pytest
 from llmtrain import DataConfig, tokenize
 from llmtrain.errors import UserError
 from tests.forked import run_forked
-from tests.launching import BIN, PYTHON, ROOT, long_form, run, series, torchrun
+from tests.launching import (
+    BIN,
+    FINETUNE,
+    PYTHON,
+    ROOT,
+    long_form,
+    run,
+    series,
+    torchrun,
+    write_chats,
+)
 
 FLAGS = [
     "--max_steps",
@@ -79,6 +89,26 @@ def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_
     # With the same weights, the plain loss is another number.
     run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "plain")]).assert_ok()
     assert losses[0] != series(tmp_path / "plain", "eval/loss")[0]
+
+
+def test_the_loss_on_a_model_of_transformers_is_the_nll_and_the_penalty(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
+    (code,) = re.findall(r'```py\n("""Fine-tune a model with a z-loss.*?)```', page, re.DOTALL)
+    (tmp_path / "zloss.py").write_text(code)
+    write_chats(tmp_path / "chats.jsonl")
+    flags = [
+        *("--dataset", str(tmp_path / "chats.jsonl"), "--tokenizer", "byte"),
+        *("--config_overrides", "hidden_size=32,num_hidden_layers=2,intermediate_size=64"),
+        *("--max_length", "128", "--max_steps", "4", "--logging_steps", "1"),
+        *("--report_to", "none", "--output_dir"),
+    ]
+    run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
+    run_forked([*PYTHON, str(FINETUNE), *flags, str(tmp_path / "plain")]).assert_ok()
+    share = series(tmp_path / "z", "eval/penalty_share")[0]
+    loss = series(tmp_path / "z", "eval/loss")[0]
+    # The penalty comes on top of the usual loss, here at the same initial weights.
+    assert 0 < share < 0.1
+    assert loss * (1 - share) == pytest.approx(series(tmp_path / "plain", "eval/loss")[0], rel=1e-5)
 
 
 @long_form
