@@ -40,3 +40,4 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
