@@ -55,7 +55,7 @@ def _recipe_page(recipe: str) -> str:
     ]
     for title, flags in describe_flags(module["DEFAULTS"]).items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
-        lines += _table(["Flag", "Default", "Meaning"], map(_flag_row, flags))
+        lines += _table(["Flag", "Meaning"], map(_flag_row, flags))
     return "\n".join(lines)
 
 
@@ -75,7 +75,9 @@ def _flag_row(flag: FlagDescription) -> list[str]:
         meaning += f" ({_code(choices)})"
     if flag.alias:
         meaning += f"; also called `{flag.alias}`"
-    return [name, f"`{flag.default}`" if flag.default else "", meaning]
+    if flag.default:
+        meaning += f" (default: `{flag.default}`)"
+    return [name, meaning]
 
 
 # --- commands
