@@ -88,6 +88,8 @@ def made_small(command: str) -> str:
             "--per_device_train_batch_size" in command
         ):  # which is chosen for the batch that the recipe has
             del flags["global_batch_size"]
+    elif "recipes/finetune.py --model_name_or_path runs/gpt" in command:
+        flags = SMALL_PREFERENCE  # the small model of gpt.py decides the rest
     elif "recipes/finetune.py" in command:
         flags = SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
     elif "recipes/preference.py" in command:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain doctor",
-    "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml -m llmtrain doctor",
+    "accelerate launch --config_file FILE -m llmtrain doctor",
 )
 
 

@@ -250,7 +250,7 @@ def test_a_configuration_of_another_model_limits_the_length_by_its_positions(
     assert model.max_positions() == model.max_length == 64
 
     overrides = ["--config_overrides", "n_positions=128"]
-    assert lt.parse(finetune.DEFAULTS, [*flags, *overrides]).model.max_positions() is None
+    assert lt.parse(finetune.DEFAULTS, [*flags, *overrides]).model.max_positions() == 128
 
 
 @pytest.mark.parametrize("word", ["", "x", "1.5", "Auto", "1e3"])
