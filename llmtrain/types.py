@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class LossSums(NamedTuple):
     """Sums of the loss and of further metrics, over one or several micro-batches."""
 
     loss: torch.Tensor  # a sum, not a mean; scalar
-    metrics: dict[str, torch.Tensor]  # sums of further metrics; scalars without a gradient
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})  # sums of further metrics; scalars
 
 
 class StepTotals(NamedTuple):

@@ -87,6 +87,8 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
             ["generate", "x", "--temp", "1"],
             "unrecognized arguments: --temp 1; see llmtrain generate",
         ),
+        (["diff", "a", "b", "c"], "diff compares two runs"),
+        (["diff", "a"], "diff compares two runs"),
         (
             ["init", "mine", "finetune"],
             "unrecognized arguments: finetune; see llmtrain init --help",

@@ -322,6 +322,20 @@ def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Pa
     ]
 
 
+def test_runs_are_sorted_by_a_loss_and_those_without_one_come_last(tmp_path: Path, capsys) -> None:
+    losses = {"a": 3.0, "b": 2.0, "c": None, "d": 4.0}
+    for name, loss in losses.items():
+        folder = make(tmp_path / "runs" / name, STATUS, {})
+        entry = {"step": 1, "train/loss": 1.0} | ({} if loss is None else {"eval/loss": loss})
+        (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    _, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--sort", "eval_loss")
+    names = [Path(line.split()[0]).name for line in out.splitlines()[1:]]
+    assert names == ["b", "a", "d", "c"]
+    status, _, err = ended(capsys, "runs", str(tmp_path / "runs"), "--sort", "size")
+    assert status == 2
+    assert "invalid choice: 'size'" in err
+
+
 def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -> None:
     make(tmp_path / "runs" / "far", STATUS | {"state": "running", "host": "elsewhere"}, {})
     assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]

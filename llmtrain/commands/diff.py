@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.record.history import History
 
@@ -21,20 +22,24 @@ EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_a", metavar="RUN_A", help="a run folder")
-    parser.add_argument("run_b", metavar="RUN_B", help="another run folder")
+    parser.usage = "llmtrain diff RUN_A RUN_B [--json]"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="one of two run folders")
 
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.report.difference import compare, comparison_lines
 
-    run_a = History.of_run(Path(arguments.run_a))
-    run_b = History.of_run(Path(arguments.run_b))
-    comparison = compare(run_a, run_b)
+    if len(arguments.runs) != 2:
+        raise UserError(
+            "diff compares two runs: llmtrain diff RUN_A RUN_B. For more of them, llmtrain runs "
+            "FOLDER lists their losses, and llmtrain report RUN RUN ... draws them on one page."
+        )
+    name_a, name_b = arguments.runs
+    comparison = compare(History.of_run(Path(name_a)), History.of_run(Path(name_b)))
     if arguments.json:
         print(json_text(_as_json(comparison), indent=1))
     else:
-        print("\n".join(comparison_lines(comparison, arguments.run_a, arguments.run_b)))
+        print("\n".join(comparison_lines(comparison, name_a, name_b)))
 
     are_same = comparison.first is None and comparison.common_entries > 0
     sys.exit(0 if are_same else 1)

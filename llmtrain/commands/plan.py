@@ -157,8 +157,10 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     model = f"{subject.class_name}: {count:,} parameters"
     if trained < count:
         model += f", {trained:,} of them trained"
-    flops = rate_text(subject.flops_per_token, "FLOPs")
-    print(f"model     {model}; {flops} per token, forward and backward")
+    if subject.flops_per_token:
+        flops = rate_text(subject.flops_per_token, "FLOPs")
+        model += f"; {flops} per token, forward and backward"
+    print(f"model     {model}")
 
     settings = subject.settings
     rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"

@@ -7,6 +7,7 @@ the run is finished, and 1 otherwise.
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from llmtrain.types import JsonObject
 GROUP = "Look at runs"
 EXAMPLES = (
     "llmtrain runs",
+    "llmtrain runs sweep --sort eval_loss",
     "llmtrain runs check runs/gpt",
     "llmtrain runs --finished runs/gpt && llmtrain generate runs/gpt",
 )
@@ -31,11 +33,12 @@ _STATES_AFTER_A_SAVE = ("finished", "preempted")  # a run saves a checkpoint bef
 
 # The losses of the list: keys of --json, and the keys of the log entries that have them.
 _LOSSES = {"loss": "train/loss", "eval_loss": "eval/loss"}
+_SORT_KEYS = ("age", *_LOSSES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "llmtrain runs [FOLDER] [--json]\n"
+        "llmtrain runs [FOLDER] [--sort {age,loss,eval_loss}] [--json]\n"
         "       llmtrain runs check RUN [--json]\n"
         "       llmtrain runs --finished RUN [--json]"
     )
@@ -45,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="the folder whose runs are listed (default: runs); or the word check, followed by a "
         "run, its checkpoints folder or a single checkpoint",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=_SORT_KEYS,
+        default="age",
+        help="order of the list: the newest run first (age), or the lowest loss or eval loss first "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--finished",
@@ -71,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         if should_check:
             sys.exit(0 if _check(path, arguments.json) else 1)
-        _list(path, arguments.json)
+        _list(path, sort_key=arguments.sort, as_json=arguments.json)
     except BrokenPipeError:  # an OSError, but not one of the folder: `llmtrain runs | head`
         raise
     except OSError as error:
@@ -97,8 +107,8 @@ def _is_finished(path: Path, as_json: bool) -> bool:
 # --- list
 
 
-def _list(path: Path, as_json: bool) -> None:
-    """Print the runs in a folder, the newest first."""
+def _list(path: Path, sort_key: str, as_json: bool) -> None:
+    """Print the runs in a folder, those with the smallest value of the key first."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the folder that holds the runs.")
 
@@ -112,6 +122,8 @@ def _list(path: Path, as_json: bool) -> None:
 
     histories.sort(key=History.seconds_since_write)
     runs = [_listed(history) for history in histories]
+    # Runs without the loss come last; of equal values, the newest comes first.
+    runs.sort(key=lambda run: math.inf if run[sort_key] is None else run[sort_key])
     if not runs and not refusals and not as_json:
         raise UserError(f"{path} contains no runs.")
     for refusal in refusals:

@@ -5,6 +5,7 @@ time is hidden behind the backward pass, and which process keeps the others wait
 """
 
 import argparse
+from itertools import pairwise
 
 from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.errors import UserError
@@ -97,7 +98,8 @@ def _processes(arguments: argparse.Namespace) -> int:
 def _last_value(flags: list[str], name: str) -> str | None:
     """Return the value of a recipe's flag. The last one counts, as in argparse."""
     value = None
-    for word, next_word in zip(flags, [*flags[1:], None], strict=True):
+    for word, next_word in pairwise([*flags, None]):
+        assert word is not None
         if word == name:
             value = next_word
         elif word.startswith(f"{name}="):

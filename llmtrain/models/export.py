@@ -21,7 +21,7 @@ _MODULE_CLASS = "torch_module"
 
 
 # The first line of the code in a model card.
-_FOLDER_LINE = 'FOLDER = "."  # the folder that this file is in\n\n'
+_FOLDER_LINE = 'FOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Each way to train has its own subclass:
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -239,7 +239,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def add_metrics(totals: dict[str, Tensor], sums: dict[str, Tensor]) -> None:
+def add_metrics(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
     """Add the sums of a micro-batch to the totals, in place and without their graphs."""
     for name, value in sums.items():
         detached = value.detach()

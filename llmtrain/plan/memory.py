@@ -233,8 +233,9 @@ class Memory:
             return count_activations(self.subject.model, self.subject.objective, batch)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
-                f"cannot count the activations of {self.subject.class_name}, because its code "
-                f"needs the values of tensors: {first_line(error)}"
+                f"the activations cannot be counted, because {self.subject.class_name} or its loss "
+                f"looks at the values of tensors ({first_line(error)}); if the loss selects "
+                "positions by a mask, multiply by the mask instead"
             ) from None
 
     # --- bytes of a process

@@ -140,7 +140,7 @@ def make_plan(request: PlanRequest) -> Plan:
         except UserError as error:
             plan.left_out.append(f"{name}: {error}")
     if not plan.ways:
-        raise UserError(f"there is no way to train this: {'; '.join(plan.left_out)}")
+        raise UserError(f"this run cannot be planned: {'; '.join(plan.left_out)}")
     return plan
 
 

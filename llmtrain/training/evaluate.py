@@ -33,7 +33,7 @@ class EvalSums:
     def add(
         self,
         ratios: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        metrics: dict[str, torch.Tensor],
+        metrics: Mapping[str, torch.Tensor],
     ) -> None:
         """Add the sums of a micro-batch.
 

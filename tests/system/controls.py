@@ -126,7 +126,7 @@ def mean_of_means(
             mean = loss / count_targets(batch["labels"]).clamp(min=1)
             engine.accelerator.backward(mean / len(batches))
         total += loss.detach()
-    return LossSums(total, metrics={})
+    return LossSums(total)
 
 
 def never_synced(

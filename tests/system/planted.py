@@ -40,7 +40,7 @@ def sync_in_every_micro_batch(
         loss = engine.loss(batch, extra).loss
         engine.accelerator.backward(loss * engine.data_parallel_size / denominator)
         total += loss.detach()
-    return LossSums(total, metrics={})
+    return LossSums(total)
 
 
 def perturb_rank_1(engine: Engine, *arguments: Any, **settings: Any) -> StepResult:

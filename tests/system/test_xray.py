@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import BIN, GPT, TINY, long_form, metrics, run, torchrun
+from tests.launching import BIN, GPT, ROOT, TINY, long_form, metrics, run, torchrun
 from tests.test_cli import ended
 
 MODEL = [
@@ -84,6 +84,13 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     monkeypatch.setattr("llmtrain.commands.xray.run_command", same_run)
     status, out, err = ended(capsys, *words, "--json")
     assert (status, json.loads(out), err) == (0, summary, "")
+
+    # A recipe may have no flags at all. The run folder is then the default one.
+    monkeypatch.chdir(tmp_path)
+    recipe = str(ROOT / GPT)
+    status, out, err = ended(capsys, "xray", recipe, "--steps", "3:5", "--json")
+    assert (status, json.loads(out), err) == (0, summary, "")
+    assert (tmp_path / "runs" / "xray" / "metrics.jsonl").exists()
 
 
 SLOW = """
