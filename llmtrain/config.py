@@ -750,7 +750,8 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""
-        raise UserError(f"{message}; --help lists the flags.")
+        end = "" if message.endswith("?") else ";"
+        raise UserError(f"{message}{end} --help lists the flags.")
 
 
 def _options_in(argv: list[str]) -> list[str]:

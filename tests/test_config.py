@@ -161,7 +161,7 @@ def test_wrong_values_hide_neither_each_other_nor_unknown_flags():
 def test_a_flag_without_its_value_hides_no_unknown_flag():
     assert complaint(toy, "--sise", "4", "--size") == (
         "--size needs a value: how large it is, 100% of the time; "
-        "unknown flag --sise - did you mean --size?; --help lists the flags."
+        "unknown flag --sise - did you mean --size? --help lists the flags."
     )
 
 
@@ -173,7 +173,7 @@ def test_a_long_name_with_a_single_dash_is_an_unknown_flag():
 def test_a_stray_word_hides_no_unknown_flag():
     assert complaint(toy, "stray", "--sise", "4") == (
         "'stray' is neither a flag nor the value of one; "
-        "unknown flag --sise - did you mean --size?; --help lists the flags."
+        "unknown flag --sise - did you mean --size? --help lists the flags."
     )
 
 
@@ -190,7 +190,7 @@ def test_a_stray_word_hides_no_unknown_flag():
 def test_a_wrong_value_in_a_yaml_file_hides_no_unknown_key(tmp_path, line, problem):
     message = complaint(from_yaml, tmp_path, f"{line}\nsise: 4\n")
     assert message == (
-        f"{tmp_path / 'toy.yaml'}: {problem}; unknown key 'sise' - did you mean size?; "
+        f"{tmp_path / 'toy.yaml'}: {problem}; unknown key 'sise' - did you mean size? "
         "--help lists the flags."
     )
 

@@ -32,6 +32,7 @@ from llmtrain.files import new_folder, read_hashed, read_object, temporary_sibli
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import THIS_RANK, Team
+from llmtrain.quantities import size_text
 from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
 from llmtrain.record.provenance import digest
 from llmtrain.record.tensors import Share, unchanged, write_tensors
@@ -119,7 +120,8 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + _SPARE_BYTES:
         raise OSError(
-            f"{needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free on that disk"
+            f"{size_text(needed + _SPARE_BYTES)} are needed and {size_text(free)} are free on that "
+            "disk"
         )
 
 

@@ -203,7 +203,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(
     monkeypatch.setattr(checkpoint, "new_folder", lambda _: pytest.fail("begun all the same"))
     with pytest.raises(
         UserError,
-        match=r"0\.00 GiB are needed and 0\.00 GiB are free on that disk\); older checkpoints",
+        match=r"16\.\d MiB are needed and 1\.00 MiB are free on that disk\); older checkpoints",
     ):
         save(tmp_path, 20)
     assert checkpoints(tmp_path) == [kept]
