@@ -26,8 +26,8 @@ def separate_recipe_flags(arguments: argparse.Namespace) -> None:
     """
     if not Path(arguments.recipe).is_file():
         raise UserError(
-            f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py in a clone of "
-            "the repository, or a copy made by llmtrain init."
+            f"{arguments.recipe} is not a file; name a recipe, such as recipes/gpt.py in a clone "
+            "of the repository, or a copy made by llmtrain init."
         )
 
     command_parser = arguments.parser
