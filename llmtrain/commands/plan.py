@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain plan recipes/gpt.py",
-    "llmtrain plan recipes/finetune.py --from_config FOLDER_OR_HUB_NAME --tokenizer byte "
-    "--processes 8 --device h100-80gb",
+    "llmtrain plan recipes/finetune.py --from_config llama --tokenizer byte --processes 8 "
+    "--device h100-80gb --gradient_checkpointing --sync_each_batch --config_overrides "
+    "hidden_size=4096,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,"
+    "intermediate_size=14336,vocab_size=128256    # a Llama with 8 billion parameters",
     "llmtrain plan recipes/gpt.py --processes 64 --device h100-80gb --link 400Gbit "
     "--global_batch_size 512",
 )
