@@ -449,7 +449,7 @@ def test_a_misspelled_flag_gets_the_flag_that_is_meant(typo: str) -> None:
         message = error_of(recipe, f"--{typo}")
         if meant:
             suggestion = f" - did you mean --{meant}?"
-            assert message == f"unknown flag --{typo}{suggestion}; --help lists the flags."
+            assert message == f"unknown flag --{typo}{suggestion} --help lists the flags."
         else:
             assert "did you mean" not in message
 
