@@ -76,9 +76,15 @@ def hint_for(name: str, flags: Collection[str], value: str | None = None) -> str
         if flags_in(hint).issubset(flags):
             return hint
 
-    nearest = None if is_known or name in _HINTS else _nearest_name(name, flags)
-    hint_of_nearest = nearest and hint_for(nearest, flags, value)
-    return f"if you mean {nearest}, {hint_of_nearest}" if hint_of_nearest else None
+    if is_known or name in _HINTS:
+        return None
+    nearest = _nearest_name(name, flags)
+    if nearest is None:
+        return None
+    hint_of_nearest = hint_for(nearest, flags, value)
+    if hint_of_nearest is None:
+        return None
+    return f"if you mean {nearest}, {hint_of_nearest}"
 
 
 def _nearest_name(name: str, flags: Collection[str]) -> str | None:

@@ -355,9 +355,9 @@ class Callback:
 
         Args:
             step: steps made so far.
-            metrics: the numbers of the entry, such as ``train/loss`` and ``train/grad_norm``, or
-                ``eval/loss``. They are those of the whole global batch, and the same on all ranks,
-                except for times and rates.
+            metrics: the numbers of the entry by the names that trackers show, such as
+                ``train/loss`` and ``epoch``. They are those of the whole global batch, and the same
+                on all ranks, except for times and rates.
         """
 
     def wants_to_stop(self) -> bool:

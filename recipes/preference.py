@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> object:
         has_adapter = settings.lora is not None and settings.lora.lora_r > 0
         settings.optim.set_default(
             "learning_rate",
-            settings.preference.learning_rate(has_adapter),
+            settings.preference.default_learning_rate(has_adapter),
             f"default for --loss_type {settings.preference.loss_type}",
         )
 

@@ -98,8 +98,7 @@ def _processes(arguments: argparse.Namespace) -> int:
 def _last_value(flags: list[str], name: str) -> str | None:
     """Return the value of a recipe's flag. The last one counts, as in argparse."""
     value = None
-    for word, next_word in pairwise([*flags, None]):
-        assert word is not None
+    for word, next_word in pairwise([*flags, ""]):
         if word == name:
             value = next_word
         elif word.startswith(f"{name}="):

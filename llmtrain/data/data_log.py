@@ -10,7 +10,8 @@ from llmtrain.data.request import DataRequest
 from llmtrain.data.sft import Audit
 from llmtrain.data.tokenized import Tokenized, short_names
 
-_EVAL_SPLITS = ("test", "val", "eval", "dev")  # in names of splits, such as "test_sft"
+# How the names of eval splits begin, such as "test_sft" and "validation".
+_EVAL_SPLITS = ("test", "val", "eval", "dev")
 
 
 def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
@@ -50,14 +51,14 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
 def _describe_unread_splits(request: DataRequest) -> None:
     """Name the first split of each data set that its authors meant for evaluation."""
     for source in request.train:
-        for split in source.other_splits():
-            if any(word in split for word in _EVAL_SPLITS):
-                say(
-                    "eval",
-                    f"split {split} of {source.name} is not read; --dataset_test_split {split} "
-                    "evaluates on it",
-                )
-                break
+        eval_splits = [name for name in source.other_splits() if name.startswith(_EVAL_SPLITS)]
+        if eval_splits:
+            split = eval_splits[0]
+            say(
+                "eval",
+                f"split {split} of {source.name} is not read; --dataset_test_split {split} "
+                "evaluates on it",
+            )
 
 
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:

@@ -432,7 +432,7 @@ class PreferenceConfig(Config):
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
             raise UserError("--simpo_gamma is for --loss_type simpo; leave it out.")
 
-    def learning_rate(self, has_adapter: bool) -> float:
+    def default_learning_rate(self, has_adapter: bool) -> float:
         """Return the default learning rate of this loss.
 
         A reward model has a new head to train: Ouyang et al. 2022 (arXiv:2203.02155) and Touvron et

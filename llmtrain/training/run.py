@@ -200,20 +200,18 @@ class Run:
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry to ``metrics.jsonl`` and to the trackers."""
         epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
-        self.metrics.write(
-            {
-                "step": self.step,
-                "epoch": round(epoch, 4),
-                "tokens": self.tokens,
-                **metrics,
-                "time": round(time.time(), 3),
-            }
-        )
+        entry = {
+            "step": self.step,
+            "epoch": round(epoch, 4),
+            "tokens": self.tokens,
+            **metrics,
+            "time": round(time.time(), 3),
+        }
+        self.metrics.write(entry)
         if "eval/loss" in metrics:
             self.last_eval = EvalResult(self.step, metrics)
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for listener in self.log_listeners:
-            listener(self.step, numbers)
+            listener(self.step, as_numbers(entry))
 
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""
