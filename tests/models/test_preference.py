@@ -424,6 +424,34 @@ def test_such_a_family_is_refused_before_the_data_are_prepared(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ([], 1e-6),
+        (["--lora_r", "4"], 1e-5),
+        (["--loss_type", "reward"], 1e-5),
+        (["--loss_type", "kto"], 1e-6),
+        (["--loss_type", "reward", "--learning_rate", "1e-4"], 1e-4),
+    ],
+)
+def test_a_reward_model_and_an_adapter_have_a_higher_default_rate(
+    flags: list[str], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BeforeData(Exception):
+        pass
+
+    rates = []
+
+    def tokenized(settings: Any) -> None:
+        rates.append(settings.optim.learning_rate)
+        raise BeforeData
+
+    monkeypatch.setattr(preference, "tokenized", tokenized)
+    with pytest.raises(BeforeData):
+        preference.main(flags)
+    assert rates == [rate]
+
+
 def test_the_families_that_the_refusal_names_can_be_reward_models(
     family: str, load, tmp_path: Path
 ) -> None:

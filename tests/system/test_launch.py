@@ -53,8 +53,8 @@ def test_two_processes_are_one_run_that_looks_like_one(
     assert ended.out.count("8 rows per step = 2 processes x 2 micro-batches x 2 rows") == 1
     assert ended.out.count("2 processes on cpu") == 1
     # A log file gets no bar, but a line for each entry that the flags ask for.
-    lines = ended.err.splitlines()
-    assert all(re.match(r"step +\d+/6  loss ", line) for line in lines), ended.err
+    matches = [re.match(r"step +(\d)/6  loss ", line) for line in ended.err.splitlines()]
+    assert [match and match[1] for match in matches] == [*"123456"], ended.err
     assert "not logged in, so logging offline" in ended.out
     assert "wandb sync" in ended.out
     assert read_json(folder / "status.json")["state"] == "finished"
