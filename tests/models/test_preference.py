@@ -423,7 +423,6 @@ def test_such_a_family_is_refused_before_the_data_are_prepared(
         preference.tokenized(settings)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [
@@ -437,21 +436,22 @@ def test_such_a_family_is_refused_before_the_data_are_prepared(
 def test_a_reward_model_and_an_adapter_have_a_higher_default_rate(
     flags: list[str], rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class BeforeData(Exception):
+    class BeforeDataError(Exception):
         pass
 
     rates = []
 
     def tokenized(settings: Any) -> None:
         rates.append(settings.optim.learning_rate)
-        raise BeforeData
+        raise BeforeDataError
 
     monkeypatch.setattr(preference, "tokenized", tokenized)
-    with pytest.raises(BeforeData):
+    with pytest.raises(BeforeDataError):
         preference.main(flags)
     assert rates == [rate]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_the_families_that_the_refusal_names_can_be_reward_models(
     family: str, load, tmp_path: Path
 ) -> None:
