@@ -110,11 +110,15 @@ def _candidates(name: str, is_known: bool, value: str | None) -> tuple[str, ...]
         value_hint = _VALUE_HINTS.get(name, {}).get(word or "")
         return (value_hint,) if value_hint else ()
 
-    if name not in _HINTS and name.removeprefix("no_") in _OFF_HINTS:
-        return _OFF_HINTS[name.removeprefix("no_")]
+    # --no_wandb means the same as --wandb false.
+    switch = name.removeprefix("no_")
+    if name not in _HINTS and switch in _OFF_HINTS:
+        return _OFF_HINTS[switch]
+
     hints = _HINTS.get(name, ())
     if word in _OFF_WORDS and name in _OFF_HINTS:
         return _OFF_HINTS[name] + hints
+    # Any other flag without a value can be left out.
     if word in _NULL_WORDS and hints:
         return (_NO_VALUE,)
     return hints

@@ -8,7 +8,7 @@ that token, such as a newline, or if that token is also used for padding.
 import json
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,6 +72,38 @@ def scoring_code(tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collectio
     )
 
 
+class _Example(NamedTuple):
+    """An example conversation, as the chat template renders it.
+
+    Attributes:
+        prompts: the question, with the beginning of an answer; one text for each way to prompt.
+        text: the question and the answer.
+        longer_text: the question, the answer and another question.
+    """
+
+    prompts: list[str]
+    text: str
+    longer_text: str
+
+    @property
+    def continues_a_prompt(self) -> bool:
+        """Whether the answer is shown behind its prompt, so that training builds the same text."""
+        return any(self.text.startswith(prompt) for prompt in self.prompts)
+
+    @property
+    def after_answer(self) -> str:
+        """What the template writes after the answer."""
+        return self.text.rpartition(_ANSWER["content"])[2]
+
+    @property
+    def before_next_message(self) -> str:
+        """What follows the text in the longer one; empty if the longer one begins differently."""
+        text = self.text.rstrip()
+        if not self.longer_text.startswith(text):
+            return ""
+        return self.longer_text[len(text) :].lstrip()
+
+
 def _ending_line(
     tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int]
 ) -> str | None:
@@ -81,34 +113,46 @@ def _ending_line(
         The line; ``None`` if the chat template shows an answer differently from the way it prompts
         for it.
     """
-    try:
-        text = _render(tokenizer, [_QUESTION, _ANSWER])
-        longer_text = _render(tokenizer, [_QUESTION, _ANSWER, _QUESTION])
-        prompts = [
-            _render(tokenizer, [_QUESTION], add_generation_prompt=True, **options)
-            for options in ({"enable_thinking": False}, {})
-        ]
-    except Exception:  # a template can raise any error
-        return None
-    if not any(text.startswith(prompt) for prompt in prompts) or _ANSWER["content"] not in text:
+    example = _render_example(tokenizer)
+    if example is None or not example.continues_a_prompt:
         return None
 
-    added_tokens = tokenizer.added_tokens_decoder
-    ids = {tokenizer.eos_token_id, *stop_token_ids}
-    stop_tokens = [re.escape(added_tokens[id].content) for id in ids if id in added_tokens]
-    stop_token = f"(?:{'|'.join(stop_tokens)})+"
-    shown = re.search(stop_token, text.rpartition(_ANSWER["content"])[2])
-    if shown is not None:
-        end = _literal(shown[0])
+    stop_tokens = _stop_token_pattern(tokenizer, stop_token_ids)
+    shown_end = re.search(stop_tokens, example.after_answer)
+    if shown_end is not None:
+        end = _literal(shown_end[0])
         return f"    text = text[: text.rindex({end})] + {end}  # without what follows the end\n"
 
     # The template ends an answer with the first token of the next message, or with no token.
-    text = text.rstrip()
-    following = None
-    if longer_text.startswith(text):
-        following = re.match(stop_token, longer_text[len(text) :].lstrip())
-    end = _literal(str(tokenizer.eos_token) if following is None else following[0])
+    next_token = re.match(stop_tokens, example.before_next_message)
+    end = _literal(str(tokenizer.eos_token) if next_token is None else next_token[0])
     return f"    text = text.rstrip() + {end}  # the template shows no end\n"
+
+
+def _render_example(tokenizer: "PreTrainedTokenizerFast") -> _Example | None:
+    """Return the example; ``None`` if the template raises an error or does not show the answer."""
+    try:
+        example = _Example(
+            prompts=[
+                _render(tokenizer, [_QUESTION], add_generation_prompt=True, **options)
+                for options in ({"enable_thinking": False}, {})
+            ],
+            text=_render(tokenizer, [_QUESTION, _ANSWER]),
+            longer_text=_render(tokenizer, [_QUESTION, _ANSWER, _QUESTION]),
+        )
+    except Exception:  # a template can raise any error
+        return None
+    return example if _ANSWER["content"] in example.text else None
+
+
+def _stop_token_pattern(
+    tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int]
+) -> str:
+    """Return a regular expression for one or more of the tokens that end an answer."""
+    added_tokens = tokenizer.added_tokens_decoder
+    ids = {tokenizer.eos_token_id, *stop_token_ids}
+    stop_tokens = [re.escape(added_tokens[id].content) for id in ids if id in added_tokens]
+    return f"(?:{'|'.join(stop_tokens)})+"
 
 
 def _literal(text: str) -> str:
