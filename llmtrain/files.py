@@ -29,21 +29,30 @@ class Hashed(TypedDict):
     sha256: str
 
 
-def write_json(path: Path, content: object) -> None:
-    """Replace a file by JSON, atomically."""
-    _replace(path, json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: object, durable: bool = True) -> None:
+    """Replace a file by JSON, atomically.
+
+    Args:
+        path: the file.
+        content: what to write.
+        durable: force it to the disk. Otherwise a killed process loses nothing, but a machine that
+            loses power may.
+    """
+    _replace(path, json.dumps(content, indent=2) + "\n", durable)
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, durable: bool = True) -> None:
     working = temporary_sibling(path)
     try:
         working.write_text(text)
-        sync_file(working)
+        if durable:
+            sync_file(working)
         working.replace(path)
     except BaseException:
         working.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:

@@ -192,8 +192,8 @@ def parameter_bytes(model: nn.Module) -> tuple[int, int]:
     return local, full
 
 
-def _say_size(model: nn.Module, class_name: str) -> None:
-    """Print the number of parameters of a model, and how many of them are trained."""
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters of a model, and how many of them are trained."""
     total = 0
     trained = 0
     for parameter in model.parameters():
@@ -204,7 +204,12 @@ def _say_size(model: nn.Module, class_name: str) -> None:
         total += count
         if parameter.requires_grad:
             trained += count
+    return total, trained
 
+
+def _say_size(model: nn.Module, class_name: str) -> None:
+    """Print the number of parameters of a model, and how many of them are trained."""
+    total, trained = parameter_counts(model)
     share = "" if trained == total else f", {trained:,} of them trained ({trained / total:.2%})"
     say("model", f"{class_name}: {total:,} parameters{share}")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -153,27 +155,21 @@ class History(NamedTuple):
         Returns:
             A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        parsed_times = [_seconds(time) for time in self.all_start_times()]
-        start_times = sorted(start for start in parsed_times if start is not None)
+        start_times = self.all_start_seconds()
         if not start_times:
             return [None] * len(self.entries)
 
-        total_seconds = 0.0
-        last_time = start_times[0]
+        clock = TrainingClock(start_times)
         hours: list[float | None] = []
         for entry in self.entries:
             now = entry.get("time")
-            if not isinstance(now, int | float):
-                hours.append(None)
-                continue
-
-            # Count from the last log entry, or from the newest start if that was later.
-            starts_until_now = [start for start in start_times if start <= now]
-            begin = max([last_time, *starts_until_now])
-            total_seconds += max(0.0, now - begin)
-            last_time = now
-            hours.append(total_seconds / 3600)
+            hours.append(clock.hours_at(now) if isinstance(now, int | float) else None)
         return hours
+
+    def all_start_seconds(self) -> list[float]:
+        """Return :meth:`all_start_times` in seconds since 1970."""
+        seconds = [_seconds(time) for time in self.all_start_times()]
+        return [start for start in seconds if start is not None]
 
     def seconds_since_write(self) -> float:
         """Return the seconds since the run last wrote to its folder."""
@@ -204,6 +200,39 @@ class History(NamedTuple):
     def _is_elsewhere(self) -> bool:
         """Whether the run was last started on another machine, whose locks may be invisible."""
         return self.status.get("host") not in (None, platform.node())
+
+
+class TrainingClock:
+    """Counts the hours of training until each log entry of a run, one after the other.
+
+    Pauses between two starts do not count. Neither do steps that were lost in a crash.
+
+    Args:
+        start_times: the times of all starts, in seconds since 1970.
+    """
+
+    def __init__(self, start_times: Sequence[float]) -> None:
+        self._start_times = sorted(start_times)
+        self._last_time: float | None = None
+        self._seconds = 0.0
+
+    def hours_at(self, now: float) -> float:
+        """Return the hours until the next log entry.
+
+        Args:
+            now: the time of the entry, in seconds since 1970.
+        """
+        # Count from the last log entry, or from the newest start if that was later.
+        begins = [start for start in self._start_times if start <= now]
+        if self._last_time is not None:
+            begins.append(self._last_time)
+        elif self._start_times:
+            begins.append(self._start_times[0])
+        begin = max(begins, default=now)
+
+        self._seconds += max(0.0, now - begin)
+        self._last_time = now
+        return self._seconds / 3600
 
 
 def is_run(folder: Path) -> bool:
@@ -239,6 +268,25 @@ def read_lines(path: Path) -> list[JsonObject]:
         for content in contents
         if isinstance(content, dict) and isinstance(content.get("step"), int)
     ]
+
+
+def as_numbers(entry: JsonObject) -> dict[str, float]:
+    """Return the numbers of a log entry, by a flat name.
+
+    If there is a value for each rank, the largest one is returned: the rank that holds most memory
+    runs out of it first, and the slowest rank holds up the others. JSON's null becomes NaN, and
+    text is left out.
+    """
+    numbers: dict[str, float] = {}
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            for name, by_rank in value.items():
+                numbers[f"{key}/{name}"] = max(by_rank)
+        elif value is None:
+            numbers[key] = math.nan
+        elif not isinstance(value, str):
+            numbers[key] = value
+    return numbers
 
 
 def _seconds(timestamp: object) -> float | None:

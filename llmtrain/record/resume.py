@@ -36,7 +36,11 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 @contextlib.contextmanager
 def choose_folder(
-    output_dir: str, resume: str, fingerprint: JsonObject, record: JsonObject | None = None
+    output_dir: str,
+    resume: str,
+    fingerprint: JsonObject,
+    record: JsonObject | None = None,
+    run_id: str | None = None,
 ) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
@@ -49,6 +53,7 @@ def choose_folder(
         resume: ``auto``, ``never``, or the folder of a run or of a checkpoint.
         fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
         record: what ``run.json`` will say about the data and the settings, for error messages.
+        run_id: the id of the run, if a sweep has chosen it. Only a run of this id is resumed.
 
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
@@ -56,7 +61,7 @@ def choose_folder(
     """
     point = ResumePoint(
         folder=Path(output_dir),
-        run_id=secrets.token_hex(4),
+        run_id=run_id or secrets.token_hex(4),
         start_id=secrets.token_hex(8),
     )
     if resume not in ("auto", "never"):
@@ -84,7 +89,7 @@ def choose_folder(
         elif may_continue:
             if resume == "auto" and _is_shorter_run(folder, fingerprint):
                 shorter_run = folder
-            unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint)
+            unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint, run_id)
             if unfinished is not None:
                 with unfinished.lock:
                     yield _continued(point, folder, unfinished.record, fingerprint)
@@ -259,16 +264,16 @@ class _Unfinished(NamedTuple):
 
 
 def _lock_unfinished(
-    folder: Path, fingerprint: JsonObject, source: Path | None
+    folder: Path, fingerprint: JsonObject, source: Path | None, run_id: str | None
 ) -> _Unfinished | None:
-    """Lock a run that this start may continue.
+    """Lock a run that this start may continue; see :func:`_unfinished_record`.
 
     Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
 
     Returns:
         ``None`` for a run that this start may not continue.
     """
-    if _unfinished_record(folder, fingerprint, source) is None:
+    if _unfinished_record(folder, fingerprint, source, run_id) is None:
         return None
     try:
         held_lock = lock_of(folder).acquire(blocking=False)
@@ -283,7 +288,8 @@ def _lock_unfinished(
         except filelock.Timeout:
             return None
 
-    record = _unfinished_record(folder, fingerprint, source)  # it may have finished in the meantime
+    # It may have finished in the meantime.
+    record = _unfinished_record(folder, fingerprint, source, run_id)
     if record is None:
         held_lock.lock.release()
         return None
@@ -291,7 +297,7 @@ def _lock_unfinished(
 
 
 def _unfinished_record(
-    folder: Path, fingerprint: JsonObject, source: Path | None
+    folder: Path, fingerprint: JsonObject, source: Path | None, run_id: str | None
 ) -> JsonObject | None:
     """Return ``run.json`` of an unfinished run that this start may continue.
 
@@ -300,6 +306,7 @@ def _unfinished_record(
         fingerprint: the fingerprint of this run, which the unfinished run must have.
         source: the checkpoint that the user has named, if any. The unfinished run must have begun
             from it.
+        run_id: the id that the unfinished run must have; ``None`` for any.
 
     Returns:
         ``None`` for any other run.
@@ -311,6 +318,8 @@ def _unfinished_record(
         return None
     record = read_versioned(folder / "run.json")
     if record.get("fingerprint_sha256") != digest(fingerprint):
+        return None
+    if run_id is not None and record["run_id"] != run_id:
         return None
     if source is not None:
         origins = [start["from"] for start in record["starts"]]

@@ -144,14 +144,18 @@ class Patience:
         if step == 0:
             return
 
-        is_lower_better = re.search("loss|perplexity|bits", self.metric) is not None
-        value = float(metrics[self.metric]) * (1 if is_lower_better else -1)
+        value = float(metrics[self.metric]) * (1 if is_lower_better(self.metric) else -1)
         if value < self.best:
             self.best = value
             self.best_step = step
             self.worse = 0
         else:  # not better, or not a number
             self.worse += 1
+
+
+def is_lower_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better, as its name says."""
+    return re.search("loss|perplexity|bits", metric) is not None
 
 
 @contextlib.contextmanager

@@ -475,10 +475,8 @@ class Samples(LoopCallback):
                 sampling,
                 stop_token_ids=self.run.rows.stop_token_ids,
             )
-        for prompt, text in zip(prompts, texts, strict=True):
-            self.run.writer.append(
-                "samples.jsonl", {"step": info.step, "prompt": prompt, "text": text}
-            )
+        pairs = zip(prompts, texts, strict=True)
+        self.run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
 
 
 class Checkpoints(LoopCallback):

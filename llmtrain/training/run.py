@@ -1,9 +1,10 @@
 """A run from its start to its end: its fingerprint, its folder, and its checkpoints."""
 
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -18,10 +19,12 @@ from llmtrain.files import read_object
 from llmtrain.launching.process import leave_group
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
-from llmtrain.record.history import read_lines
+from llmtrain.record.history import History, as_numbers, read_lines
+from llmtrain.record.output import OUTPUT_FILE, copied_output
 from llmtrain.record.provenance import (
     check_ranks_agree,
     run_description,
@@ -32,7 +35,9 @@ from llmtrain.record.resume import choose_folder
 from llmtrain.record.resume_point import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
-from llmtrain.record.tracking import Metrics, as_numbers
+from llmtrain.record.trackers.tracker import TrackedRun
+from llmtrain.record.trackers.weights_and_biases import sweep_run_id
+from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
 from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (
+    "versions",
     "git_sha",
     "code_sha256",
     "processes",
@@ -213,6 +219,12 @@ class Run:
         for listener in self.log_listeners:
             listener(self.step, as_numbers(entry))
 
+    def log_samples(self, samples: Sequence[JsonObject]) -> None:
+        """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""
+        for sample in samples:
+            self.writer.append("samples.jsonl", {"step": self.step, **sample})
+        self.metrics.wake()
+
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""
         say(kind, text)
@@ -293,6 +305,7 @@ def open_run(
                 resume=settings.run.resume_from_checkpoint,
                 fingerprint=fingerprint,
                 record=details,
+                run_id=sweep_run_id() if "wandb" in settings.run.trackers else None,
             )
             return contexts.enter_context(choosing)
 
@@ -374,27 +387,26 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     """
     settings = resolved(run.settings)
 
-    def begin() -> JsonObject:
+    def begin() -> TrackedRun:
+        earlier = History.read(run.folder)
         run.writer.begin(run.step, run.resume_point.extended_run)
-        record = _record_of(run, settings)
-        run.writer.write("run.json", record)
-        return {key: record["starts"][-1][key] for key in _TRACKED_KEYS}
+        run.writer.write("run.json", _record_of(run, settings))
+        return _tracked(run, earlier)
 
-    values = {name: setting["value"] for name, setting in settings.items()}
-    tracked = values | team.on_main(begin)
+    tracked = team.on_main(begin)
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
         run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
 
-    with stop_signals(run.ask_to_stop):
+    trackers = run.settings.run.trackers
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(stop_signals(run.ask_to_stop))
+        if run.is_main and "wandb" in trackers:
+            contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         try:
-            run.metrics.start(
-                run.settings.run.trackers,
-                settings=tracked,
-                run_name=run.settings.run.run_name or run.folder.name,
-                run_id=run.resume_point.run_id,
-            )
+            run.metrics.start(trackers, tracked)
+            _record_addresses(run)
             yield
         except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
             run.record_failure("stopped at once by a second signal")
@@ -413,6 +425,56 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         run.writer.set_status(run.outcome.state, run.step, run.outcome.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
+
+
+def _tracked(run: Run, earlier: History) -> TrackedRun:
+    """Return what trackers are told about a run, whose ``run.json`` has this start.
+
+    Args:
+        run: the run.
+        earlier: what the run folder had before this start.
+    """
+    history = History.read(run.folder)
+    start = history.starts[-1]
+    parameters, trained_parameters = parameter_counts(run.bundle.model)
+    facts = {
+        "parameters": parameters,
+        "trained_parameters": trained_parameters,
+        "data_sha256": run.fingerprint["data"],
+        "layout": run.layout._asdict(),
+        **{key: start[key] for key in _TRACKED_KEYS},
+    }
+    ranks = Ranks(run.accelerator)
+    return TrackedRun(
+        folder=run.folder,
+        name=run.settings.run.run_name or run.folder.name,
+        run_id=run.resume_point.run_id,
+        project=os.environ.get("WANDB_PROJECT", "llmtrain"),
+        config=redacted(history.settings | facts),
+        machines=ranks.machines,
+        start_times=history.all_start_seconds(),
+        fork=_fork_of(history.extends) if not earlier.starts else "",
+    )
+
+
+def _fork_of(extends: JsonObject) -> str:
+    """Return the W&B run and step that a run begins from; empty if there is none.
+
+    Args:
+        extends: the run that it extends, as in ``run.json``.
+    """
+    if not extends:
+        return ""
+    extended = History.read(Path(extends["run"]))
+    was_online = "wandb" in extended.record.get("trackers", {})
+    return f"{extends['run_id']}?_step={extends['step']}" if was_online else ""
+
+
+def _record_addresses(run: Run) -> None:
+    """Record the addresses of the run's pages at its trackers in ``run.json``."""
+    if run.is_main and run.metrics.addresses:
+        record = read_object(run.folder / "run.json")
+        run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
 
 
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:

@@ -75,12 +75,18 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
             engine.gatherable(weights),
             engine.gatherable(optimizer_state),
             _state(run, engine),
-            on_commit=functools.partial(run.writer.set_status, "running", run.step),
+            on_commit=functools.partial(_on_commit, run, run.step),
         )
 
     _on_writers(run, prepare)
     _on_writers(run, write)
     run.deadline.reserve("save", 2 * run.saver.longest_seconds)
+
+
+def _on_commit(run: Run, step: int) -> None:
+    """Record a checkpoint that was just saved, on rank 0. It may be called by another thread."""
+    run.writer.set_status("running", step)
+    run.metrics.send_checkpoint(checkpoint.path_of(run.folder / "checkpoints", step))
 
 
 def _state(run: Run, engine: Engine) -> JsonObject:

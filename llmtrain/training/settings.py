@@ -4,7 +4,6 @@ import argparse
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from llmtrain.config import COMMAND_LINE, Config, flag, require_at_least
@@ -360,7 +359,8 @@ class RunConfig(Config):
     )
     report_to: list[str] = flag(
         ["wandb"],
-        "trackers that get the metrics: wandb (offline without a login), tensorboard or none",
+        "trackers that get the metrics: wandb (offline without a login), tensorboard, mlflow, "
+        "trackio, aim, clearml, comet_ml, dvclive, swanlab, all that are installed, or none",
         metavar="TRACKER",
         group="evaluation and logging",
     )
@@ -379,38 +379,16 @@ class RunConfig(Config):
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
                 "leave the flag out."
             )
-        _check_trackers(self.report_to)
+        from llmtrain.record.trackers.names import check_trackers  # imports Accelerate
+
+        check_trackers(self.report_to)
 
     @property
     def trackers(self) -> list[str]:
         """The trackers that the run reports to."""
-        return [name for name in self.report_to if name != "none"]
+        from llmtrain.record.trackers.names import chosen_trackers  # imports Accelerate
 
-
-def _check_trackers(names: list[str]) -> None:
-    """Raise :class:`UserError` for a tracker that is unknown or not installed."""
-    for name in names:
-        if name not in ("wandb", "tensorboard", "none"):
-            raise UserError(
-                f"--report_to {name} is not supported: llmtrain reports to wandb, tensorboard or "
-                "none."
-            )
-    trackers = [name for name in names if name != "none"]
-    if trackers and "none" in names:
-        raise UserError(
-            f"--report_to none and {' '.join(trackers)} contradict each other; leave one of them "
-            "out."
-        )
-    if "tensorboard" in trackers and not _has_tensorboard():
-        raise UserError(
-            "--report_to tensorboard: TensorBoard is not installed; install it with "
-            "pip install 'llmtrain[tensorboard]'."
-        )
-
-
-def _has_tensorboard() -> bool:
-    """Return whether one of the packages that write TensorBoard files is installed."""
-    return any(find_spec(name) is not None for name in ("tensorboard", "tensorboardX"))
+        return chosen_trackers(self.report_to)
 
 
 M = TypeVar("M")

@@ -1,0 +1,1 @@
+"""Trackers: Weights & Biases, TensorBoard, MLflow, Trackio and whatever else Accelerate logs to."""

@@ -1,0 +1,75 @@
+"""Trackers that write to a folder or to a server of the user's own."""
+
+import time
+from collections import deque
+from pathlib import Path
+
+from accelerate.tracking import GeneralTracker
+
+from llmtrain.record.trackers.tracker import ContinuingTracker, Position, TrackedRun
+
+
+class TensorBoard(ContinuingTracker):
+    """TensorBoard, whose files are in the run folder. It reads those of all starts as one run."""
+
+    def _begin(self, earlier_id: str | None) -> GeneralTracker:
+        return self._start("tensorboard")
+
+    def _id_of_inner(self) -> str:
+        return "tensorboard"
+
+    def flush(self, position: Position) -> None:
+        self.inner.tracker.flush()
+        super().flush(position)
+
+
+class MLflow(ContinuingTracker):
+    """MLflow. Its environment variables say where it stores runs, and name the experiment."""
+
+    def _begin(self, earlier_id: str | None) -> GeneralTracker:
+        return self._start(self.run.project, run_id=earlier_id, run_name=self.run.name)
+
+    def _id_of_inner(self) -> str:
+        run_id: str = self.inner.tracker.info.run_id
+        return run_id
+
+
+class Trackio(ContinuingTracker):
+    """Trackio, whose runs have no id but their name.
+
+    Trackio sends entries on a thread of its own, so a killed process loses the newest ones. The
+    next start sends those of the last seconds again.
+    """
+
+    _SENDING_SECONDS = 3.0
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        super().__init__(name, run)
+        self._sending: deque[tuple[float, Position]] = deque()  # when each position was logged
+
+    def _begin(self, earlier_id: str | None) -> GeneralTracker:
+        return self._start(self.run.project, name=self._id_of_run(), resume="allow")
+
+    def _id_of_inner(self) -> str:
+        return self._id_of_run()
+
+    def _id_of_run(self) -> str:
+        return f"{self.run.name}-{self.run.run_id}"
+
+    def log(self, numbers: dict[str, float]) -> None:
+        # Trackio has a step and a time of its own for each entry, and reserves these names.
+        values = {name: value for name, value in numbers.items() if name not in ("step", "time")}
+        self.inner.log(values, step=int(numbers["step"]))
+
+    def flush(self, position: Position) -> None:
+        now = time.monotonic()
+        self._sending.append((now, position))
+        while self._sending[0][0] < now - self._SENDING_SECONDS:
+            _, sent = self._sending.popleft()
+            super().flush(sent)
+
+    def finish(self, exit_code: int, model: Path | None) -> None:
+        super().finish(exit_code, model)
+        if self._sending:
+            _, last = self._sending[-1]
+            super().flush(last)

@@ -1,0 +1,268 @@
+"""Weights & Biases: online, offline, in sweeps, and on each machine of a run."""
+
+import contextlib
+import math
+import netrc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from accelerate.tracking import GeneralTracker
+
+from llmtrain.console import note, say
+from llmtrain.errors import first_line
+from llmtrain.record.output import OUTPUT_FILE
+from llmtrain.record.stopping import is_lower_better
+from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
+from llmtrain.secrets import redacted
+from llmtrain.types import JsonObject
+
+_INIT_SECONDS = 30  # for one attempt to start
+_SAMPLE_COLUMNS = ("step", "prompt", "text")
+_STEP_METRICS = ("tokens", "epoch", "hours")  # to choose as the x axis of a chart
+
+
+def wants_model() -> bool:
+    """Return whether the finished model is uploaded, as ``WANDB_LOG_MODEL`` says."""
+    return _log_model() in ("end", "checkpoint", "true")
+
+
+def wants_checkpoints() -> bool:
+    """Return whether each checkpoint is uploaded, as ``WANDB_LOG_MODEL`` says."""
+    return _log_model() == "checkpoint"
+
+
+def _log_model() -> str:
+    return os.environ.get("WANDB_LOG_MODEL", "false").lower()
+
+
+def sweep_run_id() -> str | None:
+    """Return the run id that the agent of a W&B sweep has chosen; ``None`` outside of a sweep."""
+    if not os.environ.get("WANDB_SWEEP_ID"):
+        return None
+    return os.environ.get("WANDB_RUN_ID")
+
+
+class _WandbRun(Tracker):
+    """A run of W&B: online if possible, and otherwise offline.
+
+    Args:
+        name: ``wandb``.
+        run: the run to report.
+        close_seconds: the longest time that the run waits for :meth:`finish`.
+
+    Attributes:
+        is_offline: whether W&B only writes to the run folder.
+    """
+
+    def __init__(self, name: str, run: TrackedRun, close_seconds: float) -> None:
+        super().__init__(name, run)
+        self.close_seconds = close_seconds
+        self.is_offline = False
+
+    def open(self) -> None:
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") or None
+        if mode is None and not _is_logged_in():
+            mode = "offline"
+        self.is_offline = mode == "offline"
+
+        with _redacted_command():
+            if not self.is_offline:
+                try:
+                    self.inner = self._init_online(mode)
+                except Exception as error:
+                    note(f"W&B does not answer ({first_line(error)}); logging offline.")
+                    wandb.teardown()  # ends its service process, which still holds the run id
+                    self.is_offline = True
+            if self.is_offline:
+                # Every start logs the whole history: if it is synced, it replaces what W&B has.
+                self.inner = self._init(mode="offline")
+        self.inner.store_init_configuration(self.run.config)
+
+    def _init_online(self, mode: str | None) -> GeneralTracker:
+        return self._init(mode=mode, resume="allow")
+
+    def _init(self, **arguments: object) -> GeneralTracker:
+        """Call ``wandb.init``, through Accelerate's tracker."""
+        import wandb
+
+        # W&B gives up ten seconds before the run does, because its error message says more.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=_INIT_SECONDS,
+            finish_timeout=max(self.close_seconds - 10, 1),
+            finish_timeout_raises=True,
+        )
+        arguments = {"dir": str(self.run.folder), **self._identity(), **arguments}
+        if self.run.machines > 1 and "WANDB_RUN_GROUP" not in os.environ:
+            arguments["group"] = self.run.run_id
+        return self._start(self.run.project, settings=settings, **arguments)
+
+    def _identity(self) -> JsonObject:
+        """Return the arguments of ``wandb.init`` that identify the run."""
+        return {"id": self.run.run_id, "name": self.run.name}
+
+    @property
+    def wandb_run(self) -> Any:
+        """The ``wandb.Run``."""
+        return self.inner.tracker
+
+    def finish(self, exit_code: int, model: Path | None) -> None:
+        import wandb
+
+        self.wandb_run.finish(exit_code=exit_code)
+        wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
+
+
+class WeightsAndBiases(_WandbRun):
+    """W&B's copy of a run, which is one run of W&B in all starts.
+
+    Attributes:
+        first_step: the first step that W&B lacks.
+        best: the best value of each eval metric so far.
+    """
+
+    def __init__(self, name: str, run: TrackedRun, close_seconds: float) -> None:
+        super().__init__(name, run, close_seconds)
+        self.first_step = 0
+        self.best: dict[str, float] = {}
+
+    def open(self) -> None:
+        super().open()
+        if not self.is_offline:
+            self.first_step = self.wandb_run.starting_step
+        for metric in _STEP_METRICS:
+            self.wandb_run.define_metric(metric, hidden=True)
+        log = self.run.folder / OUTPUT_FILE
+        if log.exists():
+            self.wandb_run.save(str(log), base_path=str(log.parent), policy="live")
+        self._say_where()
+
+    def _say_where(self) -> None:
+        """Print the address of the run's page, or how to upload the run later."""
+        if self.is_offline:
+            reason = "offline" if _is_logged_in() else "not logged in, so logging offline"
+            folder = os.path.relpath(self.wandb_run.settings.sync_dir)
+            say("wandb", f"{reason}; to upload it later: wandb login && wandb sync {folder}")
+        elif self.wandb_run.url:
+            self.url = redacted(self.wandb_run.url)
+            say("wandb", self.url)
+
+    def _init_online(self, mode: str | None) -> GeneralTracker:
+        if self.run.fork and sweep_run_id() is None:
+            try:
+                return self._init(mode=mode, fork_from=self.run.fork)
+            except Exception as error:
+                note(f"W&B does not fork {self.run.fork} ({first_line(error)}); sending all steps.")
+        return super()._init_online(mode)
+
+    def _identity(self) -> JsonObject:
+        # The agent of a sweep has chosen the project, the id and the name.
+        return {} if sweep_run_id() is not None else super()._identity()
+
+    def has(self, position: Position) -> bool:
+        return position.step < self.first_step
+
+    def receive(self, position: Position, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            if name.startswith("eval/"):
+                self._keep_best(name, value)
+        super().receive(position, numbers)
+
+    def _keep_best(self, name: str, value: float) -> None:
+        """Let the summary of an eval metric be its best value.
+
+        W&B's own ``define_metric(summary="min")`` would make it ``{"min": value}``, which Bayesian
+        sweeps do not read.
+        """
+        if name not in self.best:
+            self.wandb_run.define_metric(name, summary="none")
+            self.best[name] = math.inf if is_lower_better(name) else -math.inf
+        best = self.best[name]
+        is_better = value < best if is_lower_better(name) else value > best
+        if is_better:
+            self.best[name] = value
+            self.wandb_run.summary[name] = value
+
+    def log_samples(self, samples: list[JsonObject], step: int) -> None:
+        import wandb
+
+        rows = [[sample.get(column) for column in _SAMPLE_COLUMNS] for sample in samples]
+        table = wandb.Table(list(_SAMPLE_COLUMNS), rows)
+        self.wandb_run.log({"samples": table}, step=max(step, self.first_step))
+
+    def log_checkpoint(self, path: Path) -> None:
+        if wants_checkpoints():
+            self._log_artifact("checkpoint", path, alias=path.name)
+
+    def _log_artifact(self, kind: str, folder: Path, alias: str) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"{kind}-{self.wandb_run.id}", type="model")
+        artifact.add_dir(str(folder))
+        self.wandb_run.log_artifact(artifact, aliases=["latest", alias])
+
+    def finish(self, exit_code: int, model: Path | None) -> None:
+        """End the run, after the finished model is uploaded if :func:`wants_model` says so."""
+        if model is not None and wants_model():
+            try:
+                self._log_artifact("model", model, alias="finished")
+            except Exception as error:
+                note(f"wandb: {first_line(error)}; the run folder has everything.")
+        super().finish(exit_code, model)
+
+
+class WandbMachine(_WandbRun):
+    """A W&B run without metrics, for the system metrics of another machine of the run.
+
+    W&B measures the CPUs, GPUs, memory and network of the machine that a W&B run is on. The W&B
+    runs of all machines are one group.
+
+    Args:
+        run: the run to report.
+        close_seconds: the longest time that the run waits for :meth:`finish`.
+        machine: the number of this machine.
+    """
+
+    def __init__(self, run: TrackedRun, close_seconds: float, machine: int) -> None:
+        super().__init__("wandb", run, close_seconds)
+        self.machine = machine
+
+    def _identity(self) -> JsonObject:
+        machine = f"machine{self.machine}"
+        return {
+            "id": f"{self.run.run_id}-{machine}",
+            "name": f"{self.run.name}-{machine}",
+            "job_type": "machine",
+        }
+
+
+@contextlib.contextmanager
+def _redacted_command() -> Iterator[None]:
+    """Hide secrets in the command line, which W&B uploads, while the block runs."""
+    command = sys.argv
+    sys.argv = redacted(command)
+    try:
+        yield
+    finally:
+        sys.argv = command
+
+
+def _is_logged_in() -> bool:
+    """Return whether W&B has credentials for its server, in its settings or in a netrc file."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.api_key or settings.identity_token_file:
+        return True
+    try:
+        host = urlparse(settings.base_url).netloc  # with its port, as W&B writes it
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
