@@ -1,10 +1,16 @@
 """A W&B server, as much of it as one run needs."""
 
+import contextlib
 import gzip
 import http.server
 import json
 import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -16,6 +22,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.asked: list[str] = []
         self.history: list[dict[str, Any]] = []
+        self.run_name = "abcd1234"
 
     def handle_error(self, *_: Any) -> None: ...  # W&B's service hangs up when its run ends
 
@@ -25,36 +32,67 @@ class Server(http.server.ThreadingHTTPServer):
             if lines:
                 self.history[lines["offset"] :] = [json.loads(line) for line in lines["content"]]
             return {}
-        (name,) = re.findall(r"(?:query|mutation) (\w+)", json.loads(body)["query"])[:1]
+        request = json.loads(body)
+        (name,) = re.findall(r"(?:query|mutation) (\w+)", request["query"])[:1]
+        if name == "UpsertBucket":
+            self.run_name = request["variables"].get("name") or self.run_name
         self.asked.append(name)
-        project = {"id": "p", "name": "llmtrain", "entity": {"id": "e", "name": "me"}}
-        run = {
+        answers = {
+            "ArtifactType": self.artifact_type,
+            "CreateArtifact": self.create_artifact,
+            "CreateRunFiles": self.create_run_files,
+            "RunResumeStatus": self.run_resume_status,
+            "UpsertBucket": self.upsert_bucket,
+            "Viewer": self.viewer,
+        }
+        return answers[name]() if name in answers else {}
+
+    def viewer(self) -> dict[str, Any]:
+        return {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}"}}
+
+    @property
+    def project(self) -> dict[str, Any]:
+        return {"id": "p", "name": "llmtrain", "entity": {"id": "e", "name": "me"}}
+
+    @property
+    def run(self) -> dict[str, Any]:
+        return {
             "id": "r",
-            "name": "abcd1234",
+            "name": self.run_name,
             "displayName": "run",
-            "project": project,
+            "project": self.project,
             "config": "{}",
         }
-        if name == "RunResumeStatus" and self.history:
-            tail = json.dumps([json.dumps(self.history[-1])])
-            counts = {
-                "historyLineCount": len(self.history),
-                "eventsLineCount": 0,
-                "logLineCount": 0,
-            }
-            last = {
-                "historyTail": tail,
-                "eventsTail": "[]",
-                "summaryMetrics": json.dumps(self.history[-1]),
-            }
-            return {
-                "model": project | {"bucket": run | counts | last | {"wandbConfig": '{"t": 1}'}}
-            }
-        if name == "UpsertBucket":
-            return {"upsertBucket": {"bucket": run, "inserted": True}}
-        if name == "CreateRunFiles":
-            return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
-        return {}
+
+    def run_resume_status(self) -> dict[str, Any]:
+        if not self.history:
+            return {}
+        last = json.dumps(self.history[-1])
+        status = {
+            "historyLineCount": len(self.history),
+            "eventsLineCount": 0,
+            "logLineCount": 0,
+            "historyTail": json.dumps([last]),
+            "eventsTail": "[]",
+            "summaryMetrics": last,
+            "wandbConfig": '{"t": 1}',
+        }
+        return {"model": self.project | {"bucket": self.run | status}}
+
+    def upsert_bucket(self) -> dict[str, Any]:
+        return {"upsertBucket": {"bucket": self.run, "inserted": True}}
+
+    def create_run_files(self) -> dict[str, Any]:
+        return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
+
+    def artifact_type(self) -> dict[str, Any]:
+        return {"project": None}  # no artifact of this type is there yet
+
+    def create_artifact(self) -> dict[str, Any]:
+        """Answer as if another run had sent the same content, so that nothing is uploaded."""
+        sequence = {"id": "s", "state": "READY", "latestArtifact": None}
+        artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}
+        return {"createArtifact": {"artifact": artifact}}
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -72,3 +110,21 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(told)))
         self.end_headers()
         self.wfile.write(told)
+
+
+@contextlib.contextmanager
+def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A W&B server that processes started from here are logged in to.
+
+    Args:
+        home: their home folder.
+        monkeypatch: sets their environment.
+    """
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)  # another test's, of another umask
+        yield server
+        server.shutdown()

@@ -2,7 +2,6 @@
 
 import json
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from llmtrain.record.tracking import Metrics
 from tests.launching import BIN, PYTHON, run
 from tests.waiting import wait_until
 from tests.wandb_file import read_history, read_records
-from tests.wandb_server import Server
+from tests.wandb_server import Server, serving
 
 
 @pytest.mark.parametrize(
@@ -136,13 +135,14 @@ def test_samples_are_in_the_history_before_the_run_ends(
             file.write(f'{{"step": {step}, "prompt": "The", "text": "The kernel {step}"}}\n')
         metrics.wake()
     metrics.write({"step": 30, "train/loss": 1.0})
-    wait_until(lambda: len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*"))) >= 1)
+    wait_until(lambda: len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*"))) == 2)
     metrics.close(exit_code=0)
     tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json"))
-    rows = [json.loads(table.read_text())["data"] for table in tables]
-    assert [10, "The", "The kernel 10"] in rows[-1]
-    assert len(max(rows, key=len)) == 2
+    first, second = [json.loads(table.read_text())["data"] for table in tables]
+    assert first == [[10, "The", "The kernel 10"]]
+    assert second == [*first, [20, "The", "The kernel 20"]]
     history = read_history(wandb_file(tmp_path))
+    assert [row["step"] for row in history if "samples/_type" in row] == [10, 20]
     assert [row["step"] for row in history if "step" in row] == [10, 20, 30]
 
 
@@ -187,15 +187,8 @@ os._exit(0)
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A W&B server that processes started from here are logged in to; their home is ``tmp_path``."""
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.delenv("WANDB_SERVICE", raising=False)  # another test's, of another umask
+    with serving(tmp_path, monkeypatch) as server:
         yield server
-        server.shutdown()
 
 
 def steps_of(server: Server) -> list[int]:

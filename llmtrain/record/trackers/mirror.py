@@ -38,6 +38,9 @@ class Mirror:
         self._clock = TrainingClock(tracker.run.start_times)
         self._position = Position()  # of the last entry that was read
         self._checkpoints: SimpleQueue[Path] = SimpleQueue()
+        self._samples_path = path.with_name("samples.jsonl") if path is not None else None
+        self._samples: list[JsonObject] = []
+        self._samples_bytes = 0  # the size of the file that they were read from
         self._sent_samples = 0
         self.thread = threading.Thread(
             target=self._run, name=f"llmtrain-{tracker.name}", daemon=True
@@ -107,7 +110,7 @@ class Mirror:
                 # A last line without an end is being written: read it again later.
                 file.seek(-len(line), os.SEEK_CUR)
 
-                self._send_samples(self.path.with_name("samples.jsonl"))
+                self._send_samples()
                 self._send_checkpoints()
                 self.tracker.flush(self._position)
                 if is_ending:
@@ -117,16 +120,33 @@ class Mirror:
 
     def _send(self, entry: JsonObject) -> None:
         numbers = as_numbers(entry)
+        step = int(numbers["step"])
+        if step > self._position.step:
+            self._send_samples()
         if "time" in numbers:
             numbers["hours"] = self._clock.hours_at(numbers["time"])
-        self._position = self._position.after(int(numbers["step"]))
+        self._position = self._position.after(step)
         self.tracker.receive(self._position, numbers)
 
-    def _send_samples(self, path: Path) -> None:
-        samples = read_lines(path)
-        if len(samples) > self._sent_samples:
-            self.tracker.log_samples(samples, self._position.step)
-            self._sent_samples = len(samples)
+    def _send_samples(self) -> None:
+        """Send the samples of the steps so far, if there are new ones.
+
+        The run writes them after the last entry of their step and before the first of the next.
+        """
+        self._read_samples()
+        due = [sample for sample in self._samples if sample["step"] <= self._position.step]
+        if len(due) > self._sent_samples:
+            self._sent_samples = len(due)
+            with errors_as_notes(f"{self.tracker.name}: samples were not sent"):
+                self.tracker.log_samples(due, self._position.step)
+
+    def _read_samples(self) -> None:
+        assert self._samples_path is not None
+        with contextlib.suppress(FileNotFoundError):
+            size = self._samples_path.stat().st_size
+            if size != self._samples_bytes:
+                self._samples = read_lines(self._samples_path)
+                self._samples_bytes = size
 
     def _send_checkpoints(self) -> None:
         while True:

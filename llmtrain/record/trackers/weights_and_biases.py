@@ -139,10 +139,17 @@ class WeightsAndBiases(_WandbRun):
             self.first_step = self.wandb_run.starting_step
         for metric in _STEP_METRICS:
             self.wandb_run.define_metric(metric, hidden=True)
-        log = self.run.folder / OUTPUT_FILE
-        if log.exists():
-            self.wandb_run.save(str(log), base_path=str(log.parent), policy="live")
+        self._show_output()
         self._say_where()
+
+    def _show_output(self) -> None:
+        """Let W&B show what the run prints, which is in a file of this name."""
+        output = self.run.folder / OUTPUT_FILE
+        if output.exists():
+            link = Path(self.wandb_run.dir) / OUTPUT_FILE
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(output.absolute())
+            self.wandb_run.save(str(link), base_path=str(link.parent), policy="live")
 
     def _say_where(self) -> None:
         """Print the address of the run's page, or how to upload the run later."""
