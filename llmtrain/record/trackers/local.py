@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate.tracking import GeneralTracker
 
-from llmtrain.record.trackers.tracker import ContinuingTracker, Position, TrackedRun
+from llmtrain.record.trackers.tracker import ContinuingTracker, Position, TrackedRun, plain
 
 
 class TensorBoard(ContinuingTracker):
@@ -48,7 +48,11 @@ class Trackio(ContinuingTracker):
         self._sending: deque[tuple[float, Position]] = deque()  # when each position was logged
 
     def _begin(self, earlier_id: str | None) -> GeneralTracker:
-        return self._start(self.run.project, name=self._id_of_run(), resume="allow")
+        tracker = self._start(self.run.project, name=self._id_of_run(), resume="allow")
+        if earlier_id is not None:
+            # Trackio replaces the config of the run in each start.
+            tracker.store_init_configuration(plain(self.run.config))
+        return tracker
 
     def _id_of_inner(self) -> str:
         return self._id_of_run()

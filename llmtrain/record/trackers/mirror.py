@@ -112,7 +112,6 @@ class Mirror:
 
                 self._send_samples()
                 self._send_checkpoints()
-                self.tracker.flush(self._position)
                 if is_ending:
                     return
                 self.news.wait()
@@ -127,6 +126,7 @@ class Mirror:
             numbers["hours"] = self._clock.hours_at(numbers["time"])
         self._position = self._position.after(step)
         self.tracker.receive(self._position, numbers)
+        self.tracker.flush(self._position)
 
     def _send_samples(self) -> None:
         """Send the samples of the steps so far, if there are new ones.

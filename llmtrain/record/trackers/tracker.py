@@ -128,7 +128,7 @@ class Tracker:
         """Send a checkpoint. The default sends none."""
 
     def flush(self, position: Position) -> None:
-        """Make everything until this entry durable."""
+        """Make everything until this entry durable. It is called after each entry."""
 
     def finish(self, exit_code: int, model: Path | None) -> None:
         """End the run.
