@@ -707,7 +707,7 @@ for _name, _variable in {
     _add(_name, f"set {_variable} in the environment; see also --report_to")
 _add(
     "wandb_log_model",
-    "set WANDB_LOG_MODEL=end in the environment; see also --report_to",
+    "set WANDB_LOG_MODEL=end or checkpoint in the environment; see also --report_to",
     off=_IS_OFF,
 )
 _add(
@@ -716,11 +716,20 @@ _add(
     off=_IS_OFF,
 )
 _add("wandb_run_id", "leave it out: a run that resumes continues its W&B run; see --run_name")
-_add("logger_name", "use --report_to wandb or tensorboard", off=_NO_TRACKERS)
+_add("logger_name", "use --report_to, such as --report_to tensorboard", off=_NO_TRACKERS)
+_add("use_mlflow", "use --report_to mlflow", off=_IS_OFF)
+_add("use_comet", "use --report_to comet_ml", off=_IS_OFF)
+for _name, _variable in {
+    "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
+    "mlflow_experiment_name": "MLFLOW_EXPERIMENT_NAME",
+    "trackio_space_id": "TRACKIO_SPACE_ID",
+    "trackio_bucket_id": "TRACKIO_BUCKET_ID",
+    "trackio_static_space_id": "TRACKIO_SPACE_ID",
+}.items():
+    _add(_name, f"set {_variable} in the environment; see also --report_to", off=_IS_OFF)
 _add(
-    "use_mlflow use_comet mlflow_tracking_uri mlflow_experiment_name comet_project_name "
-    "trackio_space_id trackio_bucket_id trackio_static_space_id",
-    "this tracker is not supported; --report_to takes wandb, tensorboard or none",
+    "comet_project_name",
+    "set WANDB_PROJECT in the environment, which names the project at every tracker",
     off=_IS_OFF,
 )
 _add(

@@ -89,6 +89,7 @@ def html(runs: Sequence[History]) -> str:
         names=run_names(runs),
         commands=[_latest_command(run) for run in runs],
         overviews=[_format_overview(overview(run)) for run in runs],
+        addresses=tracker_pages(runs),
         charts=_charts_as_json(runs),
         bars=None if bars is None else bars._asdict(),
         axes=AXES,
@@ -138,6 +139,7 @@ def overview(run: History) -> JsonObject:
         "mfu": statistics.median(mfus) if mfus else None,
         "memory_gib": max((gib for gib in peaks if gib is not None), default=None),
         "data": run.record.get("dataset"),
+        "trackers": run.record.get("trackers", {}),
         **{key: start.get(key) for key in _START_KEYS},
     }
 
@@ -238,6 +240,21 @@ def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> JsonObject:
         "eval_loss": checkpoint.eval_loss,
         "is_best": checkpoint.is_best,
     }
+
+
+def tracker_pages(runs: Sequence[History]) -> list[tuple[int, str, str]]:
+    """Return the number of a run, the name of a tracker, and the address of the run's page there.
+
+    An address in ``run.json`` that is no address of the web is left out.
+    """
+    pages = []
+    for number, run in enumerate(runs):
+        trackers = run.record.get("trackers")
+        addresses = trackers if isinstance(trackers, dict) else {}
+        for name, address in addresses.items():
+            if str(address).startswith(("http://", "https://")):
+                pages.append((number, name, address))
+    return pages
 
 
 def _format_overview(values: JsonObject) -> dict[str, str]:

@@ -440,7 +440,7 @@ def _tracked(run: Run, earlier: History) -> TrackedRun:
     facts = {
         "parameters": parameters,
         "trained_parameters": trained_parameters,
-        "data_sha256": run.fingerprint["data"],
+        "data_sha256": run.rows.metadata.data_sha256,
         "layout": run.layout._asdict(),
         **{key: start[key] for key in _TRACKED_KEYS},
     }

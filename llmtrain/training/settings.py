@@ -379,14 +379,16 @@ class RunConfig(Config):
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
                 "leave the flag out."
             )
-        from llmtrain.record.trackers.names import check_trackers  # imports Accelerate
+        if not {"wandb", "none"}.issuperset(self.report_to) or len(self.report_to) > 1:
+            # This imports Accelerate, which takes seconds.
+            from llmtrain.record.trackers.names import check_trackers
 
-        check_trackers(self.report_to)
+            check_trackers(self.report_to)
 
     @property
     def trackers(self) -> list[str]:
         """The trackers that the run reports to."""
-        from llmtrain.record.trackers.names import chosen_trackers  # imports Accelerate
+        from llmtrain.record.trackers.names import chosen_trackers
 
         return chosen_trackers(self.report_to)
 

@@ -115,6 +115,16 @@ def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
     assert said["mixed_precision"] == "bf16"
 
 
+def test_the_pages_of_trackers_are_links(run: Path, tmp_path: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    address = "https://wandb.ai/me/llmtrain/runs/abcd1234"
+    record["trackers"] = {"wandb": address, "other": "javascript:alert(1)"}
+    (run / "run.json").write_text(json.dumps(record))
+    page = html([History.of_run(run)])
+    assert f'<a href="{address}">{address}</a>' in page
+    assert "javascript:" not in page.partition("<script")[0]
+
+
 def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> None:
     lines = [
         {key: value for key, value in reading(step, 0).items() if key != "time"} for step in (1, 2)

@@ -13,8 +13,9 @@ from accelerate import Accelerator
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, resume, tracking
+from llmtrain.record import checkpoint, resume
 from llmtrain.record.history import History
+from llmtrain.record.trackers import weights_and_biases
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
@@ -327,7 +328,7 @@ def test_tensorboard_is_sent_the_log_of_the_run_that_is_extended(begin, tmp_path
     named = {"resume_from_checkpoint": str(tmp_path / "run"), "report_to": ["tensorboard"]}
     assert begin(steps=(20,), crash=True, **named)[0] == "run-2"
     assert begin(steps=(30,), **named) == ("run-2", 20)
-    reader = EventAccumulator(str(tmp_path / "run-2" / "llmtrain"))
+    reader = EventAccumulator(str(tmp_path / "run-2" / "tensorboard"))
     reader.Reload()
     assert [event.step for event in reader.Scalars("train/loss")] == [10, 20, 30]
 
@@ -421,7 +422,7 @@ def test_tensorboard_holds_what_the_file_holds(
             run.log({"train/loss": step / 4})
         finish(run, torch.nn.Linear(2, 2))
     (events,) = [
-        path.parent for path in run.folder.rglob("events.*") if path.parent.name == "llmtrain"
+        path.parent for path in run.folder.rglob("events.*") if path.parent.name == "tensorboard"
     ]
     reader = EventAccumulator(str(events))
     reader.Reload()
@@ -433,11 +434,22 @@ def test_tensorboard_holds_what_the_file_holds(
 
 @pytest.mark.parametrize(
     ("trackers", "says"),
-    [(["mlflow"], "reports to wandb, tensorboard or none"), (["none", "wandb"], "contradict")],
+    [
+        (["weights"], "is not known: use aim, clearml, comet_ml, .*, wandb, all or none"),
+        (["swanlab"], "its package is not installed; install it with pip install swanlab"),
+        (["aim"], "install it with pip install 'aim<4'"),
+        (["none", "wandb"], "contradict"),
+    ],
 )
 def test_trackers_that_cannot_be_are_one_line(trackers: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         RunConfig(report_to=trackers)
+
+
+def test_all_trackers_are_those_that_are_installed() -> None:
+    assert RunConfig(report_to=["all"]).trackers == ["tensorboard", "wandb"]
+    assert RunConfig(report_to=["wandb", "all"]).trackers == ["wandb", "tensorboard"]
+    assert RunConfig(report_to=["none"]).trackers == []
 
 
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
@@ -483,7 +495,7 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    monkeypatch.setattr(tracking, "_INIT_SECONDS", 2)
+    monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
     with opened(report_to=["wandb"]) as run:
         run.step = 1
         run.log({"train/loss": 0.5})
