@@ -49,9 +49,10 @@ def run(arguments: argparse.Namespace) -> None:
             thinking=not arguments.no_thinking,
         )
         if dropped:
+            messages_were = "message was" if dropped == 1 else f"{dropped} messages were"
             note(
-                f"the first {dropped} messages were dropped, because the conversation is longer "
-                "than the model's context"
+                f"the first {messages_were} dropped, because the conversation is longer than the "
+                "model's context"
             )
             start = len(system_messages)
             del messages[start : start + dropped]

@@ -1,6 +1,6 @@
 """The lines about the data in the start-up log."""
 
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.data.config import PairConfig
 from llmtrain.data.lengths import LengthSummary, OverlongLengths
 from llmtrain.data.metadata import DataMetadata
@@ -23,13 +23,14 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         is_cached: whether they are from the cache.
     """
     metadata = rows.metadata
-    kind = "documents" if metadata.task == "text" else metadata.task
+    kind = {"text": "document", "conversations": "conversation", "preferences": "preference"}
+    documents = pluralize(metadata.documents, kind[metadata.task])
     if metadata.task == "conversations" and "text" in request.formats:
-        kind = "conversations and documents"
+        documents = f"{metadata.documents:,} conversations and documents"
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
-        f"{metadata.dataset}: {metadata.documents:,} {kind}, "
+        f"{metadata.dataset}: {documents}, "
         f"{metadata.train_tokens:,} train tokens, {metadata.eval_tokens:,} eval tokens, "
         f"vocabulary {metadata.vocabulary:,} ({metadata.tokenizer}); {outcome}",
     )

@@ -111,7 +111,8 @@ def describe_overlong_count(lengths: np.ndarray, max_length: int, max_positions:
     if overlong is None:
         return "0 are overlong"
     count = int((lengths > max_length).sum())
-    return f"{count:,} are overlong: {overlong.describe(max_positions)}"
+    verb = "is" if count == 1 else "are"
+    return f"{count:,} {verb} overlong: {overlong.describe(max_positions)}"
 
 
 def check_not_all_overlong(
@@ -127,27 +128,36 @@ def check_not_all_overlong(
     Args:
         lengths: int [conversations], the smallest ``--max_length`` that holds each.
         name: the data set, as it is named in ``--dataset``.
-        unit: a word for what the lengths are of, in the plural.
+        unit: a word for what the lengths are of, in the singular.
         max_length: the value of ``--max_length``.
         max_positions: the number of positions of the model; ``None`` if there is no limit.
     """
     overlong = OverlongLengths.of(lengths, max_length)
     if overlong is None or (lengths <= max_length).any():
         return
+    if len(lengths) == 1:
+        units_are = f"the only {unit} is"
+        units = unit
+        all_of_them = "it"
+    else:
+        units_are = f"all {len(lengths):,} {unit}s are"
+        units = f"{unit}s"
+        all_of_them = "all of them"
+
     limit = f"--max_length {max_length}"
     if max_positions is not None and overlong.shortest > max_positions:
         limit = f"the model's {max_positions:,} positions"
         advice = (
-            f"shorten the {unit}, set --overlong truncate, or train a model with more positions"
+            f"shorten the {units}, set --overlong truncate, or train a model with more positions"
         )
     elif max_positions is not None and overlong.longest > max_positions:
         advice = (
             f"set --max_length {max_positions}, all positions of the model, or --overlong truncate"
         )
     else:
-        advice = f"set --max_length {overlong.longest}, which holds all of them"
+        advice = f"set --max_length {overlong.longest}, which holds {all_of_them}"
     raise UserError(
-        f"--dataset {name}: all {len(lengths):,} {unit} are longer than {limit} "
+        f"--dataset {name}: {units_are} longer than {limit} "
         f"({overlong.describe_lengths()}); {advice}."
     )
 

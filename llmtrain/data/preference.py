@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.console import pluralize
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
@@ -66,10 +67,11 @@ class PairAudit(Counts):
         Args:
             overlong: the value of ``--overlong``.
         """
+        bad = pluralize(self.bad, "bad one")
         return (
             f"{self.kept:,} of {self.pairs:,} kept: "
             f"{self.describe_overlong(overlong)}, "
-            f"{self.same:,} without a difference and {self.bad:,} bad ones left out"
+            f"{self.same:,} without a difference and {bad} left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
@@ -81,7 +83,7 @@ class PairAudit(Counts):
             self.left_out(overlong),
             f"{self.judged:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
             f"{self.shared:,} positions saved by sharing prompts ({shared_share:.1%}), "
-            f"{self.rows:,} rows are {fill:.1%} full",
+            f"{pluralize(self.rows, 'row')} {'is' if self.rows == 1 else 'are'} {fill:.1%} full",
             *lines_about_messages(self.special_as_text, self.other_fields),
         ]
 
@@ -424,14 +426,15 @@ class EncodedPairs:
                 check_not_all_overlong(
                     lengths,
                     name=self.records.source.name,
-                    unit="answers" if self.unpaired else "pairs",
+                    unit="answer" if self.unpaired else "pair",
                     max_length=max_length,
                     max_positions=self.max_positions,
                 )
             overlong = describe_overlong_count(lengths, max_length, self.max_positions)
             first_fault = f", the first one {self.records.first_fault}" if audit.bad else ""
             raise UserError(
-                f"--dataset {self.records.source.name}: none of {audit.records:,} records can be "
+                f"--dataset {self.records.source.name}: none of "
+                f"{pluralize(audit.records, 'record')} can be "
                 f"compared ({overlong}, {audit.bad:,} bad{first_fault}, "
                 f"{audit.same:,} without a difference); "
                 "check --max_length and the chat template."

@@ -98,9 +98,12 @@ class Records(Generic[R]):
             yield ReadRecord(number, place, self._split_of(record), record)
 
         if self.unreadable and not self._hashes:
+            source = f"{self.source.flag} {self.source.name}"
+            if self.unreadable == 1:
+                raise UserError(f"{source}: the only record was skipped: {self.first_fault}.")
             raise UserError(
-                f"{self.source.flag} {self.source.name}: all {self.unreadable:,} records were "
-                f"skipped; the first one is bad: {self.first_fault}."
+                f"{source}: all {self.unreadable:,} records were skipped; the first one is bad: "
+                f"{self.first_fault}."
             )
         if not self._hashes:
             raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")

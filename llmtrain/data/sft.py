@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmtrain.console import pluralize
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
@@ -80,12 +81,13 @@ class Audit(Counts):
         """
         readable = self.conversations - self.bad
         if self.documents > readable:
-            total = f"{self.documents:,} documents"
+            total = pluralize(self.documents, "document")
         else:
-            total = f"{self.conversations:,} conversations"
+            total = pluralize(self.conversations, "conversation")
+        bad = pluralize(self.bad, "bad one")
         return (
             f"{self.kept:,} of {total}: {self.describe_overlong(overlong)}, "
-            f"{self.untrained:,} without a target token and {self.bad:,} bad ones left out"
+            f"{self.untrained:,} without a target token and {bad} left out"
         )
 
     def lines(self, overlong: str) -> list[str]:
@@ -95,34 +97,41 @@ class Audit(Counts):
         lines = [
             self.left_out(overlong),
             f"{self.trained:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
-            f"{self.rows:,} rows are {fill:.1%} full, "
-            f"{self.ended:,} of {self.turns:,} turns train their end",
+            f"{pluralize(self.rows, 'row')} {_are(self.rows)} {fill:.1%} full, "
+            f"{self.ended:,} of {pluralize(self.turns, 'turn')} "
+            f"{'trains its' if self.ended == 1 else 'train their'} end",
         ]
         if self.repeated:
             factor = self.tokens / (self.tokens - self.repeated)
             advice = "; --turns last trains only the last one" if factor > 3 else ""
+            readable = self.conversations - self.bad
             lines.append(
-                f"{self.conversations - self.bad:,} conversations make {self.documents:,} "
-                f"documents, which repeat {self.repeated:,} tokens (x {factor:.2f}), because the "
-                f"template changes earlier turns{advice}"
+                f"{pluralize(readable, 'conversation')} {'makes' if readable == 1 else 'make'} "
+                f"{self.documents:,} documents, which repeat {self.repeated:,} tokens "
+                f"(x {factor:.2f}), because the template changes earlier turns{advice}"
             )
         if self.left_answers or self.left_calls:
             lines.append(
-                f"{self.left_answers:,} answers and {self.left_calls:,} calls are not trained: the "
+                f"{pluralize(self.left_answers, 'answer')} and "
+                f"{pluralize(self.left_calls, 'call')} are not trained: the "
                 "chat template shows them differently from the way it prompts for them"
             )
         if self.unshown:
             lines.append(
-                f"{self.unshown:,} turns lose their reasoning, or the text next to a tool call: "
-                "the chat template does not show it"
+                f"{pluralize(self.unshown, 'turn')} "
+                f"{'loses its' if self.unshown == 1 else 'lose their'} reasoning, or the text next "
+                "to a tool call: the chat template does not show it"
             )
         if self.remade:
             lines.append(
-                f"{self.remade:,} turns are trained in full: {{% generation %}} marks text that no "
-                "prompt leads to"
+                f"{pluralize(self.remade, 'turn')} {_are(self.remade)} trained in full: "
+                "{% generation %} marks text that no prompt leads to"
             )
         if self.unweighted:
-            lines.append(f"{self.unweighted:,} turns are not trained, because their weight is 0")
+            lines.append(
+                f"{pluralize(self.unweighted, 'turn')} {_are(self.unweighted)} not trained, "
+                f"because {'its' if self.unweighted == 1 else 'their'} weight is 0"
+            )
         return lines + lines_about_messages(self.special_as_text, self.other_fields)
 
     def check(self, name: str, overlong: str, first_fault: str) -> None:
@@ -142,21 +151,28 @@ class Audit(Counts):
                 reasons += f", the first one {first_fault}"
             left_out = self.left_answers + self.left_calls
             if left_out:
+                pronoun = "it is" if left_out == 1 else "they are"
                 reasons += (
-                    f"; {left_out:,} turns are shown differently from the way they are prompted for"
+                    f"; {pluralize(left_out, 'turn')} {_are(left_out)} shown differently from the "
+                    f"way {pronoun} prompted for"
                 )
             if self.unweighted:
-                reasons += f"; {self.unweighted:,} turns have weight 0"
+                verb = "has" if self.unweighted == 1 else "have"
+                reasons += f"; {pluralize(self.unweighted, 'turn')} {verb} weight 0"
             raise UserError(
-                f"--dataset {name}: no token of {self.conversations:,} conversations would be "
-                f"trained ({reasons}); check --format, --max_length and the chat template."
+                f"--dataset {name}: no token of {pluralize(self.conversations, 'conversation')} "
+                f"would be trained ({reasons}); check --format, --max_length and the chat template."
             )
         if self.turns and not self.ended:
             raise UserError(
-                f"--dataset {name}: none of {self.turns:,} turns trains the token that ends it, so "
-                "the model would never stop. Put that token inside {% generation %} in the chat "
-                "template, or remove those marks."
+                f"--dataset {name}: none of {pluralize(self.turns, 'turn')} trains the token that "
+                "ends it, so the model would never stop. Put that token inside {% generation %} in "
+                "the chat template, or remove those marks."
             )
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
 
 
 def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> list[str]:
@@ -168,7 +184,8 @@ def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> 
     """
     lines = []
     if special_as_text:
-        lines.append(f"{special_as_text:,} special tokens in messages are encoded as text")
+        tokens = pluralize(special_as_text, "special token")
+        lines.append(f"{tokens} in messages {_are(special_as_text)} encoded as text")
     if other_fields:
         fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(other_fields.items()))
         lines.append(
@@ -393,7 +410,7 @@ class EncodedConversations:
                 check_not_all_overlong(
                     self.lengths(split),
                     name=name,
-                    unit="conversations",
+                    unit="conversation",
                     max_length=max_length,
                     max_positions=self.max_positions,
                 )

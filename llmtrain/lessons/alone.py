@@ -36,7 +36,7 @@ def main() -> None:
         optimizer.zero_grad()
     largest_difference = float((gradients[0] - gradients[1]).abs().max())
     claim(
-        "8 rows at once, or 4 times 2: the gradients differ by less than 1e-6",
+        "8 rows at once, or in 4 micro-batches of 2: the gradients differ by less than 1e-6",
         largest_difference < 1e-6,
     )
 

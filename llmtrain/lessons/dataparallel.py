@@ -12,6 +12,7 @@ import time
 import torch
 from torch import nn
 
+from llmtrain.console import pluralize
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, error_of, rows, show, show_measured, small_gpt
 from llmtrain.training.loop import check_wrapping
@@ -24,7 +25,8 @@ def main() -> None:
     accelerator = start_accelerator()
     model: nn.DataParallel[nn.Module] = nn.DataParallel(small_gpt())
     gpus = len(model.device_ids)
-    show(f"nn.DataParallel finds {gpus} GPUs here; without a GPU it only calls the model")
+    found = pluralize(gpus, "GPU")
+    show(f"nn.DataParallel finds {found} here; without a GPU it only calls the model")
 
     if gpus > 1:
         _time_on_gpus(model)

@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from llmtrain.config import did_you_mean
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, explain, hub_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.generation import TextModel
@@ -147,8 +147,8 @@ def evaluate_tasks(
     if truncated_everywhere:
         say(
             "truncated",
-            f"{truncated_everywhere:,} prompts are longer than the model's "
-            f"{model.max_length:,} positions, and lose their beginning",
+            f"{pluralize(truncated_everywhere, 'prompt')} at the beginning, to fit the model's "
+            f"{model.max_length:,} positions",
         )
     return [] if results is None else list(_entries(results))
 

@@ -137,12 +137,14 @@ def test_no_length_is_named_for_which_the_model_has_too_few_positions(
 def test_conversations_beyond_the_positions_of_the_model_are_told_the_ways_out(
     tmp_path: Path, lengths: list[int], max_length: Any
 ) -> None:
-    count = len(lengths)
-    expected = rf": all {count} conversations are longer than the model's 64 positions \(65 "
+    subject, noun = "all 3 conversations are", "conversations"
+    if len(lengths) == 1:
+        subject, noun = "the only conversation is", "conversation"
+    expected = rf": {subject} longer than the model's 64 positions \(65 "
     with pytest.raises(UserError, match=expected) as error:
         tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
     assert str(error.value).endswith(
-        "; shorten the conversations, set --overlong truncate, or train a model with more positions."
+        f"; shorten the {noun}, set --overlong truncate, or train a model with more positions."
     )
     assert "--max_length" not in str(error.value)
 
@@ -180,7 +182,7 @@ def test_pairs_beyond_the_positions_of_the_model_are_told_the_ways_out(tmp_path:
     path = write(tmp_path / "pairs.jsonl", [record])
     config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
     for overlong, expected in (
-        ("drop", r"all 1 pairs are longer than the model's 64 positions"),
+        ("drop", r"the only pair is longer than the model's 64 positions"),
         ("error", r"; the model has 64 positions: shorten the record, or set --overlong drop"),
     ):
         with pytest.raises(UserError, match=expected) as error:
@@ -220,7 +222,7 @@ def test_auto_without_a_target_is_one_line_beside_text_too(tmp_path: Path, cache
     config = DataConfig(
         dataset=[str(tmp_path / "a.txt"), str(chats)], tokenizer="byte", eval_fraction=0.0
     )
-    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turns have weight 0\)"):
+    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turn has weight 0\)"):
         tokenize(config, "auto", ChatConfig())
     assert left_behind(cache) == []
 

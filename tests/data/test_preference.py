@@ -470,19 +470,19 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a", "a")).encode(),
         {"on_bad_row": "skip"},
-        "a.jsonl: all 1 records were skipped; the first one is bad: ",
+        "a.jsonl: the only record was skipped: ",
     ),
     "no row that can be rendered": (
         "a.jsonl",
         json.dumps(pair(LONE, "a", "b")).encode(),
         {"on_bad_row": "skip"},
-        "a.jsonl: none of 1 records can be compared (0 are overlong, 1 bad, the first one ",
+        "a.jsonl: none of 1 record can be compared (0 are overlong, 1 bad, the first one ",
     ),
     "answers that are all too long": (
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        f"a.jsonl: all 1 pairs are longer than --max_length {BLOCK} (",
+        f"a.jsonl: the only pair is longer than --max_length {BLOCK} (",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",
@@ -1005,7 +1005,7 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     out = capsys.readouterr().out
     held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
     for line in (
-        f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad ones "
+        f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad one "
         "left out",
         f"audit     {train['judged']} of {train['tokens']:,} tokens are targets "
         f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "

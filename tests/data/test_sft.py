@@ -348,7 +348,7 @@ def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, ca
     assert (audit["unweighted"], audit["special_as_text"]) == (1, 2)
     assert audit["other_fields"] == {"at": 2, "score": 1}
     assert printed(capsys, "audit")[2:] == [
-        "1 turns are not trained, because their weight is 0",
+        "1 turn is not trained, because its weight is 0",
         "2 special tokens in messages are encoded as text",
         "some messages have fields that are not read here: at (2), score (1); the chat template "
         "gets them",
@@ -382,7 +382,8 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
     )
     audit = Audit(**made.metadata.audit)
     assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
-    assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns train their end")
+    train_their = "trains its" if ended == 1 else "train their"
+    assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns {train_their} end")
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
@@ -453,12 +454,12 @@ SENSELESS = {
     "all questions overlong": (
         [LONG_QUESTION],
         {"overlong": "truncate", "on_bad_row": "skip"},
-        "no token of 1 conversations would be trained (1 are overlong: ",
+        "no token of 1 conversation would be trained (1 is overlong: ",
     ),
     "all of them bad": (
         [AMBIGUOUS[0]],
         {"on_bad_row": "skip"},
-        "no token of 1 conversations would be trained (0 are overlong, 1 bad, the first one ",
+        "no token of 1 conversation would be trained (0 are overlong, 1 bad, the first one ",
     ),
     "none to read": (
         [UNANSWERED[0], AMBIGUOUS[0] | UNANSWERED[0]],
@@ -820,4 +821,4 @@ def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     )
     made = tokenize_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
     assert made.eval is None
-    assert "eval      0 of 1 conversations: 1 overlong dropped" in capsys.readouterr().out
+    assert "eval      0 of 1 conversation: 1 overlong dropped" in capsys.readouterr().out
