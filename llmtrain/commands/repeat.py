@@ -41,6 +41,7 @@ EXAMPLES = (
     "llmtrain repeat 5 recipes/gpt.py --learning_rate 0.01 --output_dir runs/slow",
 )
 
+_STDERR = 2  # the file descriptor
 _SAVE_SECONDS = 60.0  # for a run that still saves after its launcher has ended
 _POLL_SECONDS = 0.1
 
@@ -208,7 +209,7 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
     )
     has_too_few_gpus = processes > 1 and not arguments.config_file and processes > gpu_count()
     # With --json, stdout is for the result.
-    stdout = sys.stderr.fileno() if arguments.json else None
+    stdout = _STDERR if arguments.json else None
     ending = run_to_end(command, on_cpu=has_too_few_gpus, stdout=stdout)
 
     # A launcher may end at once when it is asked to stop, while the run still saves.
@@ -227,10 +228,9 @@ def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending
         "on with it",
         file=sys.stderr,
     )
-    status = ending.status
-    if status == 0 and ending.stop_signal is not None:  # a launcher hides the status
-        status = 128 + ending.stop_signal
-    sys.exit(status or 1)
+    if ending.stop_signal is not None:
+        sys.exit(128 + ending.stop_signal)  # a launcher has another status
+    sys.exit(ending.status or 1)
 
 
 def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmtrain.record.history import History
-from llmtrain.report.run_groups import group_runs
+from llmtrain.report.run_groups import code_of, group_runs
 from llmtrain.report.significance import MeanDifference, Sample, paired_test, unpaired_test
 
 _EVAL_LOSS = "eval/loss"
@@ -120,6 +120,7 @@ def compare_groups(runs: Sequence[History]) -> GroupComparison:
         measurements.append(_one_for_each_seed(measured, remarks))
 
     every_measurement = [item for group in measurements for item in group]
+    remarks += _code_remarks(every_measurement)
     target = max((item.final_loss for item in every_measurement), default=None)
     groups = []
     for i, (name, measured) in enumerate(zip(names, measurements, strict=True)):
@@ -195,6 +196,19 @@ def _one_for_each_seed(
             )
             remarks.append(Remark("differs", text))
     return sorted(by_seed.values(), key=lambda item: item.seed)
+
+
+def _code_remarks(measurements: Iterable[Measurement]) -> list[Remark]:
+    """Return a remark if runs were started with different code, which may be a cause, too."""
+    first_by_code: dict[str, Measurement] = {}
+    for item in measurements:
+        first_by_code.setdefault(code_of(item.run), item)
+    if len(first_by_code) < 2:
+        return []
+
+    folders = [str(item.run.folder) for item in first_by_code.values()]
+    text = f"the runs were started with different code: {' and '.join(folders[:2])}"
+    return [Remark("code", text)]
 
 
 def _letter(index: int) -> str:

@@ -107,7 +107,7 @@ def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int
     by_code: dict[str, list[int]] = {}
     for i in indices:
         run = runs[i]
-        code = _code(run)
+        code = code_of(run)
         by_code.setdefault(code, []).append(i)
         losses.setdefault(run.settings.get("seed"), {})[code] = run.latest("eval/loss")
 
@@ -115,7 +115,7 @@ def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int
     return [*by_code.values()] if has_changed else [indices]
 
 
-def _code(run: History) -> str:
+def code_of(run: History) -> str:
     """Return the hash of the code with which a run began; empty if it is unknown."""
     return str(run.starts[0].get("code_sha256", "")) if run.starts else ""
 
@@ -137,7 +137,7 @@ def _names(runs: Sequence[History]) -> list[str]:
     if _are_distinct(values_by_run, differing):
         return names
     return [
-        ", ".join(part for part in (name, f"code {shorten_hash(_code(run))}") if part)
+        ", ".join(part for part in (name, f"code {shorten_hash(code_of(run))}") if part)
         for name, run in zip(names, runs, strict=True)
     ]
 

@@ -183,6 +183,16 @@ def test_a_seed_that_was_run_twice_counts_once(
     assert group["final_loss"]["n"] == 2
 
 
+def test_code_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for seed in range(3):
+        code = "old" if seed < 2 else "new"
+        write_run(tmp_path / str(seed), seed, {0: 5.0, 10: 2.0 + seed}, code=code)
+    lines = compared(capsys, tmp_path)
+    assert lines[0] == (
+        f"code      the runs were started with different code: {tmp_path / '0'} and {tmp_path / '2'}"
+    )
+
+
 def test_settings_that_change_nothing_are_called_so(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
