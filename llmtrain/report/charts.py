@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from llmtrain.observe.phases import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
-from llmtrain.report.run_groups import RunGroup, group_runs
+from llmtrain.report.run_groups import RunGroup, group_runs, seed_of
 from llmtrain.types import JsonObject
 
 AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
@@ -183,7 +183,7 @@ def seed_groups(runs: Sequence[History]) -> list[RunGroup]:
     """Return the groups of runs that differ only in their seed, each with two seeds or more."""
     groups = []
     for group in group_runs(runs):
-        seeds = {runs[i].settings.get("seed") for i in group.indices}
+        seeds = {seed_of(runs[i]) for i in group.indices}
         if len(seeds - {None}) > 1:
             groups.append(group)
     return groups

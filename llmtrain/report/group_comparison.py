@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmtrain.record.history import History
-from llmtrain.report.run_groups import code_of, group_runs
+from llmtrain.report.run_groups import code_of, group_runs, seed_of
 from llmtrain.report.significance import MeanDifference, Sample, paired_test, unpaired_test
 
 _EVAL_LOSS = "eval/loss"
@@ -147,7 +147,7 @@ def _fault(run: History) -> str | None:
         return f"is still running, at step {run.step}"
     if run.state != "finished":
         return f"is not finished: {run.state} at step {run.step}; start its command again"
-    if not isinstance(run.settings.get("seed"), int):
+    if seed_of(run) is None:
         return "has no seed in run.json"
 
     losses = [entry[_EVAL_LOSS] for entry in run.entries if _EVAL_LOSS in entry]
@@ -161,9 +161,11 @@ def _fault(run: History) -> str | None:
 
 def _measurement(run: History) -> Measurement:
     losses = [loss for loss in run.series(_EVAL_LOSS).values() if math.isfinite(loss)]
+    seed = seed_of(run)
+    assert seed is not None, "a run without a seed is left out"
     return Measurement(
         run=run,
-        seed=run.settings["seed"],
+        seed=seed,
         final_loss=losses[-1],
         best_loss=min(losses),
     )

@@ -103,16 +103,22 @@ def _compared_values(run: History) -> JsonObject:
 
 def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int]]:
     """Split runs of the same settings by their code, if it has changed the loss of a seed."""
-    losses: dict[Json, dict[str, float | None]] = {}
+    losses: dict[int | None, dict[str, float | None]] = {}
     by_code: dict[str, list[int]] = {}
     for i in indices:
         run = runs[i]
         code = code_of(run)
         by_code.setdefault(code, []).append(i)
-        losses.setdefault(run.settings.get("seed"), {})[code] = run.latest("eval/loss")
+        losses.setdefault(seed_of(run), {})[code] = run.latest("eval/loss")
 
     has_changed = any(len({*by_seed.values()}) > 1 for by_seed in losses.values())
     return [*by_code.values()] if has_changed else [indices]
+
+
+def seed_of(run: History) -> int | None:
+    """Return the seed of a run, or ``None`` if it has recorded none."""
+    seed = run.settings.get("seed")
+    return seed if isinstance(seed, int) else None
 
 
 def code_of(run: History) -> str:
