@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from llmtrain.report.significance import (
     two_sided_p,
     unpaired_test,
 )
+from tests.launching import ROOT
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -113,3 +115,20 @@ def test_an_interval_covers_the_true_difference_19_times_of_20() -> None:
 
 def test_a_single_number_has_no_deviation() -> None:
     assert Sample.of([2.5]) == (1, 2.5, None)
+
+
+def test_the_guide_says_how_many_seeds_find_a_difference_in_four_of_five_cases() -> None:
+    page = (ROOT / "docs" / "guides" / "compare-seeds.md").read_text()
+    rows = re.findall(r"^\| ([\d.]+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for ratio, seeds in rows:
+        n = int(seeds)
+        assert power(n, float(ratio)) >= 0.8 > power(n - 1, float(ratio))
+    assert power(5, 2.0) == pytest.approx(0.9, abs=0.02)
+
+
+def power(n: int, ratio: float) -> float:
+    """How often n pairs decide a true difference of ``ratio`` deviations."""
+    limit = stats.t.ppf(0.975, n - 1)
+    center = ratio * math.sqrt(n)
+    return float(stats.nct.sf(limit, n - 1, center) + stats.nct.cdf(-limit, n - 1, center))
