@@ -1,8 +1,11 @@
 """`llmtrain repeat` runs each seed once, goes on with the same command, and stops with the run that stops."""
 
 import json
+import os
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import pytest
 from llmtrain.commands import repeat
 from llmtrain.commands._seeds import repeat_command
 from llmtrain.config_file import Entry, Setting, settings_in, text_of
+from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
+from llmtrain.record.resume import lock_of
 from tests.launching import (
     GPT,
     PYTHON,
@@ -233,6 +238,56 @@ def test_the_command_for_more_seeds_has_what_can_be_known_of_the_launch(tmp_path
         else:
             assert command is not None
             assert command.startswith(expected)
+
+
+def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
+    shown: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    def run_to_end(command: list[str], **_: Any) -> repeat.Ending:
+        folder = write_run(Path(command[-1]), 3, LOSSES, state="running")
+        lock = lock_of(folder)
+        lock.acquire()
+
+        def save() -> None:
+            (folder / "status.json").write_text('{"state": "preempted", "step": 40}')
+            lock.release()
+
+        threading.Timer(0.3, save).start()
+        return repeat.Ending(status=1, stop_signal=signal.SIGINT)
+
+    monkeypatch.setattr(repeat, "run_to_end", run_to_end)
+    status, _, err = repeated(capsys, "1", GPT)
+    assert status == 130
+    assert "preempted at step 40" in err
+
+
+LAUNCHER = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: None)  # as a launcher that keeps signals to itself
+sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]]).returncode)
+"""
+WORKER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(20)
+"""
+
+
+def test_a_signal_reaches_the_group_of_the_launcher(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def stop_when_ready() -> None:
+        while not ready.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_ready, daemon=True).start()
+    command = [*PYTHON, "-c", LAUNCHER, WORKER, str(ready)]
+    assert run_to_end(command, on_cpu=True) == (5, signal.SIGTERM)
 
 
 @long_form
