@@ -1,6 +1,7 @@
 """YAML files of flags: reading one as the words of a command line, and writing one."""
 
 import argparse
+import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +51,27 @@ def text_of(groups: Mapping[str, Sequence[Entry]]) -> str:
             mark = "" if entry.is_set else "#"
             lines += ["", *_comment(entry.help), f"{mark}{entry.name}: {_yaml_of(entry.value)}"]
     return "\n".join(lines)
+
+
+class Setting(NamedTuple):
+    """A setting in a text that :func:`text_of` has written.
+
+    Attributes:
+        value: the value; ``None`` for none.
+        is_set: whether the user set the flag.
+    """
+
+    value: Any
+    is_set: bool
+
+
+def settings_in(text: str) -> dict[str, Setting]:
+    """Return the settings in a text that :func:`text_of` has written, defaults included."""
+    settings = {}
+    # A line such as `#name: value` shows a default. A comment has a space after its mark.
+    for mark, name, value in re.findall(r"^(#?)(\w+): (.*)$", text, re.MULTILINE):
+        settings[name] = Setting(value=yaml.safe_load(value), is_set=not mark)
+    return settings
 
 
 def _comment(text: str) -> list[str]:

@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     if len(arguments.runs) != 2:
         raise UserError(
             "diff compares two runs: llmtrain diff RUN_A RUN_B. For more of them, llmtrain runs "
-            "FOLDER lists their losses, and llmtrain report RUN RUN ... draws them on one page."
+            "FOLDER lists their losses, llmtrain report RUN RUN ... draws them on one page, and "
+            "llmtrain compare FOLDER tells which settings differ by more than noise."
         )
     name_a, name_b = arguments.runs
     comparison = compare(History.of_run(Path(name_a)), History.of_run(Path(name_b)))

@@ -3,15 +3,17 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
+from llmtrain.record.stopping import stop_signals
 
 if TYPE_CHECKING:
     from llmtrain.types import JsonObject
@@ -74,8 +76,8 @@ def short_run_flags(steps: int) -> "JsonObject":
     return {"max_steps": steps, "warmup_steps": 0.5, "report_to": "none"}
 
 
-def run_command(command: list[str], on_cpu: bool, **variables: str) -> None:
-    """Run a command and wait until it ends.
+def run_command(command: list[str], on_cpu: bool, **variables: str) -> str:
+    """Run a command, wait until it ends, and return what it printed on stdout.
 
     Args:
         command: the words of the command.
@@ -85,11 +87,55 @@ def run_command(command: list[str], on_cpu: bool, **variables: str) -> None:
     Raises:
         UserError: with the command's own message, if it failed.
     """
-    with tempfile.NamedTemporaryFile() as stderr:
-        with start_command(command, on_cpu, stderr, **variables) as process:
+    with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
+        with start_command(command, on_cpu, stderr, stdout, **variables) as process:
             process.wait()
         if process.returncode:
             raise UserError(failure_message(Path(stderr.name)))
+        return Path(stdout.name).read_text(errors="replace")
+
+
+class Ending(NamedTuple):
+    """How a command has ended.
+
+    Attributes:
+        status: its exit status, or 128 plus the number of the signal that killed it.
+        stop_signal: the signal that was passed on to it; ``None`` if there was none.
+    """
+
+    status: int
+    stop_signal: signal.Signals | None
+
+
+def run_to_end(command: list[str], on_cpu: bool, stdout: Output = None) -> Ending:
+    """Run a command as if the user had started it, and wait until it ends.
+
+    It writes to the stderr of this process. SIGINT, SIGTERM and SIGUSR1 are passed on to its
+    process group, as a terminal does with Ctrl-C, so that a recipe saves before it ends. A second
+    signal, some seconds later, kills it.
+
+    Args:
+        command: the words of the command.
+        on_cpu: use the CPU even if there is a GPU.
+        stdout: where it prints; ``None`` for the stdout of this process.
+
+    Raises:
+        KeyboardInterrupt: after the second signal.
+    """
+    received: list[signal.Signals] = []
+    with start_command(command, on_cpu, None, stdout) as process:
+
+        def pass_on(_: str, stop_signal: signal.Signals) -> None:
+            received.append(stop_signal)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, stop_signal)
+
+        with stop_signals(pass_on):
+            status = process.wait()
+    return Ending(
+        status=status if status >= 0 else 128 - status,
+        stop_signal=received[0] if received else None,
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""Curves and bars for the report page, as plain data that the page passes to plotly."""
+"""Curves and bars for the report page, as plain data that the page passes to plotly.
+
+Runs that differ only in their seed are drawn as one curve: their mean, with a band from the lowest
+to the highest.
+"""
 
 import itertools
 import math
@@ -8,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from llmtrain.observe.phases import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
+from llmtrain.report.run_groups import RunGroup, group_runs, seed_of
 from llmtrain.types import JsonObject
 
 AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
@@ -24,17 +29,21 @@ class Curve(NamedTuple):
 
     Attributes:
         name: in the legend.
-        run: index of the run, which selects the colour.
+        color: the number of the colour.
         has_markers: show each point, for values that are measured only now and then.
         x: the x values for each of :data:`AXES`.
         y: the y values.
+        low: the lower edge of the band around the line; empty if it has none.
+        high: the upper edge of the band; likewise.
     """
 
     name: str
-    run: int
+    color: int
     has_markers: bool
     x: dict[str, list[float | None]]
     y: list[float]
+    low: list[float]
+    high: list[float]
 
 
 class Chart(NamedTuple):
@@ -61,10 +70,11 @@ class Bars(NamedTuple):
 
 def charts(runs: Sequence[History]) -> list[Chart]:
     """Return the charts for which at least one run has logged values."""
-    accuracy = _train_and_eval_curves(runs, "rewards/accuracies")
+    groups = drawn_groups(runs)
+    accuracy = _train_and_eval_curves(groups, "rewards/accuracies")
     answers = [
-        *_train_and_eval_curves(runs, "logps/chosen", prefix="chosen, "),
-        *_train_and_eval_curves(runs, "logps/rejected", prefix="rejected, "),
+        *_train_and_eval_curves(groups, "logps/chosen", prefix="chosen, "),
+        *_train_and_eval_curves(groups, "logps/rejected", prefix="rejected, "),
     ]
     # Preference training logs accuracies, and its loss is not in nats per token.
     loss_unit = "" if accuracy else "nats per token"
@@ -73,7 +83,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         Chart(
             title="Loss",
             unit=loss_unit,
-            curves=_train_and_eval_curves(runs, "loss"),
+            curves=_train_and_eval_curves(groups, "loss"),
             is_wide=True,
         ),
         Chart(
@@ -84,7 +94,7 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         Chart(
             title="Margin between the rewards of two answers",
             unit="",
-            curves=_train_and_eval_curves(runs, "rewards/margins"),
+            curves=_train_and_eval_curves(groups, "rewards/margins"),
         ),
         Chart(
             title="Log-probability of an answer",
@@ -94,38 +104,38 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         Chart(
             title="KL divergence from the reference model",
             unit="nats per answer",
-            curves=_train_and_eval_curves(runs, "kl"),
+            curves=_train_and_eval_curves(groups, "kl"),
         ),
         Chart(
             title="Eval bits per byte",
             unit="bits",
-            curves=_curves(runs, "eval/bits_per_byte", has_markers=True),
+            curves=_curves(groups, "eval/bits_per_byte", has_markers=True),
         ),
         Chart(
             title="Gradient norm before clipping",
             unit="",
-            curves=_curves(runs, "train/grad_norm"),
+            curves=_curves(groups, "train/grad_norm"),
             is_logarithmic=True,
         ),
         Chart(
             title="Learning rate",
             unit="",
-            curves=_curves(runs, "train/learning_rate"),
+            curves=_curves(groups, "train/learning_rate"),
         ),
         Chart(
             title="Throughput of all processes",
             unit="tokens/s",
-            curves=_curves(runs, "train/tokens_per_second"),
+            curves=_curves(groups, "train/tokens_per_second"),
         ),
         Chart(
             title="Model FLOPs utilisation",
             unit="MFU",
-            curves=_curves(runs, "train/mfu"),
+            curves=_curves(groups, "train/mfu"),
         ),
         Chart(
             title="Memory of the process that holds the most",
             unit="GiB",
-            curves=_curves(runs, peak_memory),
+            curves=_curves(groups, peak_memory),
         ),
     ]
     return [chart for chart in all_charts if chart.curves]
@@ -137,6 +147,55 @@ def run_names(runs: Sequence[History]) -> list[str]:
     if len(set(names)) < len(names):
         return [str(run.folder) for run in runs]
     return names
+
+
+class DrawnGroup(NamedTuple):
+    """Runs that are drawn as one curve.
+
+    Attributes:
+        name: in the legend. It is empty if all runs on the page differ only in their seed.
+        runs: the runs.
+    """
+
+    name: str
+    runs: list[History]
+
+
+def drawn_groups(runs: Sequence[History]) -> list[DrawnGroup]:
+    """Return the curves of a chart: one for each run, or for all runs that differ by their seed."""
+    groups = seed_groups(runs)
+    grouped = {i for group in groups for i in group.indices}
+    drawn = {group.indices[0]: group for group in groups}
+
+    names = run_names(runs)
+    result = []
+    for i, run in enumerate(runs):
+        if i in drawn:
+            group = drawn[i]
+            members = [runs[j] for j in group.indices]
+            result.append(DrawnGroup(name=group.name, runs=members))
+        elif i not in grouped:
+            result.append(DrawnGroup(name=names[i], runs=[run]))
+    return result
+
+
+def seed_groups(runs: Sequence[History]) -> list[RunGroup]:
+    """Return the groups of runs that differ only in their seed, each with two seeds or more."""
+    groups = []
+    for group in group_runs(runs):
+        seeds = {seed_of(runs[i]) for i in group.indices}
+        if len(seeds - {None}) > 1:
+            groups.append(group)
+    return groups
+
+
+def colors_of(runs: Sequence[History]) -> list[int]:
+    """Return the number of each run's colour, which is that of its curve."""
+    colors = {}
+    for color, group in enumerate(drawn_groups(runs)):
+        for run in group.runs:
+            colors[run.folder] = color
+    return [colors[run.folder] for run in runs]
 
 
 def peak_memory(entry: JsonObject) -> float | None:
@@ -213,47 +272,57 @@ def _slowest_ranks(medians: Sequence[dict[str, float]], limit: int) -> list[int]
 
 
 class _Point(NamedTuple):
-    """One logged value, and its position on each of :data:`AXES`."""
+    """A value, or the mean of a group's values, and its position on each of :data:`AXES`."""
 
     value: float
+    low: float
+    high: float
     step: int
     tokens: float | None
     hours: float | None
 
 
-def _train_and_eval_curves(runs: Sequence[History], name: str, prefix: str = "") -> list[Curve]:
+def _train_and_eval_curves(
+    groups: Sequence[DrawnGroup], name: str, prefix: str = ""
+) -> list[Curve]:
     """Return the curves for a metric that is logged in training and in evaluations."""
     return [
-        *_curves(runs, f"train/{name}", label=f"{prefix}train"),
-        *_curves(runs, f"eval/{name}", label=f"{prefix}eval", has_markers=True),
+        *_curves(groups, f"train/{name}", label=f"{prefix}train"),
+        *_curves(groups, f"eval/{name}", label=f"{prefix}eval", has_markers=True),
     ]
 
 
 def _curves(
-    runs: Sequence[History], value: str | _EntryValue, label: str = "", has_markers: bool = False
+    groups: Sequence[DrawnGroup],
+    value: str | _EntryValue,
+    label: str = "",
+    has_markers: bool = False,
 ) -> list[Curve]:
-    """Return one curve for each run that has logged a value.
+    """Return one curve for each group that has logged a value.
 
     Args:
-        runs: all runs on the page.
+        groups: all runs on the page, as they are drawn.
         value: a key of the log entries, or a function that computes the value from an entry.
         label: distinguishes these curves from others in the same chart.
         has_markers: show each point.
     """
     curves = []
-    for number, (run_name, run) in enumerate(zip(run_names(runs), runs, strict=True)):
-        points = _points(run, value)
+    for color, group in enumerate(groups):
+        points = _mean_points([_points(run, value) for run in group.runs])
         if not points:
             continue
 
-        indices = downsample([point.value for point in points])
-        shown = [points[i] for i in indices]
-        # The legend names the run and the label. If the page shows one run, the label is enough. If
-        # there is no label, the name of the run stands alone.
-        parts = [run_name, label] if len(runs) > 1 else [label]
+        has_band = len(group.runs) > 1
+        # The legend names the group and the label. If the page shows one group, the label is
+        # enough. If there is no label, the name of the group stands alone.
+        parts = [group.name, label] if len(groups) > 1 else [label]
+        name = ", ".join(part for part in parts if part) or group.name
+        if has_band:
+            name = f"{name}: mean of {len(group.runs)} seeds, min to max".removeprefix(": ")
+        shown = [points[i] for i in _shown_indices(points)]
         curve = Curve(
-            name=", ".join(part for part in parts if part) or run_name,
-            run=number,
+            name=name,
+            color=color,
             has_markers=has_markers,
             x={
                 "step": [point.step for point in shown],
@@ -261,6 +330,8 @@ def _curves(
                 "hours": [point.hours for point in shown],
             },
             y=[point.value for point in shown],
+            low=[point.low for point in shown] if has_band else [],
+            high=[point.high for point in shown] if has_band else [],
         )
         curves.append(curve)
     return curves
@@ -274,12 +345,53 @@ def _points(run: History, value: str | _EntryValue) -> list[_Point]:
         if logged is not None and math.isfinite(logged):
             point = _Point(
                 value=logged,
+                low=logged,
+                high=logged,
                 step=entry["step"],
                 tokens=entry.get("tokens"),
                 hours=hours,
             )
             points.append(point)
     return points
+
+
+def _mean_points(points_by_run: Sequence[list[_Point]]) -> list[_Point]:
+    """Return the means of several runs, at the steps at which all of them have a value."""
+    if len(points_by_run) == 1:
+        return points_by_run[0]
+
+    by_step_and_run = [{point.step: point for point in points} for points in points_by_run]
+    means = []
+    for step in by_step_and_run[0]:
+        points = [by_step[step] for by_step in by_step_and_run if step in by_step]
+        if len(points) < len(by_step_and_run):
+            continue
+        values = [point.value for point in points]
+        mean = _Point(
+            value=statistics.fmean(values),
+            low=min(values),
+            high=max(values),
+            step=step,
+            tokens=_mean_of_known([point.tokens for point in points]),
+            hours=_mean_of_known([point.hours for point in points]),
+        )
+        means.append(mean)
+    return means
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of some numbers, or ``None`` if one of them is unknown."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
+def _shown_indices(points: Sequence[_Point]) -> list[int]:
+    """Choose the points of a curve such that no spike is lost, in the band neither."""
+    indices = {
+        *downsample([point.low for point in points]),
+        *downsample([point.high for point in points]),
+    }
+    return sorted(indices)
 
 
 def downsample(values: Sequence[float], limit: int = _MAX_POINTS) -> Iterable[int]:

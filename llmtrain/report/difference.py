@@ -195,7 +195,7 @@ _LAYOUT_SETTINGS = (
 )
 
 # Keys of a run's record, or of its first start: their group, and their name in messages.
-_METADATA = {
+METADATA = {
     "data_sha256": ("data", "content of the data"),
     "tokenizer_sha256": ("data", "tokenizer"),
     "train_rows": ("data", "train rows"),
@@ -373,13 +373,13 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
     if extra_tokens is not None:
         different.append(MetadataDifference(group="data", text=extra_tokens))
 
-    metadata_a = _flat_record(run_a)
-    metadata_b = _flat_record(run_b)
-    for key, (group, name) in _METADATA.items():
+    metadata_a = flat_record(run_a)
+    metadata_b = flat_record(run_b)
+    for key, (group, name) in METADATA.items():
         a = metadata_a.get(key)
         b = metadata_b.get(key)
         if a is not None and b is not None and a != b:
-            text = f"{name}: {_shorten_hash(a)} and {_shorten_hash(b)}"
+            text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
             different.append(MetadataDifference(group=group, text=text))
     return [*dict.fromkeys(different)]
 
@@ -393,7 +393,7 @@ def _settings_differences(run_a: History, run_b: History) -> list[MetadataDiffer
         if a == b:
             continue
 
-        text = f"--{name} {_shorten_hash(a)} and {_shorten_hash(b)}"
+        text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
         # A recipe may have flags that this package does not know. They may influence anything.
         for group in groups.get(name, ["any"]):
             if group != "nowhere":
@@ -412,7 +412,7 @@ def groups_by_setting() -> dict[str, list[str]]:
     return groups
 
 
-def _flat_record(run: History) -> JsonObject:
+def flat_record(run: History) -> JsonObject:
     """Return the run's record and its first start as one object."""
     start = run.starts[0] if run.starts else {}
     return {**start, **run.record, "processes": start.get("processes")}
@@ -462,7 +462,7 @@ def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> st
     )
 
 
-def _shorten_hash(value: Json) -> str:
+def shorten_hash(value: Json) -> str:
     """Return a value as text, and a hash by its first digits and the mark of a dirty commit."""
     text = str(value)
     match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty|-unknown)?", text)

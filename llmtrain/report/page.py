@@ -12,7 +12,16 @@ from typing import NamedTuple
 from llmtrain.observe.phases import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
-from llmtrain.report.charts import AXES, charts, peak_memory, phase_bars, run_names
+from llmtrain.report.charts import (
+    AXES,
+    charts,
+    colors_of,
+    peak_memory,
+    phase_bars,
+    run_names,
+    seed_groups,
+)
+from llmtrain.report.run_groups import RunGroup
 from llmtrain.types import JsonObject
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -87,6 +96,8 @@ def html(runs: Sequence[History]) -> str:
         title=_title(runs),
         runs=runs,
         names=run_names(runs),
+        colors=colors_of(runs),
+        has_seed_groups=bool(seed_groups(runs)),
         commands=[_latest_command(run) for run in runs],
         overviews=[_format_overview(overview(run)) for run in runs],
         addresses=tracker_pages(runs),
@@ -109,6 +120,7 @@ def summary(runs: Sequence[History]) -> JsonObject:
     names = run_names(runs)
     return {
         "runs": {name: overview(run) for name, run in zip(names, runs, strict=True)},
+        "seed_groups": [_group_as_json(group, names) for group in seed_groups(runs)],
         "differing": differing_values(runs),
         "events": [event._asdict() for event in events(runs)],
         "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in saved_checkpoints(runs)],
@@ -229,6 +241,10 @@ def _charts_as_json(runs: Sequence[History]) -> list[JsonObject]:
         curves = [curve._asdict() for curve in chart.curves]
         content.append({**chart._asdict(), "curves": curves})
     return content
+
+
+def _group_as_json(group: RunGroup, names: Sequence[str]) -> JsonObject:
+    return {"name": group.name, "runs": [names[i] for i in group.indices]}
 
 
 def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> JsonObject:

@@ -34,9 +34,9 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
         optim.derived = {"max_steps": f"--num_train_epochs {optim.num_train_epochs:g}"}
     _settle_warmup(optim)
-    loop.logging_steps = _steps(loop.logging_steps, optim.max_steps)
-    loop.eval_steps = _steps(loop.eval_steps, optim.max_steps)
-    run.save_steps = _steps(run.save_steps, optim.max_steps)
+    loop.logging_steps = steps_of(loop.logging_steps, optim.max_steps)
+    loop.eval_steps = steps_of(loop.eval_steps, optim.max_steps)
+    run.save_steps = steps_of(run.save_steps, optim.max_steps)
 
 
 def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
@@ -79,16 +79,16 @@ def _settle_warmup(optim: OptimConfig) -> None:
     optim.check_warmup()
     most = optim.max_steps - 1
     if optim.warmup_steps < 1:
-        optim.warmup_steps = min(_steps(optim.warmup_steps, optim.max_steps), most)
+        optim.warmup_steps = min(steps_of(optim.warmup_steps, optim.max_steps), most)
     elif optim.warmup_steps <= most:
         optim.warmup_steps = int(optim.warmup_steps)
     else:
-        steps = min(_steps(_WARMUP_SHARE, optim.max_steps), most)
+        steps = min(steps_of(_WARMUP_SHARE, optim.max_steps), most)
         length = pluralize(optim.max_steps, "step")
         optim.set_default("warmup_steps", steps, f"the run has only {length}")
 
 
-def _steps(value: float, max_steps: int) -> int:
+def steps_of(value: float, max_steps: int) -> int:
     """Return a number of steps, given that number or a fraction of the run."""
     return _whole(value, max_steps) if 0 < value < 1 else int(value)
 
