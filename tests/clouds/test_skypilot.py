@@ -104,7 +104,7 @@ def machine(tmp_path: Path, text_file: Path) -> dict[str, str]:
         **task()["envs"],
         "BUCKET": "my-bucket",
         "BUCKET_FOLDER": str(bucket),
-        "FLAGS": " ".join([*TINY, "--dataset", str(text_file), "--max_steps", "60"]),
+        "FLAGS": " ".join([*TINY, "--dataset", str(text_file), "--max_steps", "200"]),
         "SKYPILOT_NUM_NODES": "1",
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NODE_IPS": "127.0.0.1\n",
