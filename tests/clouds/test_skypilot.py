@@ -1,5 +1,6 @@
 """The SkyPilot task: read by SkyPilot itself, and its script run as on one machine without a GPU."""
 
+import contextlib
 import json
 import subprocess
 from pathlib import Path
@@ -18,8 +19,10 @@ from tests.launching import (
     read_json,
     run,
     stop_group,
+    wait,
     wait_for_readings,
 )
+from tests.machines import ADDRESS, UnavailableError, on_machine, two_machines
 
 TASK = ROOT / "clouds" / "skypilot.yaml"
 # Prints, for each of the texts that it gets, the error of SkyPilot or what the task asks for.
@@ -147,3 +150,45 @@ def test_a_job_that_was_stopped_before_its_end_fails_so_that_skypilot_starts_it_
     ended = run(job(tmp_path), env=machine)
     assert read_json(tmp_path / "bucket" / "gpt" / "status.json")["state"] == "preempted"
     assert ended.status == 1
+
+
+@long_form
+def test_two_machines_train_one_sharded_model_and_only_the_first_one_writes_to_the_bucket(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    config = tmp_path / "sharded.yaml"
+    text = (ROOT / "accelerate_configs" / "hsdp.yaml").read_text()
+    config.write_text(text.replace("dp_replicate_size: 2", "dp_replicate_size: 1"))
+    machine["CONFIG"] = str(config)
+    machine["FLAGS"] += " --max_steps 6"
+    machine["GLOO_SOCKET_IFNAME"] = "cable0"
+
+    with contextlib.ExitStack() as cleanup:
+        try:
+            names = cleanup.enter_context(two_machines())
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        nodes = []
+        for rank, name in enumerate(names):
+            clone = tmp_path / f"clone{rank}"
+            clone.mkdir()
+            (clone / "recipes").symlink_to(ROOT / "recipes")
+            variables = {
+                **machine,
+                "SKYPILOT_NUM_NODES": "2",
+                "SKYPILOT_NODE_RANK": str(rank),
+                "SKYPILOT_NODE_IPS": "\n".join(ADDRESS[node] for node in names),
+            }
+            nodes.append(begin(on_machine(name, job(clone)), env=variables))
+            cleanup.callback(stop_group, nodes[-1])
+        for node in nodes:
+            wait(node).assert_ok()
+
+    folder = tmp_path / "bucket" / "gpt"
+    assert read_json(folder / "status.json")["state"] == "finished"
+    (start,) = read_json(folder / "run.json")["starts"]
+    assert (start["processes"], start["sharded"]) == (2, "1x2")
+    weights = [path.name for path in (folder / "model").glob("*.safetensors")]
+    assert weights == ["model.safetensors"], (
+        "a machine that sees the folder writes a file of its own"
+    )
