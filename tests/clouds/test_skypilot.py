@@ -107,7 +107,7 @@ def machine(tmp_path: Path, text_file: Path) -> dict[str, str]:
         **task()["envs"],
         "BUCKET": "my-bucket",
         "BUCKET_FOLDER": str(bucket),
-        "FLAGS": " ".join([*TINY, "--dataset", str(text_file), "--max_steps", "200"]),
+        "FLAGS": " ".join([*TINY, "--dataset", str(text_file), "--max_steps", "120"]),
         "SKYPILOT_NUM_NODES": "1",
         "SKYPILOT_NODE_RANK": "0",
         "SKYPILOT_NODE_IPS": "127.0.0.1\n",

@@ -115,7 +115,7 @@ def test_a_pod_that_is_evicted_saves_fails_and_the_next_one_resumes(
 ) -> None:
     trainer = objects()[1]["spec"]["trainer"]
     recipe, *_ = trainer["args"]
-    flags = [*TINY, "--dataset", str(text_file), "--max_steps", "300", "--save_steps", "200"]
+    flags = [*TINY, "--dataset", str(text_file), "--max_steps", "150", "--save_steps", "100"]
     command = [*trainer["command"], recipe, *flags]
     folder = tmp_path / "runs" / "gpt"
     pod = {  # the PET_ variables are those that the runtime torch-distributed sets
