@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["llmtrain[lora]"]
+# ///
 """Fine-tune a causal language model of Hugging Face on conversations, or train it further on text.
 
 With --lora_r 16, a LoRA adapter is trained instead of the model.

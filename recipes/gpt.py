@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["llmtrain"]
+# ///
 """Train a GPT from scratch on text, and save it as a model that Hugging Face can load.
 
 accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max_steps 100

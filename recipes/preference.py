@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["llmtrain[lora]"]
+# ///
 """Train a causal language model of Hugging Face on preferences between answers, or a reward model.
 
 accelerate launch recipes/preference.py --model_name_or_path runs/finetune --dataset my.jsonl

@@ -124,7 +124,8 @@ def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: P
     steps = (
         "llmtrain init mine --recipe gpt --config cpu",
         f"python -m accelerate.commands.launch --config_file mine/cpu.yaml mine/gpt.py {flags}",
-        "llmtrain runs",
+        f"python -m llmtrain.recipes.gpt {flags} --output_dir runs/module",
+        "llmtrain runs --finished runs/module",
         "llmtrain report runs/gpt",
         f"python -c 'import llmtrain.recipes.finetune as f; assert f.__file__.startswith(\"{site}\")'",
     )

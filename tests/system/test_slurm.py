@@ -85,8 +85,61 @@ def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
     assert read_json(folder / "status.json")["state"] == "finished"
 
 
+ACCELERATE = """#!/bin/bash
+echo "accelerate $*"
+"""
+
+
+@pytest.mark.parametrize(
+    ("allocated", "processes"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "2"}, 4),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 6),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8a2f1c7e,MIG-0b1d"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "8", "GPUS": "2"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "0"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 2),
+        ({}, 2),
+    ],
+    ids=str,
+)
+def test_each_machine_starts_a_process_for_each_gpu_that_slurm_has_allocated(
+    allocated: dict[str, str], processes: int, slurm: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "accelerate").write_text(ACCELERATE)
+    (tmp_path / "accelerate").chmod(0o755)
+    script = ROOT / "accelerate_configs" / "multi_node.slurm"
+    ended = subprocess.run(
+        ["bash", script],
+        cwd=tmp_path,
+        env={**slurm, **allocated},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    starts = [line for line in ended.stdout.splitlines() if line.startswith("accelerate launch")]
+    assert len(starts) == 2, ended.stderr
+    assert all(f"--num_machines 2 --num_processes {processes} " in start for start in starts)
+
+
+@long_form
+def test_a_machine_with_two_allocated_gpus_starts_two_processes(
+    slurm: dict[str, str], text_file: Path, tmp_path: Path
+) -> None:
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm"
+    command = ["bash", "-c", script, "batch", *TINY, "--dataset", str(text_file)]
+    run(command, env={**slurm, "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}).assert_ok()
+    folder = tmp_path / "runs" / "job-4321"
+    assert read_json(folder / "run.json")["processes"] == 2
+    assert read_json(folder / "status.json")["state"] == "finished"
+
+
 def test_the_batch_script_asks_to_be_told_before_the_end() -> None:
     script = ROOT / "accelerate_configs" / "multi_node.slurm"
     subprocess.run(["bash", "-n", script], check=True, timeout=10)
     directives = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert any(line.startswith("#SBATCH --signal=B:USR1@") for line in directives)
+    for start in ("#SBATCH --signal=B:USR1@", "#SBATCH --requeue", "#SBATCH --time="):
+        assert any(line.startswith(start) for line in directives), start
