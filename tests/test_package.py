@@ -32,7 +32,8 @@ def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_o
     for pin in pins:
         found = installed.get(canonicalize_name(pin.name))
         takes = SpecifierSet(found.metadata["Requires-Python"] or "") if found else SpecifierSet()
-        applies = pin.marker is None or pin.marker.evaluate({"python_version": str(oldest)})
+        python = {"python_version": str(oldest), "python_full_version": f"{oldest}.0"}
+        applies = pin.marker is None or pin.marker.evaluate(python)
         assert oldest in takes or not applies, (
             f"constraints.txt: {pin} needs Python {takes}; give it a marker"
         )
