@@ -48,7 +48,6 @@ clean:
 # Every table of docs/explanation/performance.md, against other packages: about an hour on two cores that do nothing else.
 # NANOGPT: a checkout of github.com/karpathy/nanoGPT; TEXT: for time_to_loss; TABLES: some of them.
 bench: $(READY)
-	$(INSTALL) '.[dev,bench]'
 	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(TABLES)
 .PHONY: bench
 
