@@ -1,12 +1,14 @@
-# `make train` and `make test` do all the set-up themselves, in .venv.
+# `make train` and `make test` do all the set-up themselves, in .venv. Training needs fewer packages than the tests.
 PYTHON ?= python3
 CONFIG ?= accelerate_configs/single_gpu.yaml
 BIN := .venv/bin
+TRAIN := .venv/.train
 READY := .venv/.ready
+INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 .PHONY: train test test-all check clean
 
-train: $(READY)
+train: $(TRAIN)
 	$(BIN)/accelerate launch --config_file $(CONFIG) recipes/gpt.py $(FLAGS)
 
 # Every promise in its short form.
@@ -25,11 +27,20 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-$(READY): setup.cfg pyproject.toml constraints.txt
-	@echo "installing into .venv (once; a minute or two)"
+# Without bytecode: pip takes as long to compile all modules as to install them, and a run imports a tenth of them.
+$(TRAIN): setup.cfg setup.py pyproject.toml constraints.txt
+	@echo "installing what training needs into .venv (once; half a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $(READY)
+	@$(INSTALL) .
+	@touch $@
+
+# The tests start hundreds of processes, so here all modules are compiled, on all cores. A file of torch's that is
+# written for newer Pythons fails; it is never imported.
+$(READY): $(TRAIN)
+	@echo "installing what the tests need into .venv (once; a minute or two)"
+	@$(INSTALL) '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	@touch $@
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache
@@ -37,11 +48,10 @@ clean:
 # Every table of docs/explanation/performance.md, against other packages: about an hour on two cores that do nothing else.
 # NANOGPT: a checkout of github.com/karpathy/nanoGPT; TEXT: for time_to_loss; TABLES: some of them.
 bench: $(READY)
-	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(TEXT),--text $(TEXT)) $(TABLES)
 .PHONY: bench
 
-# The documentation site, in docs/_build; a warning is an error. It needs Python 3.11 or newer.
+# The documentation site, in docs/_build; a warning is an error.
 docs: $(READY)
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["llmtrain[lora]"]
 # ///
 """Fine-tune a causal language model of Hugging Face on conversations, or train it further on text.

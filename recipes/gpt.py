@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["llmtrain"]
 # ///
 """Train a GPT from scratch on text, and save it as a model that Hugging Face can load.

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["llmtrain[lora]"]
 # ///
 """Train a causal language model of Hugging Face on preferences between answers, or a reward model.

@@ -12,7 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for 
 for name in [name for name in os.environ if name.startswith(("WANDB_", "ACCELERATE_"))]:
     del os.environ[name]
 
-from tests.launching import LONG, write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
+from tests.launching import LONG, WARNING_FILTERS, write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +51,11 @@ def _no_process_group_left() -> Iterator[None]:
 def score(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Say what a campaign counted; the lines stand together at the end of the tests."""
     return lambda line: record_property("score", line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in WARNING_FILTERS:
+        config.addinivalue_line("filterwarnings", line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

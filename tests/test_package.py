@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import llmtrain
-from tests.launching import ROOT
+from tests.launching import ROOT, run
 
 
 def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_ones_alone() -> None:
@@ -32,7 +33,8 @@ def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_o
     for pin in pins:
         found = installed.get(canonicalize_name(pin.name))
         takes = SpecifierSet(found.metadata["Requires-Python"] or "") if found else SpecifierSet()
-        applies = pin.marker is None or pin.marker.evaluate({"python_version": str(oldest)})
+        python = {"python_version": str(oldest), "python_full_version": f"{oldest}.0"}
+        applies = pin.marker is None or pin.marker.evaluate(python)
         assert oldest in takes or not applies, (
             f"constraints.txt: {pin} needs Python {takes}; give it a marker"
         )
@@ -164,3 +166,18 @@ def test_the_names_that_docs_and_recipes_use_are_public(path: Path) -> None:
     names = {*re.findall(r"\blt\.([A-Za-z_]\w*)", text)}
     names |= {*re.findall(r"`llmtrain\.([A-Z]\w*)`", text)}
     assert names <= {*llmtrain.__all__}
+
+
+def test_a_deprecation_is_an_error_here_and_in_a_process_that_a_test_starts() -> None:
+    with pytest.raises(FutureWarning):
+        warnings.warn("the old way", FutureWarning, stacklevel=1)
+    ended = run([sys.executable, "-c", "import warnings; warnings.warn('old', FutureWarning)"])
+    assert "FutureWarning: old" in ended.err
+    assert ended.status == 1
+
+
+def test_what_libraries_do_among_themselves_is_no_error() -> None:
+    text = "`is_gradient_checkpointing` is deprecated and will be removed in v6."
+    warnings.warn(text, FutureWarning, stacklevel=1)
+    code = f"import warnings; warnings.warn({text!r}, FutureWarning)"
+    run([sys.executable, "-c", code]).assert_ok()

@@ -133,9 +133,7 @@ def load_model(
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            {"use_reentrant": False}
-        )
+        model.activation_checkpointing_enable({"use_reentrant": False})
 
     name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}

@@ -21,7 +21,7 @@ from llmtrain.record.resume_point import ResumePoint
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.BaseFileLock]
+    HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress

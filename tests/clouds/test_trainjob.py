@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.clouds.environments import environment_with, run_program
+from tests.clouds.programs import run_program
+from tests.environments import environment_with
 from tests.launching import (
     BIN,
     ROOT,
@@ -82,7 +83,9 @@ def test_the_api_knows_every_key_of_the_job_and_a_misspelled_one_is_noticed() ->
         target[key] = value
         faulty.append(content)
 
-    python = environment_with("kubeflow-trainer-api==2.3.0") / "python"
+    python = (
+        environment_with("kubeflow-trainer-api", ["kubeflow-trainer-api==2.3.0"]) / "bin" / "python"
+    )
     ended = run_program([python, "-c", READER], json.dumps([claim, job, *faulty])).assert_ok()
     read_claim, read_job, *read_faulty = json.loads(ended.out)
     assert read_claim == claim

@@ -1,15 +1,19 @@
-"""Installing into an environment that has its own torch keeps that torch."""
+"""Installing keeps a torch that is there, and distributions have all that they need."""
 
+import email
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import llmtrain
 from tests.launching import ROOT, TINY, long_form, run, write_text
 
 
@@ -86,37 +90,80 @@ def test_a_torch_that_is_too_old_would_not_be_kept(source: Path, tmp_path: Path)
     assert "torch>=2.11" in done.stdout + done.stderr
 
 
-@long_form
-def test_the_wheel_is_all_one_needs_in_an_empty_folder(source: Path, tmp_path: Path) -> None:
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(tmp_path),
-        str(source),
-    ]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, and with the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    done = subprocess.run(
+        [*build, str(source)], capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("llmtrain-*.whl")
+    return folder
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@long_form
+def test_a_wheel_has_every_file_of_the_package_and_nothing_else(
+    source: Path, distributions: Path
+) -> None:
+    expected = {f"llmtrain/{name}" for name in files_of(source / "llmtrain")}
+    for folder in ("recipes", "accelerate_configs"):
+        expected |= {f"llmtrain/{folder}/{name}" for name in files_of(source / folder)}
+
+    (wheel,) = distributions.glob("llmtrain-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+
+    assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+@long_form
+def test_a_source_distribution_has_what_its_tests_and_pages_need(
+    source: Path, distributions: Path
+) -> None:
+    (archive,) = distributions.glob("llmtrain-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+
+    left_out = {name for name in files_of(source) if name.startswith((".ci/", ".git"))}
+    built = {name for name in files_of(source) if name.startswith("docs/_build/")}
+    assert files_of(source) - left_out - built <= names
+
+
+@long_form
+def test_the_metadata_say_what_an_index_shows(distributions: Path) -> None:
+    (wheel,) = distributions.glob("llmtrain-*.whl")
+    opened = zipfile.ZipFile(wheel)
+    (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = email.message_from_bytes(opened.read(name))
+
+    assert metadata["Name"] == "llmtrain"
+    assert metadata["Version"] == llmtrain.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    for field in ("Author", "Summary", "Keywords", "License-File"):
+        assert metadata[field], field
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+@long_form
+@pytest.mark.parametrize("pattern", ["llmtrain-*.whl", "llmtrain-*.tar.gz"])
+def test_a_distribution_is_all_that_an_empty_folder_needs(
+    distributions: Path, tmp_path: Path, pattern: str
+) -> None:
+    (distribution,) = distributions.glob(pattern)
     venv.create(tmp_path / "env", symlinks=True)
     binaries = tmp_path / "env" / "bin"
     site = next((tmp_path / "env").glob("lib/python*/site-packages"))
     (site / "everything_else.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(binaries / "python"),
-        "install",
-        "--no-index",
-        "--no-deps",
-    ]
-    pip.append("--ignore-installed")
-    subprocess.run([*pip, "--quiet", str(wheel)], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", str(binaries / "python"), "install"]
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed", "--quiet"]
+    subprocess.run([*pip, *options, str(distribution)], check=True, timeout=120)
+
     here = tmp_path / "empty"
     here.mkdir()
     write_text(here / "small.txt")

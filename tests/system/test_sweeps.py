@@ -154,7 +154,7 @@ print(json.dumps(schema_violations_from_proposed_config(config)))
 
 @long_form
 def test_the_sweep_file_has_wandbs_schema() -> None:
-    python = str(environment_with("sweeps"))
+    python = str(environment_with("sweeps", ["sweeps"]) / "bin" / "python")
 
     def violations(config: dict[str, Any]) -> list[str]:
         out = run([python, "-c", CHECK, json.dumps(config)]).assert_ok().out

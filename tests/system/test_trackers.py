@@ -99,7 +99,8 @@ def test_tensorboard_has_a_killed_run_once(text_file: Path, tmp_path: Path) -> N
 def test_a_tracker_in_an_environment_of_its_own_has_a_killed_run_once(
     name: str, requirements: tuple[str, ...], reader: str, text_file: Path, tmp_path: Path
 ) -> None:
-    python = str(environment_with(*requirements))
+    folder = environment_with(name, requirements, adds_to_ours=True)
+    python = str(folder / "bin" / "python")
     env = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "TRACKIO_DIR": str(tmp_path / "trackio"),

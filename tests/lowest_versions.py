@@ -1,0 +1,35 @@
+"""The lowest versions that setup.cfg allows, as constraints for pip: ``python -m tests.lowest_versions``."""
+
+import configparser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    """Return the packages that training needs, and those of some extras."""
+    setup = configparser.ConfigParser()
+    setup.read(SETUP)
+    lines = setup["options"]["install_requires"].splitlines()
+    for extra in extras:
+        lines += setup["options.extras_require"][extra].splitlines()
+    return [Requirement(line) for line in lines if line]
+
+
+def lowest(requirement: Requirement) -> str:
+    """Return a requirement of the lowest version that another requirement allows.
+
+    Raises:
+        ValueError: if it does not begin with ``>=``, and so allows versions that nobody has tried.
+    """
+    bounds = [part.version for part in requirement.specifier if part.operator == ">="]
+    if len(bounds) != 1:
+        raise ValueError(f"setup.cfg: {requirement} needs a lower bound, such as >=1.2")
+    return f"{requirement.name}=={bounds[0]}"
+
+
+if __name__ == "__main__":
+    for needed in requirements("lora"):
+        print(lowest(needed))
