@@ -54,6 +54,8 @@ WARNING_FILTERS = [
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
     # torch 2.13 compiles a torch.autograd.Function.
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+    # torch 2.13 imports its mkldnn modules when it first compiles.
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     # numpy 2.4 asks pyarrow again, in the old way, after pyarrow refused an array.
     "ignore:Exporting an unversioned DLPack capsule is deprecated:DeprecationWarning",
     # Python 3.12 warns of a fork beside threads, which tests/forked.py and torch's loader do.
