@@ -13,8 +13,7 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.record.history import read_lines
-from llmtrain.record.tracking import as_numbers
+from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import loop
 from llmtrain.training.loop import check_wrapping
 from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
