@@ -1,5 +1,6 @@
 """Generate text from a model folder, token by token, with a key-value cache."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ class TextModel:
         # One less than the context: if the prompt filled it, the loop would drop the older half.
         ids = ids[-max(self.context - 1, 1) :]
 
+        cache_name = _cache_name()
         new_ids = ids  # tokens that the cache does not hold yet
         cache = None
         generated: list[int] = []
@@ -191,10 +193,10 @@ class TextModel:
                 cache = None
             out = self.model(
                 torch.tensor([new_ids], device=self.model.device),
-                past_key_values=cache,
                 use_cache=True,
+                **{cache_name: cache},
             )
-            cache = out.past_key_values
+            cache = getattr(out, cache_name)
             token = sample_token(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.stop_token_ids:
                 break
@@ -259,6 +261,15 @@ def _some_logits(model: TextModel) -> torch.Tensor:
     ids = [*newest, *every_seventh][: model.context]
     out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
     return cast(torch.Tensor, out.logits)
+
+
+def _cache_name() -> str:
+    """Return the name of the cache among the arguments and outputs of a model."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    # transformers 5.24 renamed past_key_values.
+    names = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)]
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -34,8 +34,6 @@ class ShortConvolution(nn.Module):
         self,
         hidden_states: Tensor,
         documents: Documents | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """Return the output [B, T, C].
@@ -43,20 +41,16 @@ class ShortConvolution(nn.Module):
         Args:
             hidden_states: [B, T, C].
             documents: the documents of the rows.
-            past_key_values: the cache of generation, which has no packed rows.
-            attention_mask: the padding of rows that are not packed.
-            options: further arguments of the model's layers.
+            options: further arguments of the model's layers, which are for rows that are not
+                packed: the padding, and the cache of generation.
         """
         if documents is None or documents.starts is None:
-            output: Tensor = super().forward(
-                hidden_states,
-                past_key_values=past_key_values,
-                attention_mask=attention_mask,
-                **options,
-            )
+            output: Tensor = super().forward(hidden_states, **options)
             return output
 
-        assert past_key_values is None, "packed rows are computed without a cache"
+        # transformers 5.24 renamed past_key_values.
+        caches = (options.get("past_key_values"), options.get("cache"))
+        assert caches == (None, None), "packed rows are computed without a cache"
         gate_before, gate_after, values = self.in_proj(hidden_states).chunk(3, dim=-1)
         convolved = _convolve(
             gate_before * values,

@@ -561,7 +561,8 @@ class Saying:
     device = "cpu"
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits, self.past_key_values = logits, None
+        self.logits = logits
+        self.past_key_values = self.cache = None
 
     def __call__(self, *_, **__) -> "Saying":
         return self
