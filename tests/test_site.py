@@ -13,7 +13,7 @@ from tests.launching import ROOT, long_form
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
-    pytest.importorskip("sphinx", reason="Sphinx 9 needs Python 3.11 or newer")
+    pytest.importorskip("sphinx", reason="needs Sphinx, which comes with the extra docs")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [
