@@ -103,7 +103,7 @@ def test_uv_runs_a_recipe_of_a_clone_with_the_code_of_the_clone(tmp_path: Path) 
     # The dependencies would be gigabytes.
     config = re.sub(r"(?ms)^install_requires =.*?\n\n", "", config)
     config = re.sub(
-        r"(?ms)^packages =.*?\npython_requires", "packages = llmtrain\npython_requires", config
+        r"(?ms)^package_dir =.*?\npython_requires", "packages = llmtrain\npython_requires", config
     )
     config = config.replace("attr: llmtrain._version.__version__", "0.1.0")
     (clone / "setup.cfg").write_text(config.replace("file: README.md", ""))
