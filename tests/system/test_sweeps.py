@@ -90,6 +90,7 @@ def test_runs_started_at_once_get_folders_of_their_own(text_file: Path, tmp_path
         assert len(metrics(folder)) >= 6
 
 
+@long_form
 def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) -> None:
     """The agent starts a preempted run again under the same id, and another run under another."""
     flags = [*FLAGS, "--dataset", str(text_file), "--max_steps", "40", "--save_steps", "5"]

@@ -77,6 +77,7 @@ def pairs(values: dict[str, list[list[float]]]) -> dict[str, list[tuple[int, flo
     return {key: [(int(step), value) for step, value in found] for key, found in values.items()}
 
 
+@long_form
 def test_tensorboard_has_a_killed_run_once(text_file: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--dataset", str(text_file), "--report_to", "tensorboard"]
     killed_and_resumed([*PYTHON], flags, tmp_path / "run", {})
@@ -144,6 +145,7 @@ def test_wandb_has_a_killed_run_of_two_processes_once(
     assert printed.count("loss") > 60
 
 
+@long_form
 def test_wandb_offline_has_every_step_and_the_samples(text_file: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--dataset", str(text_file), "--report_to", "wandb"]
     flags += ["--sample_prompts", "The model"]
