@@ -105,6 +105,7 @@ def test_a_tracker_in_an_environment_of_its_own_has_a_killed_run_once(
     env = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PYTHONWARNINGS": "",  # theirs are no errors of ours
     }
     flags = [*FLAGS, "--dataset", str(text_file), "--report_to", name]
     killed_and_resumed([python], flags, tmp_path / "run", env)
