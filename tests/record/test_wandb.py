@@ -17,7 +17,7 @@ from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases
 from llmtrain.record.tracking import Metrics
-from tests.launching import BIN, PYTHON, run
+from tests.launching import BIN, PYTHON, long_form, run
 from tests.waiting import wait_until
 from tests.wandb_file import read_history, read_records
 from tests.wandb_server import Server, serving
@@ -222,6 +222,7 @@ def test_wandb_goes_on_with_a_run_and_is_sent_what_it_lacks(server: Server, tmp_
     assert readable == [], "others may read, under umask 077"
 
 
+@long_form
 def test_an_offline_start_that_is_synced_replaces_what_wandb_has(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

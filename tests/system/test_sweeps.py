@@ -14,7 +14,6 @@ from tests.environments import environment_with
 from tests.launching import (
     BIN,
     GPT,
-    LONG,
     PYTHON,
     ROOT,
     TINY,
@@ -33,7 +32,7 @@ from tests.wandb_file import read_records
 
 SWEEP = yaml.safe_load((ROOT / "recipes/sweep.yaml").read_text())
 FLAGS = [*TINY, "--eval_steps", "2", "--report_to", "wandb"]
-TOGETHER = 8 if LONG else 3
+TOGETHER = 8
 
 
 def agents_environment(folder: Path, run_id: str, **parameters: Any) -> dict[str, str]:
@@ -58,6 +57,7 @@ def at_wandb(folder: Path) -> Any:
     )
 
 
+@long_form
 def test_runs_started_at_once_get_folders_of_their_own(text_file: Path, tmp_path: Path) -> None:
     processes: list[subprocess.Popen] = []
     for number in range(TOGETHER):
