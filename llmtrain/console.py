@@ -55,3 +55,8 @@ def pluralize(n: int, word: str) -> str:
         return f"1 {word}"
     ending = "es" if word.endswith(("s", "ch")) else "s"
     return f"{n:,} {word}{ending}"
+
+
+def is_or_are(n: int) -> str:
+    """Return the verb that follows so many things."""
+    return "is" if n == 1 else "are"

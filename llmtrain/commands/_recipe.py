@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.launching.children import read_accelerate_config
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,3 +39,25 @@ def separate_recipe_flags(arguments: argparse.Namespace) -> None:
         if action.option_strings and action.dest != "help":
             options_parser._add_action(action)
     _, arguments.flags = options_parser.parse_known_args(arguments.flags, arguments)
+
+
+def process_count(arguments: argparse.Namespace, default: int) -> int:
+    """Return how many processes to start: those of ``--processes`` or of the accelerate config.
+
+    Args:
+        arguments: with ``processes`` and ``config_file``.
+        default: the number if the user has given neither.
+
+    Raises:
+        UserError: if the user asked for none.
+    """
+    if arguments.processes is not None:
+        processes: int = arguments.processes
+    elif arguments.config_file:
+        processes = read_accelerate_config(arguments.config_file)["num_processes"]
+    else:
+        processes = default
+
+    if processes < 1:
+        raise UserError(f"--processes {processes}: start at least one process.")
+    return processes

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
+from llmtrain.commands._recipe import add_recipe_arguments, process_count, separate_recipe_flags
 from llmtrain.commands._seeds import seed_flags, seed_folder
 from llmtrain.commands.compare import comparison_as_json, group_lines
 from llmtrain.console import say
@@ -23,7 +23,6 @@ from llmtrain.files import json_text
 from llmtrain.launching.children import (
     Ending,
     gpu_count,
-    read_accelerate_config,
     recipe_command,
     run_command,
     run_to_end,
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     separate_recipe_flags(arguments)
     if arguments.count < 1:
         raise UserError(f"{arguments.count} seeds: run at least one.")
-    processes = _processes(arguments)
+    processes = process_count(arguments, default=1)
     settings = _recipe_settings(arguments)
     output_dir = _output_dir(settings)
     first_seed = settings["seed"].value
@@ -85,24 +84,6 @@ def run(arguments: argparse.Namespace) -> None:
             _stop(arguments, seed, folder, ending)
 
     _summarise(arguments, output_dir, seeds)
-
-
-def _processes(arguments: argparse.Namespace) -> int:
-    """Return how many processes each run has.
-
-    Raises:
-        UserError: if the user asked for none.
-    """
-    if arguments.processes is not None:
-        processes: int = arguments.processes
-    elif arguments.config_file:
-        processes = read_accelerate_config(arguments.config_file)["num_processes"]
-    else:
-        processes = 1
-
-    if processes < 1:
-        raise UserError(f"--processes {processes}: start at least one process.")
-    return processes
 
 
 def _report(arguments: argparse.Namespace, text: str) -> None:

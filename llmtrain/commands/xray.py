@@ -7,11 +7,10 @@ time is hidden behind the backward pass, and which process keeps the others wait
 import argparse
 from itertools import pairwise
 
-from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
+from llmtrain.commands._recipe import add_recipe_arguments, process_count, separate_recipe_flags
 from llmtrain.errors import UserError
 from llmtrain.launching.children import (
     gpu_count,
-    read_accelerate_config,
     recipe_command,
     run_command,
     short_run_flags,
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.record.resume import candidate_folders, is_free
 
     separate_recipe_flags(arguments)
-    processes = _processes(arguments)
+    processes = process_count(arguments, default=max(2, gpu_count()))
     first_step, _, last_step = arguments.steps.partition(":")
     if not (first_step.isdecimal() and last_step.isdecimal()):
         raise UserError(
@@ -75,24 +74,6 @@ def run(arguments: argparse.Namespace) -> None:
         f"Open {result}/timeline.html in a browser, "
         f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
     )
-
-
-def _processes(arguments: argparse.Namespace) -> int:
-    """Return how many processes to start.
-
-    Raises:
-        UserError: if the user asked for none.
-    """
-    if arguments.processes is not None:
-        processes: int = arguments.processes
-    elif arguments.config_file:
-        processes = read_accelerate_config(arguments.config_file)["num_processes"]
-    else:
-        processes = max(2, gpu_count())
-
-    if processes < 1:
-        raise UserError(f"--processes {processes}: start at least one process.")
-    return processes
 
 
 def _last_value(flags: list[str], name: str) -> str | None:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmtrain.console import is_or_are
 from llmtrain.errors import UserError
 
 # --max_length auto holds this share of the conversations. A larger --max_length is suggested if the
@@ -111,8 +112,7 @@ def describe_overlong_count(lengths: np.ndarray, max_length: int, max_positions:
     if overlong is None:
         return "0 are overlong"
     count = int((lengths > max_length).sum())
-    verb = "is" if count == 1 else "are"
-    return f"{count:,} {verb} overlong: {overlong.describe(max_positions)}"
+    return f"{count:,} {is_or_are(count)} overlong: {overlong.describe(max_positions)}"
 
 
 def check_not_all_overlong(

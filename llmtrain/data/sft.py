@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.console import pluralize
+from llmtrain.console import is_or_are, pluralize
 from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
@@ -97,7 +97,7 @@ class Audit(Counts):
         lines = [
             self.left_out(overlong),
             f"{self.trained:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
-            f"{pluralize(self.rows, 'row')} {_are(self.rows)} {fill:.1%} full, "
+            f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full, "
             f"{self.ended:,} of {pluralize(self.turns, 'turn')} "
             f"{'trains its' if self.ended == 1 else 'train their'} end",
         ]
@@ -124,12 +124,12 @@ class Audit(Counts):
             )
         if self.remade:
             lines.append(
-                f"{pluralize(self.remade, 'turn')} {_are(self.remade)} trained in full: "
+                f"{pluralize(self.remade, 'turn')} {is_or_are(self.remade)} trained in full: "
                 "{% generation %} marks text that no prompt leads to"
             )
         if self.unweighted:
             lines.append(
-                f"{pluralize(self.unweighted, 'turn')} {_are(self.unweighted)} not trained, "
+                f"{pluralize(self.unweighted, 'turn')} {is_or_are(self.unweighted)} not trained, "
                 f"because {'its' if self.unweighted == 1 else 'their'} weight is 0"
             )
         return lines + lines_about_messages(self.special_as_text, self.other_fields)
@@ -153,8 +153,8 @@ class Audit(Counts):
             if left_out:
                 pronoun = "it is" if left_out == 1 else "they are"
                 reasons += (
-                    f"; {pluralize(left_out, 'turn')} {_are(left_out)} shown differently from the "
-                    f"way {pronoun} prompted for"
+                    f"; {pluralize(left_out, 'turn')} {is_or_are(left_out)} shown differently from "
+                    f"the way {pronoun} prompted for"
                 )
             if self.unweighted:
                 verb = "has" if self.unweighted == 1 else "have"
@@ -171,10 +171,6 @@ class Audit(Counts):
             )
 
 
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
-
-
 def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> list[str]:
     """Return the lines of the start-up log about the content of messages.
 
@@ -185,7 +181,7 @@ def lines_about_messages(special_as_text: int, other_fields: dict[str, int]) -> 
     lines = []
     if special_as_text:
         tokens = pluralize(special_as_text, "special token")
-        lines.append(f"{tokens} in messages {_are(special_as_text)} encoded as text")
+        lines.append(f"{tokens} in messages {is_or_are(special_as_text)} encoded as text")
     if other_fields:
         fields = ", ".join(f"{name} ({count:,})" for name, count in sorted(other_fields.items()))
         lines.append(

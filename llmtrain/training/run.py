@@ -388,10 +388,9 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     settings = resolved(run.settings)
 
     def begin() -> TrackedRun:
-        earlier = History.read(run.folder)
         run.writer.begin(run.step, run.resume_point.extended_run)
         run.writer.write("run.json", _record_of(run, settings))
-        return _tracked(run, earlier)
+        return _tracked(run)
 
     tracked = team.on_main(begin)
     if is_sharded(run.accelerator):
@@ -404,38 +403,41 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         contexts.enter_context(stop_signals(run.ask_to_stop))
         if run.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
-        try:
-            run.metrics.start(trackers, tracked)
-            _record_addresses(run)
-            yield
-        except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
-            run.record_failure("stopped at once by a second signal")
-            raise
-        except BaseException as error:
-            reason = explain(error) or first_line(error)
-            # Record it right away, because a launcher soon kills a process that has failed.
-            run.record_failure(reason)
-            with contextlib.suppress(Exception):  # the first error is the one to show
-                run.saver.wait()
-            # Record it again, because a save in the background may have written "running".
-            run.record_failure(reason)
-            run.metrics.close(exit_code=1)
-            raise
+        contexts.enter_context(_failures_recorded(run))
+        run.metrics.start(trackers, tracked)
+        _record_addresses(run)
+        yield
 
         run.writer.set_status(run.outcome.state, run.step, run.outcome.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
 
 
-def _tracked(run: Run, earlier: History) -> TrackedRun:
-    """Return what trackers are told about a run, whose ``run.json`` has this start.
+@contextlib.contextmanager
+def _failures_recorded(run: Run) -> Iterator[None]:
+    """Record an error that ends the block in ``status.json``, and end the trackers' runs."""
+    try:
+        yield
+    except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
+        run.record_failure("stopped at once by a second signal")
+        raise
+    except BaseException as error:
+        reason = explain(error) or first_line(error)
+        # Record it right away, because a launcher soon kills a process that has failed.
+        run.record_failure(reason)
+        with contextlib.suppress(Exception):  # the first error is the one to show
+            run.saver.wait()
+        # Record it again, because a save in the background may have written "running".
+        run.record_failure(reason)
+        run.metrics.close(exit_code=1)
+        raise
 
-    Args:
-        run: the run.
-        earlier: what the run folder had before this start.
-    """
+
+def _tracked(run: Run) -> TrackedRun:
+    """Return what trackers are told about a run, whose ``run.json`` has this start."""
     history = History.read(run.folder)
     start = history.starts[-1]
+    is_first_start = len(history.starts) == 1
     parameters, trained_parameters = parameter_counts(run.bundle.model)
     facts = {
         "parameters": parameters,
@@ -453,7 +455,7 @@ def _tracked(run: Run, earlier: History) -> TrackedRun:
         config=redacted(history.settings | facts),
         machines=ranks.machines,
         start_times=history.all_start_seconds(),
-        fork=_fork_of(history.extends) if not earlier.starts else "",
+        fork=_fork_of(history.extends) if is_first_start else "",
     )
 
 
@@ -465,8 +467,8 @@ def _fork_of(extends: JsonObject) -> str:
     """
     if not extends:
         return ""
-    extended = History.read(Path(extends["run"]))
-    was_online = "wandb" in extended.record.get("trackers", {})
+    extended_record = read_object(Path(extends["run"]) / "run.json")
+    was_online = "wandb" in extended_record.get("trackers", {})
     return f"{extends['run_id']}?_step={extends['step']}" if was_online else ""
 
 
