@@ -141,7 +141,9 @@ def test_the_sweep_file_starts_a_run(command: list[str], text_file: Path, tmp_pa
     run(words, env).assert_ok()
     settings = read_json(tmp_path / "sweep/run.json")["settings"]
     assert settings["learning_rate"]["value"] == 0.0123
-    assert at_wandb(tmp_path / "sweep").run_id == "run0"
+    record = at_wandb(tmp_path / "sweep")
+    assert record.run_id == "run0"
+    assert record.display_name == "", "the sweep has chosen a name"
     assert SWEEP["metric"]["name"] in metrics(tmp_path / "sweep")[-1]
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
 import pytest
@@ -16,6 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, resume
 from llmtrain.record.history import History
 from llmtrain.record.trackers import weights_and_biases
+from llmtrain.record.tracking import Metrics
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
@@ -657,3 +659,51 @@ def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) 
     assert history.set_index("step")["eval/loss"].dropna().to_dict() == {2: 2.5}
     assert history["phases/forward"][0] == 0.5  # the slowest rank
     assert "batch" not in history, "a text, which cannot be plotted"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What a run tells its trackers: at each start, of checkpoints, and at its end."""
+    told = SimpleNamespace(starts=[], checkpoints=[], exit_codes=[])
+    monkeypatch.setattr(Metrics, "start", lambda self, names, run: told.starts.append(run))
+    monkeypatch.setattr(
+        Metrics, "send_checkpoint", lambda self, path: told.checkpoints.append(path.name)
+    )
+    monkeypatch.setattr(
+        Metrics, "close", lambda self, exit_code, model=None: told.exit_codes.append(exit_code)
+    )
+    return told
+
+
+def test_trackers_are_told_the_size_the_layout_and_the_origin_of_a_run(begin, told) -> None:
+    begin(steps=(10,))
+    (run,) = told.starts
+    assert run.config["parameters"] == run.config["trained_parameters"] == 6
+    assert run.config["layout"] == {"processes": 1, "accumulation": 2, "micro_batch": 16}
+    assert run.config["seed"] == 3
+    assert run.config["versions"]["torch"] == torch.__version__
+    assert len(run.config["data_sha256"]) == 64
+    assert len(run.start_times) == 1
+
+
+def test_trackers_get_checkpoints_and_how_a_run_has_ended(begin, told) -> None:
+    begin(steps=(10, 20), crash=True)
+    begin(steps=(30,))
+    assert told.checkpoints == ["step-00000010", "step-00000020", "step-00000030"]
+    assert told.exit_codes == [1, 0]
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_only_the_first_start_of_a_run_forks_what_it_extends(
+    is_online: bool, begin, told, tmp_path: Path
+) -> None:
+    begin(steps=(10,))
+    path = tmp_path / "run/run.json"
+    record = read_json(path)
+    if is_online:
+        path.write_text(json.dumps(record | {"trackers": {"wandb": "https://wandb/run"}}))
+    named = {"resume_from_checkpoint": str(tmp_path / "run")}
+    begin(steps=(20,), crash=True, **named)
+    begin(steps=(30,), **named)
+    fork = f"{record['run_id']}?_step=10" if is_online else ""
+    assert [run.fork for run in told.starts] == ["", fork, ""]
