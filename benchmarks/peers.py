@@ -7,7 +7,6 @@ python -m benchmarks.peers ddp | trainer | sft | dpo | map ...
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -18,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.nanogpt_loop import NanoGPTLoop
 
 BETWEEN_READINGS = 10  # updates
 
@@ -60,54 +61,20 @@ def bare_update(
 
 
 def nanogpt(arguments: argparse.Namespace) -> None:
-    """Run the loop of train.py (lines 255 to 333) around its own model, with its own way to draw a batch.
-
-    On a CPU it takes no autocast, which is added where bf16 is asked for.
-    """
-    sys.path.insert(0, arguments.folder)
-    import model as nano
-
-    layers, heads, width, block, batch = arguments.shape
-    config = nano.GPTConfig(
-        block, arguments.vocabulary, layers, heads, width, dropout=0.0, bias=False
+    """Run nanoGPT's loop, and print its tokens per second."""
+    loop = NanoGPTLoop(
+        folder=arguments.folder,
+        tokens=arguments.tokens,
+        shape=arguments.shape,
+        vocabulary=arguments.vocabulary,
+        device=arguments.device,
+        dtype=torch.bfloat16 if arguments.bf16 else None,
+        fused=arguments.fused,
+        backend="inductor" if arguments.compile else None,
     )
-    device = arguments.device
-    if device == "cuda":  # as train.py does
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    network = nano.GPT(config).to(device)
-    decayed = [p for p in network.parameters() if p.dim() >= 2]
-    plain = [p for p in network.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=arguments.fused)
-    forward = torch.compile(network) if arguments.compile else network
-    autocast = (
-        torch.autocast(device, torch.bfloat16) if arguments.bf16 else contextlib.nullcontext()
-    )
-
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-        data = np.memmap(arguments.tokens, dtype=np.uint16, mode="r")
-        places = torch.randint(len(data) - block, (batch,))
-        x = torch.stack([torch.from_numpy(data[i : i + block].astype(np.int64)) for i in places])
-        y = torch.stack(
-            [torch.from_numpy(data[i + 1 : i + 1 + block].astype(np.int64)) for i in places]
-        )
-        if device == "cuda":
-            return x.pin_memory().to(device, non_blocking=True), y.pin_memory().to(
-                device, non_blocking=True
-            )
-        return x, y
-
-    readings = Readings(batch * block)
-    x, y = draw()
+    readings = Readings(loop.positions)
     for number in range(1, arguments.steps + 1):
-        with autocast:
-            _, loss = forward(x, y)
-        x, y = draw()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        readings.updated(number, loss)
+        readings.updated(number, loop.step())
     say_figure(readings.median)
 
 

@@ -73,8 +73,16 @@ def scratch(parent: Path | str | None = None) -> Iterator[Path]:
 
 
 def environment(threads: int = CORES, **variables: str) -> dict[str, str]:
-    """Return the environment of a contender: nothing comes from the net."""
-    ours = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "true"}
+    """Return the environment of a contender: nothing comes from the net.
+
+    Packages that the caller has put on ``PYTHONPATH`` stay there.
+    """
+    python_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+    }
     return {**os.environ, **ours, "OMP_NUM_THREADS": str(threads), **variables}
 
 

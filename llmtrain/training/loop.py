@@ -58,6 +58,28 @@ def train(
     Raises:
         UserError: if the model or the settings do not allow training.
     """
+    steps = training_steps(run, model, optimizer, batches, eval_batches, metric, callbacks)
+    for _ in steps:
+        pass
+
+
+def training_steps(
+    run: Run,
+    model: nn.Module,
+    optimizer: AcceleratedOptimizer,
+    batches: DataLoaderShard,
+    eval_batches: DataLoaderShard | None = None,
+    metric: Metric | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Generator[LoopContext]:
+    """Train as :func:`train` does, and return to the caller before the first step and after each.
+
+    A caller can run several loops in turns, as the benchmarks do. Closing the generator ends the
+    training early, and writes no model.
+
+    Args:
+        run: see :func:`train`, as all others.
+    """
     settings = run.settings
     check_wrapping(run.accelerator, model)
     _check_steps(run)
@@ -96,9 +118,10 @@ def train(
             callback.on_train_begin()
 
         model.train()
+        yield context
         # If a run has already stopped early, starting it again makes no more steps.
         if not run.patience.is_over:
-            _make_steps(context, all_callbacks, batches)
+            yield from _make_steps(context, all_callbacks, batches)
 
         for callback in all_callbacks:
             callback.on_train_end()
@@ -106,12 +129,13 @@ def train(
 
 def _make_steps(
     context: LoopContext, callbacks: Sequence[Callback], batches: DataLoaderShard
-) -> None:
+) -> Generator[LoopContext]:
     """Make a step of each batch, until the run should stop. The loader ends at ``--max_steps``."""
     local_batches = _read_ahead(context.engine, batches)
     with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
         for local_batch in local_batches:
             info = _make_step(context, callbacks, local_batch)
+            yield context
             if info.should_stop or context.run.patience.is_over:
                 return
 

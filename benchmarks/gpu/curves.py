@@ -1,0 +1,74 @@
+"""Losses of short runs in each precision, beside two runs in float32 that begin one ulp apart."""
+
+import os
+from unittest import mock
+
+import torch
+
+import llmtrain as lt
+from benchmarks.gpu.call import Call
+from benchmarks.gpu.recipe_loop import build_gpt, common_settings
+from benchmarks.gpu.rows import text_rows
+from llmtrain.training.settings import AnySettings
+
+_BOUND_FACTOR = 4.0  # times what one ulp makes of a float32 run
+_BOUND = 0.02  # nats; what bfloat16 may add
+
+
+def judge(call: Call) -> None:
+    """Judge AdamW and Muon in 16 bits by float32, and by how far one ulp carries a run."""
+    for optim in ("adamw", "muon"):
+        exact = _losses(call, optim, "no")
+        nudged = _losses(call, optim, "no", nudge=True)
+        floor = _largest_difference(exact, nudged)
+        call.journal.record("curves", f"{optim}: one ulp in each embedding", nats=floor)
+        precisions = ("bf16", "fp16") if call.on_gpu else ("no",)
+        for precision in precisions:
+            nats = _largest_difference(exact, _losses(call, optim, precision))
+            bound = max(_BOUND, _BOUND_FACTOR * floor)
+            call.journal.judge(
+                f"{optim} in {precision}, {call.sizes.curve_steps} steps, by float32",
+                nats <= bound or precision == "fp16",  # its first steps are skipped
+                nats=nats,
+                bound=bound,
+            )
+
+
+def _largest_difference(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list[float]:
+    """Return the loss of each step of a small run."""
+    size = call.sizes.recipe
+    folder = call.folder / f"curve-{optim}-{precision}-{nudge}"
+    shared = common_settings(folder, size.rows, compiled=False)
+    shared["optim"] = lt.OptimConfig(
+        optim=optim, max_steps=call.sizes.curve_steps, warmup_steps=2, learning_rate=2e-2
+    )
+    shared["loop"] = lt.LoopConfig(eval_steps=0, logging_steps=1, torch_compile="never")
+    settings: AnySettings = lt.Settings(
+        model=lt.GPTConfig(
+            n_layer=size.layers,
+            n_head=size.heads,
+            n_embd=size.width,
+            block_size=size.block,
+            architecture="gpt2",
+        ),
+        **shared,
+    )
+    rows = text_rows(call.sizes.recipe_vocabulary, size.block, 4 * size.rows)
+    with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
+        accelerator = lt.start(settings)
+        # Exact products, so that a nudge is the only difference.
+        torch.set_float32_matmul_precision("highest")
+        bundle = lt.place(accelerator, build_gpt, settings, rows)
+        if nudge:
+            weight = next(bundle.model.parameters()).data
+            weight.copy_(torch.nextafter(weight, torch.full_like(weight, 10.0)))
+        optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+        with lt.open_run(accelerator, settings, rows, bundle) as run:
+            lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
+    history = run.history()
+    losses: list[float] = history["train/loss"].dropna().tolist()
+    return losses

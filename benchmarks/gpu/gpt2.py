@@ -1,0 +1,172 @@
+"""GPT-2 124M: the recipe's own step, the same model in a bare loop, and nanoGPT."""
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import llmtrain as lt
+from benchmarks.gpu.bare_loop import BareLoop, BareStep, GraphedStep, let_capture
+from benchmarks.gpu.call import Call, new_optimizer
+from benchmarks.gpu.journal import Figures
+from benchmarks.gpu.recipe_loop import RecipeLoop, gpt_settings
+from benchmarks.gpu.rows import batches_on_host, text_rows
+from benchmarks.gpu.sizes import GPTSize
+from benchmarks.gpu.turns import Variant, take_turns
+from benchmarks.nanogpt_loop import NanoGPTLoop
+
+_ROWS = 256  # of the data; steps draw them again and again
+
+
+class NanoGPTStep(Variant):
+    """A step of nanoGPT's loop."""
+
+    def __init__(self, name: str, loop: NanoGPTLoop, device: torch.device) -> None:
+        super().__init__(name, device, loop.positions)
+        self.loop = loop
+
+    def step(self) -> None:
+        self.phases.begin("step")
+        self.loop.step()
+
+
+def measure(call: Call) -> None:
+    """Time every variant of GPT-2 in turns, for each optimizer and vocabulary."""
+    accelerator = call.accelerator()
+    size = call.sizes.gpt2
+    variants: list[Variant] = []
+    pool = torch.cuda.graph_pool_handle() if call.on_gpu else None
+    for vocabulary in call.sizes.vocabularies:
+        rows = text_rows(vocabulary, size.block, _ROWS)
+        for optim in ("adamw", "muon"):
+            label = f"{optim}, V {vocabulary:,}"
+            variants += _of_one_kind(call, accelerator, size, rows, optim, label)
+            if call.on_gpu:
+                variants += _graphed(call, accelerator, size, rows, optim, label, pool)
+
+    if call.nanogpt is None:
+        call.journal.record("gpt2", "nanoGPT", left_out="nanoGPT needs --nanogpt FOLDER")
+    else:
+        variants += _of_nanogpt(call, call.nanogpt, size)
+    _time_and_record(call, "gpt2", variants, call.sizes.steps)
+
+
+def measure_recipe_model(call: Call) -> None:
+    """Time the model that ``recipes/gpt.py`` trains without flags, which is bound by launches."""
+    accelerator = call.accelerator()
+    size = call.sizes.recipe
+    rows = text_rows(call.sizes.recipe_vocabulary, size.block, _ROWS)
+    label = f"{size.layers} x {size.width}, muon"
+    variants = _of_one_kind(call, accelerator, size, rows, "muon", label)
+    if call.on_gpu:
+        pool = torch.cuda.graph_pool_handle()
+        variants += _graphed(call, accelerator, size, rows, "muon", label, pool)
+    _time_and_record(call, "recipe model", variants, call.sizes.steps)
+
+
+def _of_one_kind(
+    call: Call,
+    accelerator: object,
+    size: GPTSize,
+    rows: lt.Tokenized,
+    optim: str,
+    label: str,
+) -> list[Variant]:
+    """Return the recipe's loop, and the bare loop with and without reading the norm."""
+    name = label.replace(", ", "-").replace(" ", "-")
+    settings = gpt_settings(
+        size, call.folder / name, compiled=call.on_gpu, optim=optim, learning_rate=6e-4
+    )
+    bare = _bare_loop(call, accelerator, size, rows, optim)
+    return [
+        RecipeLoop(f"{label}: recipe", accelerator, settings, rows),
+        BareStep(f"{label}: bare, norm read", bare, reads_norm=True),
+        BareStep(f"{label}: bare, norm not read", bare, reads_norm=False),
+    ]
+
+
+def _graphed(
+    call: Call,
+    accelerator: object,
+    size: GPTSize,
+    rows: lt.Tokenized,
+    optim: str,
+    label: str,
+    pool: object,
+) -> list[Variant]:
+    """Return the bare loop as one CUDA graph; none if it cannot be captured."""
+    name = f"{label}: one graph"
+    loop = _bare_loop(call, accelerator, size, rows, optim, capturable=True)
+    try:
+        return [GraphedStep(name, loop, pool)]
+    except RuntimeError as error:
+        call.journal.record("gpt2", name, left_out=f"it cannot be captured: {error}"[:300])
+        return []
+
+
+def _bare_loop(
+    call: Call,
+    accelerator: object,
+    size: GPTSize,
+    rows: lt.Tokenized,
+    optim: str,
+    capturable: bool = False,
+) -> BareLoop:
+    model = call.new_gpt(size, rows.vocabulary)
+    optimizer = new_optimizer(accelerator, model, optim)
+    if capturable:
+        let_capture(optimizer)
+    return BareLoop(
+        model=model,
+        optimizer=optimizer,
+        batches=batches_on_host(rows, size.rows, pinned=call.on_gpu),
+        dtype=call.autocast_dtype,
+        backend=call.backend,
+    )
+
+
+def _of_nanogpt(call: Call, folder: str, size: GPTSize) -> list[Variant]:
+    tokens = call.folder / "tokens"
+    vocabulary = call.sizes.vocabularies[0]
+    random = np.random.default_rng(seed=0)
+    random.integers(vocabulary, size=100 * size.positions, dtype=np.uint16).tofile(tokens)
+
+    variants: list[Variant] = []
+    for bias in (False, True):
+        loop = NanoGPTLoop(
+            folder=folder,
+            tokens=tokens,
+            shape=(size.layers, size.heads, size.width, size.block, size.rows),
+            vocabulary=vocabulary,
+            device=call.device.type,
+            bias=bias,
+            dtype=call.autocast_dtype,
+            backend=call.backend,
+        )
+        name = f"nanoGPT {'with' if bias else 'without'} biases"
+        variants.append(NanoGPTStep(name, loop, call.device))
+    return variants
+
+
+def _time_and_record(call: Call, section: str, variants: Sequence[Variant], steps: int) -> None:
+    """Time variants in turns, and record each; then free them."""
+    flops = max(variant.flops_per_position for variant in variants)
+    for variant in variants:
+        variant.flops_per_position = variant.flops_per_position or flops
+    results = take_turns(variants, call.device, steps, call.sizes.rounds, call.peak)
+    graphs = {name.split(":")[0]: figures for name, figures in results.items() if "graph" in name}
+    for name, figures in results.items():
+        graph = graphs.get(name.split(":")[0])
+        if graph is not None:
+            figures["idle_ms"] = _milliseconds(figures) - _milliseconds(graph)
+        call.journal.record(section, name, **figures)
+    for variant in variants:
+        variant.close()
+    gc.collect()
+    if call.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _milliseconds(figures: Figures) -> float:
+    return float(str(figures["ms"]))

@@ -1,0 +1,80 @@
+"""The loss of the head alone, and Muon alone."""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.call import Call
+from benchmarks.gpu.turns import median_ms
+from llmtrain.models.loss import linear_nll
+from llmtrain.training.muon import Muon
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def measure_loss(call: Call) -> None:
+    """Record the milliseconds of the head and its loss, forward and backward, in each way."""
+    size = call.sizes.gpt2
+    for vocabulary in call.sizes.vocabularies:
+        hidden = torch.randn(
+            size.rows, size.block, size.width, device=call.device, dtype=call.half
+        ).requires_grad_()
+        weight = torch.randn(vocabulary, size.width, device=call.device).mul_(0.02).requires_grad_()
+        targets = torch.randint(vocabulary, (size.rows, size.block), device=call.device)
+        for name, loss in _losses(call).items():
+            pass_both = partial(_pass_both, loss, hidden, weight, targets)
+            milliseconds = median_ms(pass_both, call.device, call.sizes.repeats)
+            call.journal.record("loss", f"loss, V {vocabulary:,}: {name}", ms=milliseconds)
+
+
+def _pass_both(
+    loss: Loss, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> None:
+    torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight))
+
+
+def _losses(call: Call) -> dict[str, Loss]:
+    def of_logits(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        logits = (h @ w.to(h.dtype).T).float().flatten(0, 1)
+        return F.cross_entropy(logits, t.flatten(), reduction="sum")
+
+    def products_alone(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (h @ w.to(h.dtype).T).sum()  # its backward pass has the other two products
+
+    losses: dict[str, Loss] = {
+        "ours": linear_nll,
+        "compiled cross-entropy": torch.compile(of_logits, dynamic=False, backend=call.backend),
+        "its three products": products_alone,
+    }
+    if call.on_gpu and importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        def liger(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = liger_fused_linear_cross_entropy(
+                h.flatten(0, 1), w.to(h.dtype), t.flatten(), reduction="sum"
+            )
+            return loss
+
+        losses["Liger"] = liger
+    return losses
+
+
+def measure_muon(call: Call) -> None:
+    """Record the milliseconds of Muon's step for the matrices of GPT-2."""
+    size = call.sizes.gpt2
+    shapes = [(1, 1), (1, 3), (1, 4), (4, 1)]  # in widths: the four matrices of a block
+    matrices = [
+        torch.nn.Parameter(
+            torch.randn(rows * size.width, columns * size.width, device=call.device) * 0.02
+        )
+        for _ in range(size.layers)
+        for rows, columns in shapes
+    ]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    muon = Muon(matrices, lr=1e-3, weight_decay=0.1, dtype=call.half)
+    milliseconds = median_ms(muon.step, call.device, call.sizes.repeats)
+    call.journal.record("muon", f"Muon, {len(matrices)} matrices", ms=milliseconds)

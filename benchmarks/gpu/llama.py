@@ -1,0 +1,205 @@
+"""Llama: 1.2B in full, and LoRA adapters of 8B beside TRL's."""
+
+import gc
+import importlib.util
+import time
+from typing import Any
+
+import datasets
+import torch
+
+import llmtrain as lt
+from benchmarks.gpu.call import Call
+from benchmarks.gpu.recipe_loop import RecipeLoop, common_settings
+from benchmarks.gpu.rows import packed_rows, target_share, text_rows
+from benchmarks.gpu.sizes import LlamaSize
+from benchmarks.gpu.turns import take_turns
+from llmtrain.models.attention import ATTENTION_NAME, register
+from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.lora import add_lora
+from llmtrain.models.probe import probe
+from llmtrain.training.settings import AnySettings
+
+_ROWS = 64
+_LORA_RANK = 16
+
+
+def measure_billion(call: Call) -> None:
+    """Time a Llama of 1.2 billion parameters that is trained in full, eager and compiled."""
+    accelerator = call.accelerator()
+    size = call.sizes.billion
+    rows = text_rows(size.vocabulary, size.block, _ROWS)
+    for compiled in (False, True):
+        settings = _settings(call, size, compiled and call.on_gpu)
+        name = f"Llama 1.2B in full, {'compiled' if compiled else 'eager'}"
+        build = _Build(size, call.device, dtype=torch.float32)
+        loop = RecipeLoop(name, accelerator, settings, rows, build)
+        _time(call, loop)
+
+
+def measure_adapters(call: Call) -> None:
+    """Time LoRA adapters of a Llama of eight billion parameters, with and without recomputation."""
+    accelerator = call.accelerator()
+    size = call.sizes.eight_billion
+    rows = packed_rows(size.vocabulary, size.block, _ROWS)
+    for recomputes in (False, True):
+        settings = _settings(call, size, compiled=False)
+        name = f"8B LoRA, {'recomputed' if recomputes else 'activations kept'}"
+        build = _Build(size, call.device, dtype=call.half, rank=_LORA_RANK, recomputes=recomputes)
+        loop = RecipeLoop(name, accelerator, settings, rows, build)
+        _time(call, loop, target_share=target_share(rows))
+
+
+def measure_trl(call: Call) -> None:
+    """Time TRL's SFTTrainer on the same model and as many positions, with packing and Liger."""
+    missing = [name for name in ("trl", "peft") if importlib.util.find_spec(name) is None]
+    if missing:
+        call.journal.record("trl", "TRL", left_out=f"{' and '.join(missing)} are not installed")
+        return
+
+    from peft import LoraConfig
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    size = call.sizes.eight_billion
+    rows = packed_rows(size.vocabulary, size.block, _ROWS)
+    documents = [
+        row["input_ids"][: size.block] for row in datasets.Dataset(rows.train.data).to_list()
+    ]
+    times: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if call.on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    for recomputes in (False, True):
+        times.clear()
+        trainer = SFTTrainer(
+            model=_new_llama(size, call.device, call.half),
+            args=SFTConfig(
+                output_dir=str(call.folder / "trl"),
+                per_device_train_batch_size=size.rows,
+                max_length=size.block,
+                packing=True,
+                packing_strategy="wrapped",
+                gradient_checkpointing=recomputes,
+                use_liger_kernel=call.on_gpu
+                and importlib.util.find_spec("liger_kernel") is not None,
+                bf16=call.on_gpu,
+                max_steps=call.sizes.slow_steps + 4,
+                use_cpu=not call.on_gpu,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            processing_class=_any_tokenizer(),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": documents}),
+            peft_config=LoraConfig(
+                r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+            ),
+            callbacks=[Watch()],
+        )
+        if call.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        milliseconds = 1000 * (times[-1] - times[3]) / (len(times) - 4)
+        call.journal.record(
+            "trl",
+            f"TRL, 8B LoRA, {'recomputed' if recomputes else 'activations kept'}",
+            ms=milliseconds,
+            **{"tokens/s": 1000 * size.positions / milliseconds},
+            GiB=torch.cuda.max_memory_allocated() / 2**30 if call.on_gpu else 0.0,
+        )
+        del trainer
+        _free(call)
+
+
+def _any_tokenizer() -> Any:
+    """Return a tokenizer, which TRL asks for the tokens of the end and of padding alone."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+
+
+class _Build:
+    """Builds a Llama with random weights directly on the device, as the fine-tuning recipe wraps it.
+
+    Args:
+        size: of the model.
+        device: of the weights.
+        dtype: of the weights.
+        rank: of LoRA adapters; 0 trains all weights.
+        recomputes: whether activations are computed again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        size: LlamaSize,
+        device: torch.device,
+        dtype: torch.dtype,
+        rank: int = 0,
+        recomputes: bool = False,
+    ) -> None:
+        self.size = size
+        self.device = device
+        self.dtype = dtype
+        self.rank = rank
+        self.recomputes = recomputes
+
+    def __call__(self, settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+        register()
+        model = _new_llama(self.size, self.device, self.dtype)
+        model.config._attn_implementation = ATTENTION_NAME
+        if self.recomputes:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        if self.rank:
+            add_lora(model, lt.LoraConfig(lora_r=self.rank), "random weights", 0, [])
+        trained = make_causal_lm(model, row_length=self.size.block + 1)
+        return lt.ModelBundle(
+            model=trained,
+            prepare_batch=trained.prepare_batch,
+            check=lambda: probe(trained),
+        )
+
+
+def _new_llama(size: LlamaSize, device: torch.device, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(size.width // 128, 2),
+        num_key_value_heads=max(size.width // 512, 1),
+        max_position_embeddings=size.block + 1,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=dtype)
+
+
+def _settings(call: Call, size: LlamaSize, compiled: bool) -> AnySettings:
+    return lt.Settings(**common_settings(call.folder / "llama", size.rows, compiled))
+
+
+def _time(call: Call, loop: RecipeLoop, target_share: float = 1.0) -> None:
+    """Time one loop: two Llamas would not fit on a card together."""
+    results = take_turns([loop], call.device, call.sizes.slow_steps, 1, call.peak)
+    for name, figures in results.items():
+        call.journal.record("llama", name, target_share=target_share, **figures)
+    loop.close()
+    _free(call)
+
+
+def _free(call: Call) -> None:
+    gc.collect()
+    if call.on_gpu:
+        torch.cuda.empty_cache()

@@ -1,0 +1,236 @@
+"""Forward and backward passes on the device, judged by float64."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import llmtrain as lt
+from benchmarks.gpu.call import Call
+from benchmarks.gpu.rows import packed_rows
+from llmtrain.models import attention_gpu
+from llmtrain.models.documents import Documents
+from llmtrain.models.loss import linear_nll
+from llmtrain.training.muon import orthogonal
+
+# The largest relative errors: three times what rounding makes of the inputs of a few products.
+_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """Return the norm of the error, as a share of the norm of the exact result."""
+    exact = exact.detach().double().cpu()
+    return float((result.detach().double().cpu() - exact).norm() / exact.norm())
+
+
+def judge(call: Call) -> None:
+    """Judge the optimizers, the attention of packed rows, the loss and the model."""
+    matmul_precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        judge_found_inf(call)
+        judge_muon(call)
+        judge_packed_attention(call)
+        judge_loss(call)
+        judge_packed_model(call)
+    finally:
+        torch.set_float32_matmul_precision(matmul_precision)
+
+
+def judge_found_inf(call: Call) -> None:
+    """Judge whether fused AdamW skips a step, and does not count it, if ``found_inf`` is 1."""
+    weight = torch.nn.Parameter(torch.ones(64, device=call.device))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before = [weight.clone(), *(value.clone() for value in optimizer.state[weight].values())]
+
+    weight.grad = torch.full_like(weight, float("nan"))
+    optimizer.found_inf = torch.ones((), device=call.device)
+    optimizer.grad_scale = None
+    optimizer.step()
+    after = [weight, *optimizer.state[weight].values()]
+    is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    optimizer.found_inf = torch.zeros((), device=call.device)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    moves = not torch.equal(before[0], weight)
+    call.journal.judge("fused AdamW takes found_inf", is_same and moves)
+
+
+def judge_muon(call: Call) -> None:
+    """Judge Muon's orthogonal matrices by the same iterations in float64, and by singular values."""
+    width = call.sizes.gpt2.width
+    torch.manual_seed(0)
+    momenta = torch.randn(2, width, 3 * width).bfloat16().float()
+    exact = orthogonal(momenta.double().to(call.device))
+    for dtype in _dtypes(call):
+        result = orthogonal(momenta.to(call.device, dtype))
+        error = relative_error(result, exact)
+        values = torch.linalg.svdvals(result.float())
+        smallest = float(values.min())
+        largest = float(values.max())
+        call.journal.judge(
+            f"Muon's update in {dtype}, by float64",
+            error < 10 * _BOUNDS[dtype] and smallest > 0.6 and largest < 1.3,
+            relative_error=error,
+            singular_values=[smallest, largest],
+        )
+
+
+def judge_packed_attention(call: Call) -> None:
+    """Judge attention over packed rows, forward and backward, by dense attention in float64."""
+    size = call.sizes.check
+    rows = packed_rows(vocabulary=64, block=size.block, count=size.rows)
+    positions = torch.tensor(rows.train.data.column("position_ids").to_pylist())[:, :-1]
+    documents = Documents.of(positions, on_gpu=call.on_gpu)
+    torch.manual_seed(0)
+    shape = (3, size.rows, size.heads, size.block, size.width // size.heads)
+    qkv = torch.randn(shape).bfloat16().float()
+    upstream = torch.randn(shape[1:]).bfloat16().float()
+    mask = documents.mask()
+    scale = shape[-1] ** -0.5
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+    exact = _output_and_gradient(dense, qkv.double(), upstream.double())
+    for name, dtype, attend in _packed_kernels(call, documents, scale):
+        outcome = _output_and_gradient(
+            attend, qkv.to(call.device, dtype), upstream.to(call.device, dtype)
+        )
+        errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
+        call.journal.judge(
+            f"{name} over packed rows in {dtype}, forward and backward, by float64",
+            max(errors) < _BOUNDS[dtype],
+            forward=errors[0],
+            backward=errors[1],
+        )
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _packed_kernels(
+    call: Call, documents: Documents, scale: float
+) -> list[tuple[str, torch.dtype, Attention]]:
+    """Return the kernels that this device has for packed rows, each with a dtype."""
+    on_device = documents.to(call.device)
+    kernels: list[tuple[str, torch.dtype, Attention]] = []
+    if not call.on_gpu:
+        from llmtrain.models.attention import causal_attention
+
+        def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, on_device)
+
+        return [("blocks", torch.float32, in_blocks)]
+
+    assert documents.starts is not None
+    block_mask = attention_gpu.flex_block_mask(documents.starts.to(call.device))
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_gpu.attend_with_flex(q, k, v, scale=scale, block_mask=block_mask)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert on_device.borders is not None
+        return attention_gpu.attend_with_varlen(q, k, v, scale=scale, borders=on_device.borders)
+
+    kernels = [("flex", torch.float32, flex), ("flex", torch.bfloat16, flex)]
+    if attention_gpu.can_use_varlen(torch.bfloat16):
+        kernels.append(("varlen", torch.bfloat16, varlen))
+    else:
+        call.journal.judge("the varlen kernel of this torch is correct", False)
+    return kernels
+
+
+def _output_and_gradient(attend: Attention, qkv: Tensor, upstream: Tensor) -> list[Tensor]:
+    qkv = qkv.clone().requires_grad_()
+    output = attend(qkv[0], qkv[1], qkv[2])
+    (gradient,) = torch.autograd.grad(output, qkv, upstream)
+    return [output, gradient]
+
+
+def judge_loss(call: Call) -> None:
+    """Judge the loss and its gradients at full size, for each vocabulary, by torch in float64."""
+    size = call.sizes.gpt2
+    rows = 2  # float64 logits of more would not fit
+    for vocabulary in call.sizes.vocabularies:
+        torch.manual_seed(0)
+        hidden = torch.randn(rows, size.block, size.width).bfloat16().float()
+        weight = (0.02 * torch.randn(vocabulary, size.width)).bfloat16().float()
+        targets = torch.randint(vocabulary, (rows, size.block))
+        targets = targets.masked_fill(torch.rand(targets.shape) < 0.3, -100).to(call.device)
+
+        def exact_loss(h: Tensor, w: Tensor, targets: Tensor = targets) -> Tensor:
+            logits = (h @ w.T).flatten(0, 1)
+            return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+        def our_loss(h: Tensor, w: Tensor, targets: Tensor = targets) -> Tensor:
+            return linear_nll(h, w, targets)
+
+        exact = _loss_and_gradients(exact_loss, hidden, weight, call.device, torch.float64)
+        for dtype in _dtypes(call):
+            outcome = _loss_and_gradients(our_loss, hidden, weight, call.device, dtype)
+            errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
+            call.journal.judge(
+                f"the loss of V {vocabulary:,} in {dtype}, forward and backward, by float64",
+                max(errors) < _BOUNDS[dtype],
+                loss=errors[0],
+                hidden=errors[1],
+                weight=errors[2],
+            )
+
+
+def _loss_and_gradients(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    hidden = hidden.to(device, dtype).requires_grad_()
+    weight = weight.to(device, dtype).requires_grad_()
+    nll = loss(hidden, weight)
+    return [nll, *torch.autograd.grad(nll, (hidden, weight))]
+
+
+def judge_packed_model(call: Call) -> None:
+    """Judge a GPT on packed rows, forward and backward, by the same model on the CPU in float64."""
+    size = call.sizes.check
+    rows = packed_rows(vocabulary=500, block=size.block, count=size.rows)
+    table = rows.train.data
+    columns = {
+        name: torch.tensor(table.column(name).to_pylist())
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    model = call.new_gpt(size, vocabulary=500).cpu()
+    exact = _model_pass(model, columns, torch.device("cpu"), torch.float64)
+    for dtype in _dtypes(call):
+        outcome = _model_pass(model, columns, call.device, dtype)
+        errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
+        call.journal.judge(
+            f"a GPT on packed rows in {dtype}, forward and backward, by float64 on the CPU",
+            max(errors) < _BOUNDS[dtype] * (1 if dtype == torch.float32 else 2),
+            loss=errors[0],
+            gradient=errors[1],
+        )
+
+
+def _model_pass(
+    model: lt.GPT, columns: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the nll and the gradient of all weights."""
+    model = copy.deepcopy(model).to(device, dtype).train()
+    batch = {**columns, **model.prepare_batch(columns)}
+    placed = {name: value.to(device) for name, value in batch.items()}
+    nll = model(**placed)
+    nll.backward()
+    gradients = [p.grad.flatten().double().cpu() for p in model.parameters() if p.grad is not None]
+    return [nll, torch.cat(gradients)]
+
+
+def _dtypes(call: Call) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16] if call.on_gpu else [torch.float32]

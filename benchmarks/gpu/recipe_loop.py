@@ -1,0 +1,100 @@
+"""A recipe's loop, run step by step: the real run folder, loader, engine, optimizer and callbacks."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+import llmtrain as lt
+from benchmarks.gpu.sizes import GPTSize
+from benchmarks.gpu.turns import Variant
+from llmtrain.training.loop import training_steps
+from llmtrain.training.settings import AnySettings
+
+_ENDLESS = 100_000  # steps: no run of a benchmark gets there
+
+Build = Callable[[AnySettings, lt.Tokenized, str], lt.ModelBundle]
+
+
+def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -> AnySettings:
+    """Return the settings of ``recipes/gpt.py`` for a GPT-2 of this size, without evaluations.
+
+    Args:
+        size: of the model and of the global batch.
+        folder: the run folder.
+        compiled: whether blocks are compiled.
+        **optim: optimizer settings.
+    """
+    return lt.Settings(
+        model=lt.GPTConfig(
+            n_layer=size.layers,
+            n_head=size.heads,
+            n_embd=size.width,
+            block_size=size.block,
+            architecture="gpt2",
+        ),
+        **common_settings(folder, size.rows, compiled, **optim),
+    )
+
+
+def common_settings(folder: Path, rows: int, compiled: bool, **optim: object) -> dict[str, object]:
+    """Return the settings that do not depend on the model: a run that only makes steps.
+
+    Args:
+        folder: the run folder.
+        rows: of a step, which is one micro-batch.
+        compiled: whether blocks are compiled.
+        **optim: optimizer settings.
+    """
+    return {
+        "data": lt.BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows),
+        "optim": lt.OptimConfig(**{"max_steps": _ENDLESS, "warmup_steps": 10, **optim}),
+        "loop": lt.LoopConfig(eval_steps=0, torch_compile="always" if compiled else "never"),
+        "run": lt.RunConfig(
+            output_dir=str(folder),
+            report_to=["none"],
+            save_steps=_ENDLESS,
+            resume_from_checkpoint="never",
+        ),
+    }
+
+
+def build_gpt(settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    """Build a GPT as ``recipes/gpt.py`` does."""
+    with torch.device("meta"):
+        model = lt.build_gpt(settings.model, rows.vocabulary)
+    return model.bundle(rows.tokenizer, trained_on="random tokens", seed=settings.loop.seed)
+
+
+class RecipeLoop(Variant):
+    """The steps of a recipe, with everything that happens around them."""
+
+    def __init__(
+        self,
+        name: str,
+        accelerator: Accelerator,
+        settings: AnySettings,
+        rows: lt.Tokenized,
+        build: Build = build_gpt,
+    ) -> None:
+        positions = settings.data.global_batch_size * rows.positions
+        super().__init__(name, accelerator.device, positions)
+
+        bundle = lt.place(accelerator, build, settings, rows)
+        optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+        self._contexts = contextlib.ExitStack()
+        run = self._contexts.enter_context(lt.open_run(accelerator, settings, rows, bundle))
+        prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
+        self._steps = training_steps(run, *prepared)
+        context = next(self._steps)
+        context.timing.phases.on_change.append(self.phases.add)
+        self.flops_per_position = context.timing.throughput.flops_per_token
+
+    def step(self) -> None:
+        next(self._steps)
+
+    def close(self) -> None:
+        self._steps.close()
+        self._contexts.close()

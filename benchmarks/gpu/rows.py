@@ -1,0 +1,55 @@
+"""Synthetic rows on the host: what they hold changes no time, and no tokenizer has to be trained."""
+
+import datasets
+import numpy as np
+import torch
+
+import llmtrain as lt
+
+_DOCUMENT_TOKENS = (40, 400)  # the shortest and the longest document of a packed row
+
+
+def text_rows(vocabulary: int, block: int, count: int) -> lt.Tokenized:
+    """Return rows of random tokens.
+
+    Args:
+        vocabulary: the number of tokens; the largest of them occurs.
+        block: positions of a row that predict something.
+        count: the number of rows.
+    """
+    tokens = np.random.default_rng(seed=0).integers(vocabulary, size=(count, block + 1))
+    tokens[0, 0] = vocabulary - 1
+    return lt.Tokenized.of(_table(input_ids=tokens), None)
+
+
+def packed_rows(vocabulary: int, block: int, count: int) -> lt.Tokenized:
+    """Return packed rows of random conversations: in each document, the second half are targets."""
+    random = np.random.default_rng(seed=0)
+    tokens = random.integers(vocabulary, size=(count, block + 1))
+    tokens[0, 0] = vocabulary - 1
+    labels = tokens.copy()
+    positions = np.zeros_like(tokens)
+    for row in range(count):
+        start = 0
+        while start <= block:
+            length = min(int(random.integers(*_DOCUMENT_TOKENS)), block + 1 - start)
+            positions[row, start : start + length] = np.arange(length)
+            labels[row, start : start + length // 2 + 1] = -100
+            start += length
+    return lt.Tokenized.of(_table(input_ids=tokens, labels=labels, position_ids=positions), None)
+
+
+def target_share(rows: lt.Tokenized) -> float:
+    """Return which share of all positions are targets."""
+    metadata = rows.metadata
+    return metadata.train_tokens / (metadata.train_rows * metadata.block_size)
+
+
+def batches_on_host(rows: lt.Tokenized, size: int, pinned: bool) -> list[torch.Tensor]:
+    """Return the tokens of all rows as batches [size, block + 1]."""
+    tokens = torch.tensor(rows.train.data.column("input_ids").to_pylist())
+    return [batch.pin_memory() if pinned else batch for batch in tokens.split(size)]
+
+
+def _table(**columns: np.ndarray) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({name: column.tolist() for name, column in columns.items()})

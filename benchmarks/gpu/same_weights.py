@@ -1,0 +1,232 @@
+"""Runs in fresh processes with empty compiler caches, compared by their weights and moments."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu.call import Call
+from benchmarks.gpu.short_run import ShortRun
+from benchmarks.runs import ROOT, environment
+
+PROGRAM = (sys.executable, "-m", "benchmarks.gpu.short_run")
+
+# Two layouts of a plain run in float32 may differ by this much after a few steps. A GPU computes
+# products in TF32.
+_LAYOUT_BOUNDS = {"cpu": 1e-4, "cuda": 2e-2}
+# A resumed plain run may differ by so many times what two equal commands differ by.
+_FLOOR_FACTOR = 4.0
+
+
+_LONGEST_SECONDS = 150.0  # that runs take which were started together
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the weights and moments of two runs are apart.
+
+    Attributes:
+        relative: the norm of the difference, as a share of the norm: the largest of those of
+            weights and of each kind of moments.
+        largest: the largest difference of two numbers.
+    """
+
+    relative: float
+    largest: float
+
+    @property
+    def is_none(self) -> bool:
+        """Whether both runs have the same bits."""
+        return self.largest == 0
+
+
+def judge(call: Call, program: Sequence[str] = PROGRAM) -> None:
+    """Compare runs that should end in the same weights.
+
+    Args:
+        call: the call.
+        program: starts a short run.
+    """
+    runs = _Runs(call, program)
+    steps = call.sizes.short_steps
+    plain = ShortRun(tiny=not call.on_gpu, steps=steps, compiled=call.on_gpu)
+    bitwise = replace(plain, bitwise=True)
+    kill_at = steps // 2 + 1
+
+    # All at once: nothing is timed, and a process mostly waits for its compiler.
+    runs.start("plain-1", plain)
+    runs.start("plain-2", plain)
+    runs.start("plain-killed", replace(plain, kill_at=kill_at))
+    runs.start("bitwise-1", bitwise)
+    runs.start("bitwise-killed", replace(bitwise, kill_at=kill_at))
+    runs.wait()
+    runs.start("plain-killed", plain, is_resumed=True)
+    runs.start("bitwise-killed", bitwise, is_resumed=True)
+    _start_layouts(runs, steps)
+    runs.wait()
+
+    journal = call.journal
+    floor = runs.difference("plain-1", "plain-2")
+    journal.record("same weights", "the same plain command twice", **vars(floor))
+
+    resumed = runs.difference("plain-1", "plain-killed")
+    bound = _FLOOR_FACTOR * floor.relative
+    journal.judge(
+        "plain run, killed and resumed: as close as the same command twice",
+        resumed.relative <= bound,
+        bound=bound,
+        **vars(resumed),
+    )
+    resumed = runs.difference("bitwise-1", "bitwise-killed")
+    journal.judge(
+        "bitwise run, killed and resumed: the same bits", resumed.is_none, **vars(resumed)
+    )
+
+    name = "two processes on one card, with a skipped step"
+    layouts = runs.difference("one-plain", "two-plain")
+    bound = _LAYOUT_BOUNDS[call.device.type]
+    journal.judge(
+        f"{name}: the weights of one process",
+        layouts.relative <= bound,
+        bound=bound,
+        **vars(layouts),
+    )
+    if call.on_gpu:
+        journal.record("same weights", f"{name}, bitwise", left_out="gloo sends no CUDA tensors")
+        return
+    layouts = runs.difference("one-bitwise", "two-bitwise")
+    journal.judge(f"{name}, bitwise: the bits of one process", layouts.is_none, **vars(layouts))
+
+
+def _start_layouts(runs: "_Runs", steps: int) -> None:
+    """Start the same run on one process and on two, eager, with at least two micro-batches each."""
+    plain = ShortRun(tiny=not runs.call.on_gpu, steps=steps, breaks_at=2)
+    plain = replace(plain, micro_batch=plain.size.rows // 4)
+    layouts = {"plain": plain}
+    if not runs.call.on_gpu:
+        layouts["bitwise"] = replace(plain, bitwise=True)
+    for name, options in layouts.items():
+        runs.start(f"one-{name}", options, precision="no")
+        runs.start(f"two-{name}", options, processes=2, precision="no")
+
+
+class _Runs:
+    """Short runs in processes of their own."""
+
+    def __init__(self, call: Call, program: Sequence[str]) -> None:
+        self.call = call
+        self.program = program
+        self.folder = call.folder / "same-weights"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.running: list[tuple[str, bool, subprocess.Popen[bytes]]] = []
+
+    def start(
+        self,
+        name: str,
+        options: ShortRun,
+        is_resumed: bool = False,
+        processes: int = 1,
+        precision: str = "bf16",
+    ) -> None:
+        """Start the processes of a run, each with an empty compiler cache."""
+        port = _free_port()
+        for rank in range(processes):
+            label = f"{name}-{rank}{'-resumed' if is_resumed else ''}"
+            variables = {
+                "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{label}"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "4",  # several processes compile at once
+                "ACCELERATE_MIXED_PRECISION": precision if self.call.on_gpu else "no",
+            }
+            if not self.call.on_gpu:
+                variables["ACCELERATE_USE_CPU"] = "true"
+            if processes > 1:
+                # As if each process had a machine of its own, with this card as its only one.
+                variables |= {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(processes),
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            with (self.folder / f"{label}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [*self.program, str(self.folder / name), options.as_json()],
+                    cwd=ROOT,
+                    env=environment(threads=1, **variables),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self.running.append((label, options.kill_at > 0, process))
+
+    def wait(self) -> None:
+        """Wait for all runs. A run that fails or takes too long ends the section.
+
+        Raises:
+            RuntimeError: with the end of the log of such a run.
+        """
+        until = time.monotonic() + _LONGEST_SECONDS
+        try:
+            for label, is_killed, process in self.running:
+                seconds = min(self.call.journal.seconds_left, until - time.monotonic())
+                status = process.wait(timeout=max(seconds, 1.0))
+                expected = -signal.SIGKILL if is_killed else 0
+                if status != expected:
+                    log = (self.folder / f"{label}.log").read_text()
+                    raise RuntimeError(f"{label} ended with status {status}: {log[-2000:]}")
+        finally:
+            for _, _, process in self.running:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            self.running.clear()
+
+    def difference(self, first: str, second: str) -> Difference:
+        """Compare two runs by the weights and the moments of their last checkpoints."""
+        return difference(self.folder / first, self.folder / second)
+
+
+def difference(first: Path, second: Path) -> Difference:
+    """Return how far the newest checkpoints of two run folders are apart."""
+    tensors = _tensors(first)
+    others = _tensors(second)
+    assert tensors.keys() == others.keys()
+    squares: Counter[str] = Counter()
+    changed_squares: Counter[str] = Counter()
+    largest = 0.0
+    for name, tensor in tensors.items():
+        is_moment = name.startswith("optimizer")
+        kind = name.rsplit(".", 1)[-1] if is_moment else "weights"
+        change = (tensor.double() - others[name].double()).abs()
+        squares[kind] += float(tensor.double().square().sum())
+        changed_squares[kind] += float(change.square().sum())
+        largest = max(largest, float(change.max()))
+    shares = [changed_squares[kind] / max(squares[kind], 1e-300) for kind in squares]
+    return Difference(relative=max(shares) ** 0.5, largest=largest)
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and the moments of a run's newest checkpoint."""
+    checkpoint = max((folder / "checkpoints").glob("step-*"))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.rglob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            tensors[f"{file.parent.name}/{name}"] = tensor
+    return tensors
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port

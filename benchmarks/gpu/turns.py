@@ -1,0 +1,259 @@
+"""Loops that take turns in one process, and what a step of each costs."""
+
+import gc
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from unittest import mock
+
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.gpu.journal import Figures
+from llmtrain.observe.phases import Clock, Mark
+
+_WARM_UP_STEPS = 4
+_PROFILED_STEPS = 3
+
+
+class PhaseTimes:
+    """Collects when each phase of a step begins, on the host and on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = Clock(device)
+        self.starts: list[tuple[str, Mark]] = []
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase now."""
+        self.add(phase, self.clock.now())
+
+    def add(self, phase: str, mark: Mark) -> None:
+        """Begin a phase at a mark."""
+        self.starts.append((phase, mark))
+
+    def read(self, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Return milliseconds a step in each phase, of the host and of the device, and forget them."""
+        host: Counter[str] = Counter()
+        device: Counter[str] = Counter()
+        for (phase, start), (_, end) in pairwise(self.starts):
+            host[phase] += 1000 * (end.host - start.host) / steps
+            device[phase] += 1000 * self.clock.seconds(start, end) / steps
+        self.starts.clear()
+        return dict(host), dict(device)
+
+
+class Variant:
+    """A loop whose steps are timed.
+
+    Attributes:
+        name: its name in the table.
+        positions: that the model computes in a step.
+        flops_per_position: of a forward and a backward pass; 0 if unknown.
+        phases: collects the phases of its steps.
+    """
+
+    flops_per_position = 0
+
+    def __init__(self, name: str, device: torch.device, positions: int) -> None:
+        self.name = name
+        self.positions = positions
+        self.phases = PhaseTimes(device)
+
+    def step(self) -> None:
+        """Make a step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the loop."""
+
+
+@dataclass
+class _Measured:
+    """The times of one variant, over all rounds."""
+
+    round_ms: list[float] = field(default_factory=list)  # milliseconds a step, a number each round
+    step_ms: list[float] = field(default_factory=list)  # of each step
+    host_ms: list[dict[str, float]] = field(default_factory=list)  # by phase, for each round
+    device_ms: list[dict[str, float]] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def take_turns(
+    variants: Sequence[Variant], device: torch.device, steps: int, rounds: int, peak: float
+) -> dict[str, Figures]:
+    """Let variants take turns, and return what a step of each costs, by its name.
+
+    Args:
+        variants: the loops.
+        device: the device of all of them.
+        steps: steps of a turn.
+        rounds: turns of each variant.
+        peak: FLOP/s of the card's data sheet; 0 if unknown.
+    """
+    own_bytes = {variant.name: _warm_up(variant, device) for variant in variants}
+    measured = {variant.name: _Measured() for variant in variants}
+    for _ in range(rounds):
+        for variant in variants:
+            _take_turn(variant, measured[variant.name], device, steps, own_bytes[variant.name])
+
+    return {
+        variant.name: _figures(variant, measured[variant.name], peak)
+        | _counts_of_a_step(variant, device)
+        for variant in variants
+    }
+
+
+def _warm_up(variant: Variant, device: torch.device) -> int:
+    """Make the first steps, which compile; return the bytes that stay allocated after them."""
+    before = _allocated(device)
+    for _ in range(_WARM_UP_STEPS):
+        variant.step()
+    _synchronize(device)
+    return _allocated(device) - before
+
+
+def _take_turn(
+    variant: Variant, measured: _Measured, device: torch.device, steps: int, own_bytes: int
+) -> None:
+    clock = variant.phases.clock
+    _synchronize(device)
+    gc.collect()
+    before = _allocated(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    variant.phases.starts.clear()
+    marks = [clock.now()]
+    for _ in range(steps):
+        variant.step()
+        marks.append(clock.now())
+    variant.phases.add("end", marks[-1])
+    _synchronize(device)
+
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before + own_bytes
+        measured.peak_bytes = max(measured.peak_bytes, peak)
+    measured.round_ms.append(1000 * clock.seconds(marks[0], marks[-1]) / steps)
+    for start, end in pairwise(marks):
+        measured.step_ms.append(1000 * clock.seconds(start, end))
+    host, on_device = variant.phases.read(steps)
+    measured.host_ms.append(host)
+    measured.device_ms.append(on_device)
+
+
+def _figures(variant: Variant, measured: _Measured, peak: float) -> Figures:
+    """Return the medians over the rounds. ``ms`` counts all work, ``ms_median`` that of most steps."""
+    milliseconds = statistics.median(measured.round_ms)
+    speed = 1000 * variant.positions / milliseconds
+    figures: Figures = {
+        "ms": milliseconds,
+        "ms_median": statistics.median(measured.step_ms),
+        "ms_rounds": measured.round_ms,
+        "tokens/s": speed,
+        "host_ms": _medians(measured.host_ms),
+        "device_ms": _medians(measured.device_ms),
+        "GiB": measured.peak_bytes / 2**30,
+    }
+    if peak and variant.flops_per_position:
+        figures["mfu"] = speed * variant.flops_per_position / peak
+    return figures
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    phases = dict.fromkeys(phase for times in rounds for phase in times)
+    return {phase: statistics.median(times.get(phase, 0.0) for times in rounds) for phase in phases}
+
+
+def _counts_of_a_step(variant: Variant, device: torch.device) -> Figures:
+    """Return the launches and the waits of a step, and the milliseconds of its kernels."""
+    with counted_waits(device) as waits:
+        for _ in range(_PROFILED_STEPS):
+            variant.step()
+    figures: Figures = {"waits": waits.count / _PROFILED_STEPS, "waits_at": sorted(waits.places)}
+    if device.type != "cuda":
+        return figures
+
+    # Recording the CPU, too, would lengthen the launches.
+    _synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(_PROFILED_STEPS):
+            variant.step()
+        _synchronize(device)
+    times: Counter[str] = Counter()
+    launches = 0
+    for event in profile.events():
+        if event.device_type == DeviceType.CUDA and "#" not in event.name:
+            launches += 1
+            times[event.name[:70]] += event.time_range.elapsed_us() / 1000 / _PROFILED_STEPS
+    figures["launches"] = launches / _PROFILED_STEPS
+    figures["kernel_ms"] = times.total()
+    figures["kernels"] = dict(times.most_common(12))
+    return figures
+
+
+@dataclass
+class Waits:
+    """How often the host has waited for the device, and where."""
+
+    count: int = 0
+    places: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def counted_waits(device: torch.device) -> Iterator[Waits]:
+    """Count how often the host waits for the device inside the block.
+
+    torch reports most waits in its debug mode, but no wait for an event.
+    """
+    waits = Waits()
+    if device.type != "cuda":
+        yield waits
+        return
+
+    synchronize = torch.cuda.Event.synchronize
+
+    def counted_synchronize(event: torch.cuda.Event) -> None:
+        waits.count += 1
+        waits.places.add("Event.synchronize")
+        synchronize(event)
+
+    with (
+        mock.patch.object(torch.cuda.Event, "synchronize", counted_synchronize),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing CUDA" in str(warning.message):
+            waits.count += 1
+            waits.places.add(f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def median_ms(action, device: torch.device, repeats: int) -> float:
+    """Return the median milliseconds of a call, without the first three."""
+    clock = Clock(device)
+    times = []
+    for _ in range(repeats + 3):
+        start = clock.zero()
+        action()
+        end = clock.now()
+        _synchronize(device)
+        times.append(1000 * clock.seconds(start, end))
+    return statistics.median(times[3:])
