@@ -24,12 +24,13 @@ SECTION_SECONDS = {
     "passes": 40,
     "curves": 30,
     "same-weights": 100,
-    "gpt2": 150,
+    "gpt2": 120,
+    "gpt2-own-vocabulary": 100,
     "recipe-model": 20,
     "loss": 10,
     "muon": 5,
     "billion": 30,
-    "adapters": 50,
+    "adapters": 90,
     "trl": 40,
 }
 
@@ -44,6 +45,7 @@ def sections() -> dict[str, Callable[..., None]]:
         "curves": curves.judge,
         "same-weights": same_weights.judge,
         "gpt2": gpt2.measure,
+        "gpt2-own-vocabulary": gpt2.measure_own_vocabulary,
         "recipe-model": gpt2.measure_recipe_model,
         "loss": kernels.measure_loss,
         "muon": kernels.measure_muon,

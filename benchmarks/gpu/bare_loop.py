@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ class BareLoop:
         batches: tokens [B, T + 1] on the host, pinned for a GPU.
         dtype: of autocast, or ``None`` for no autocast.
         backend: compiles the blocks; ``None`` leaves them eager.
+        compiles_all: compile the whole model as one graph instead, as nanoGPT does.
     """
 
     def __init__(
@@ -28,14 +30,18 @@ class BareLoop:
         batches: list[torch.Tensor],
         dtype: torch.dtype | None,
         backend: str | None = None,
+        compiles_all: bool = False,
     ) -> None:
         self.model = model.train()
+        self.call: Callable[..., torch.Tensor] = model
         self.optimizer = optimizer
         self.batches = itertools.cycle(batches)
         self.device = next(model.parameters()).device
         self.dtype = dtype
         self.positions = batches[0][:, 1:].numel()
-        if backend is not None:
+        if backend is not None and compiles_all:
+            self.call = torch.compile(model, dynamic=False, backend=backend)
+        elif backend is not None:
             for block in blocks_of(model):
                 block.forward = torch.compile(block.forward, dynamic=False, backend=backend)
 
@@ -49,7 +55,7 @@ class BareLoop:
         if self.dtype is not None:
             context = torch.autocast(self.device.type, self.dtype)
         with context:
-            nll: torch.Tensor = self.model(ids, ids)
+            nll = self.call(ids, ids)
         return nll / self.positions
 
     def clip(self) -> torch.Tensor:

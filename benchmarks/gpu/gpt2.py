@@ -32,24 +32,36 @@ class NanoGPTStep(Variant):
 
 
 def measure(call: Call) -> None:
-    """Time every variant of GPT-2 in turns, for each optimizer and vocabulary."""
-    accelerator = call.accelerator()
-    size = call.sizes.gpt2
-    variants: list[Variant] = []
-    pool = torch.cuda.graph_pool_handle() if call.on_gpu else None
-    for vocabulary in call.sizes.vocabularies:
-        rows = text_rows(vocabulary, size.block, _ROWS)
-        for optim in ("adamw", "muon"):
-            label = f"{optim}, V {vocabulary:,}"
-            variants += _of_one_kind(call, accelerator, size, rows, optim, label)
-            if call.on_gpu:
-                variants += _graphed(call, accelerator, size, rows, optim, label, pool)
-
+    """Time GPT-2 with a vocabulary that is a multiple of 64, with both optimizers, and nanoGPT."""
+    variants = _of_vocabulary(call, call.sizes.vocabularies[0])
     if call.nanogpt is None:
         call.journal.record("gpt2", "nanoGPT", left_out="nanoGPT needs --nanogpt FOLDER")
     else:
-        variants += _of_nanogpt(call, call.nanogpt, size)
-    _time_and_record(call, "gpt2", variants, call.sizes.steps)
+        variants += _of_nanogpt(call, call.nanogpt, call.sizes.gpt2)
+    _time_and_record(call, "gpt2", variants)
+
+
+def measure_own_vocabulary(call: Call) -> None:
+    """Time GPT-2 with its own vocabulary, whose size is odd, with both optimizers."""
+    variants = _of_vocabulary(call, call.sizes.vocabularies[1])
+    _time_and_record(call, "gpt2, own vocabulary", variants)
+
+
+def _of_vocabulary(call: Call, vocabulary: int) -> list[Variant]:
+    """Return the variants of GPT-2 with a vocabulary, for both optimizers."""
+    accelerator = call.accelerator()
+    size = call.sizes.gpt2
+    rows = text_rows(vocabulary, size.block, _ROWS)
+    pool = torch.cuda.graph_pool_handle() if call.on_gpu else None
+    variants: list[Variant] = []
+    for optim in ("adamw", "muon"):
+        label = f"{optim}, V {vocabulary:,}"
+        variants += _of_one_kind(call, accelerator, size, rows, optim, label)
+        if call.on_gpu:
+            variants += _graphed(call, accelerator, size, rows, optim, label, pool)
+    whole = _bare_loop(call, accelerator, size, rows, "adamw", compiles_all=True)
+    name = f"adamw, V {vocabulary:,}: bare, compiled as a whole"
+    return [*variants, BareStep(name, whole, reads_norm=False)]
 
 
 def measure_recipe_model(call: Call) -> None:
@@ -62,7 +74,7 @@ def measure_recipe_model(call: Call) -> None:
     if call.on_gpu:
         pool = torch.cuda.graph_pool_handle()
         variants += _graphed(call, accelerator, size, rows, "muon", label, pool)
-    _time_and_record(call, "recipe model", variants, call.sizes.steps)
+    _time_and_record(call, "recipe model", variants)
 
 
 def _of_one_kind(
@@ -112,6 +124,7 @@ def _bare_loop(
     rows: lt.Tokenized,
     optim: str,
     capturable: bool = False,
+    compiles_all: bool = False,
 ) -> BareLoop:
     model = call.new_gpt(size, rows.vocabulary)
     optimizer = new_optimizer(accelerator, model, optim)
@@ -123,6 +136,7 @@ def _bare_loop(
         batches=batches_on_host(rows, size.rows, pinned=call.on_gpu),
         dtype=call.autocast_dtype,
         backend=call.backend,
+        compiles_all=compiles_all,
     )
 
 
@@ -149,12 +163,12 @@ def _of_nanogpt(call: Call, folder: str, size: GPTSize) -> list[Variant]:
     return variants
 
 
-def _time_and_record(call: Call, section: str, variants: Sequence[Variant], steps: int) -> None:
+def _time_and_record(call: Call, section: str, variants: Sequence[Variant]) -> None:
     """Time variants in turns, and record each; then free them."""
     flops = max(variant.flops_per_position for variant in variants)
     for variant in variants:
         variant.flops_per_position = variant.flops_per_position or flops
-    results = take_turns(variants, call.device, steps, call.sizes.rounds, call.peak)
+    results = take_turns(variants, call.device, call.sizes.steps, call.sizes.rounds, call.peak)
     graphs = {name.split(":")[0]: figures for name, figures in results.items() if "graph" in name}
     for name, figures in results.items():
         graph = graphs.get(name.split(":")[0])

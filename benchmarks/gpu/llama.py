@@ -42,11 +42,15 @@ def measure_adapters(call: Call) -> None:
     accelerator = call.accelerator()
     size = call.sizes.eight_billion
     rows = packed_rows(size.vocabulary, size.block, _ROWS)
-    for recomputes in (False, True):
-        settings = _settings(call, size, compiled=False)
-        name = f"8B LoRA, {'recomputed' if recomputes else 'activations kept'}"
+    ways = {
+        "activations kept": (False, False),
+        "activations kept, compiled": (False, True),
+        "recomputed": (True, False),
+    }
+    for way, (recomputes, compiled) in ways.items():
+        settings = _settings(call, size, compiled and call.on_gpu)
         build = _Build(size, call.device, dtype=call.half, rank=_LORA_RANK, recomputes=recomputes)
-        loop = RecipeLoop(name, accelerator, settings, rows, build)
+        loop = RecipeLoop(f"8B LoRA, {way}", accelerator, settings, rows, build)
         _time(call, loop, target_share=target_share(rows))
 
 
