@@ -63,7 +63,7 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
         accelerator = lt.start(settings)
         # Exact products, so that a nudge is the only difference.
         torch.set_float32_matmul_precision("highest")
-        bundle = lt.place(accelerator, build_gpt, settings, rows)
+        bundle = lt.place(accelerator, build_gpt, settings=settings, rows=rows)
         if nudge:
             weight = next(bundle.model.parameters()).data
             weight.copy_(torch.nextafter(weight, torch.full_like(weight, 10.0)))

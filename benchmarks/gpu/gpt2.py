@@ -2,9 +2,11 @@
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 import llmtrain as lt
 from benchmarks.gpu.bare_loop import BareLoop, BareStep, GraphedStep, let_capture
@@ -17,6 +19,70 @@ from benchmarks.gpu.turns import Variant, take_turns
 from benchmarks.nanogpt_loop import NanoGPTLoop
 
 _ROWS = 256  # of the data; steps draw them again and again
+
+
+@dataclass(frozen=True)
+class Training:
+    """What several loops train: a model, its rows and its optimizer.
+
+    Attributes:
+        call: the call.
+        accelerator: of the recipe's loop.
+        size: of the model and the batch.
+        rows: the data.
+        optim: the name of the optimizer.
+        label: how the names of its variants begin.
+    """
+
+    call: Call
+    accelerator: Accelerator
+    size: GPTSize
+    rows: lt.Tokenized
+    optim: str
+    label: str
+
+    def variants(self) -> list[Variant]:
+        """Return the recipe's loop, and the bare loop with and without reading the norm."""
+        name = self.label.replace(", ", "-").replace(" ", "-")
+        settings = gpt_settings(
+            self.size,
+            self.call.folder / name,
+            compiled=self.call.on_gpu,
+            optim=self.optim,
+            learning_rate=6e-4,
+        )
+        bare = self.bare_loop()
+        return [
+            RecipeLoop(f"{self.label}: recipe", self.accelerator, settings, rows=self.rows),
+            BareStep(f"{self.label}: bare, norm read", bare, reads_norm=True),
+            BareStep(f"{self.label}: bare, norm not read", bare, reads_norm=False),
+        ]
+
+    def graphed(self, pool: object) -> list[Variant]:
+        """Return the bare loop as one CUDA graph; none if it cannot be captured."""
+        name = f"{self.label}: one graph"
+        try:
+            return [GraphedStep(name, self.bare_loop(capturable=True), pool)]
+        except RuntimeError as error:
+            reason = f"it cannot be captured: {error}"[:300]
+            self.call.journal.record("gpt2", name, left_out=reason)
+            return []
+
+    def bare_loop(self, capturable: bool = False, compiles_all: bool = False) -> BareLoop:
+        """Return a bare loop with a model of its own."""
+        model = self.call.new_gpt(self.size, self.rows.vocabulary)
+        optimizer = new_optimizer(self.accelerator, model, self.optim)
+        if capturable:
+            let_capture(optimizer)
+
+        return BareLoop(
+            model=model,
+            optimizer=optimizer,
+            batches=batches_on_host(self.rows, self.size.rows, pinned=self.call.on_gpu),
+            dtype=self.call.autocast_dtype,
+            backend=self.call.backend,
+            compiles_all=compiles_all,
+        )
 
 
 class NanoGPTStep(Variant):
@@ -37,7 +103,7 @@ def measure(call: Call) -> None:
     if call.nanogpt is None:
         call.journal.record("gpt2", "nanoGPT", left_out="nanoGPT needs --nanogpt FOLDER")
     else:
-        variants += _of_nanogpt(call, call.nanogpt, call.sizes.gpt2)
+        variants += _of_nanogpt(call, call.nanogpt)
     _time_and_record(call, "gpt2", variants)
 
 
@@ -47,100 +113,50 @@ def measure_own_vocabulary(call: Call) -> None:
     _time_and_record(call, "gpt2, own vocabulary", variants)
 
 
-def _of_vocabulary(call: Call, vocabulary: int) -> list[Variant]:
-    """Return the variants of GPT-2 with a vocabulary, for both optimizers."""
-    accelerator = call.accelerator()
-    size = call.sizes.gpt2
-    rows = text_rows(vocabulary, size.block, _ROWS)
-    pool = torch.cuda.graph_pool_handle() if call.on_gpu else None
-    variants: list[Variant] = []
-    for optim in ("adamw", "muon"):
-        label = f"{optim}, V {vocabulary:,}"
-        variants += _of_one_kind(call, accelerator, size, rows, optim, label)
-        if call.on_gpu:
-            variants += _graphed(call, accelerator, size, rows, optim, label, pool)
-    whole = _bare_loop(call, accelerator, size, rows, "adamw", compiles_all=True)
-    name = f"adamw, V {vocabulary:,}: bare, compiled as a whole"
-    return [*variants, BareStep(name, whole, reads_norm=False)]
-
-
 def measure_recipe_model(call: Call) -> None:
     """Time the model that ``recipes/gpt.py`` trains without flags, which is bound by launches."""
-    accelerator = call.accelerator()
     size = call.sizes.recipe
-    rows = text_rows(call.sizes.recipe_vocabulary, size.block, _ROWS)
-    label = f"{size.layers} x {size.width}, muon"
-    variants = _of_one_kind(call, accelerator, size, rows, "muon", label)
+    training = Training(
+        call=call,
+        accelerator=call.accelerator(),
+        size=size,
+        rows=text_rows(call.sizes.recipe_vocabulary, size.block, _ROWS),
+        optim="muon",
+        label=f"{size.layers} x {size.width}, muon",
+    )
+    variants = training.variants()
     if call.on_gpu:
-        pool = torch.cuda.graph_pool_handle()
-        variants += _graphed(call, accelerator, size, rows, "muon", label, pool)
+        variants += training.graphed(torch.cuda.graph_pool_handle())
     _time_and_record(call, "recipe model", variants)
 
 
-def _of_one_kind(
-    call: Call,
-    accelerator: object,
-    size: GPTSize,
-    rows: lt.Tokenized,
-    optim: str,
-    label: str,
-) -> list[Variant]:
-    """Return the recipe's loop, and the bare loop with and without reading the norm."""
-    name = label.replace(", ", "-").replace(" ", "-")
-    settings = gpt_settings(
-        size, call.folder / name, compiled=call.on_gpu, optim=optim, learning_rate=6e-4
-    )
-    bare = _bare_loop(call, accelerator, size, rows, optim)
-    return [
-        RecipeLoop(f"{label}: recipe", accelerator, settings, rows),
-        BareStep(f"{label}: bare, norm read", bare, reads_norm=True),
-        BareStep(f"{label}: bare, norm not read", bare, reads_norm=False),
-    ]
+def _of_vocabulary(call: Call, vocabulary: int) -> list[Variant]:
+    """Return the variants of GPT-2 with a vocabulary, for both optimizers."""
+    accelerator = call.accelerator()
+    rows = text_rows(vocabulary, call.sizes.gpt2.block, _ROWS)
+    pool = torch.cuda.graph_pool_handle() if call.on_gpu else None
+
+    variants: list[Variant] = []
+    for optim in ("muon", "adamw"):
+        training = Training(
+            call=call,
+            accelerator=accelerator,
+            size=call.sizes.gpt2,
+            rows=rows,
+            optim=optim,
+            label=f"{optim}, V {vocabulary:,}",
+        )
+        variants += training.variants()
+        if call.on_gpu:
+            variants += training.graphed(pool)
+
+    whole = training.bare_loop(compiles_all=True)
+    name = f"{training.label}: bare, compiled as a whole"
+    return [*variants, BareStep(name, whole, reads_norm=False)]
 
 
-def _graphed(
-    call: Call,
-    accelerator: object,
-    size: GPTSize,
-    rows: lt.Tokenized,
-    optim: str,
-    label: str,
-    pool: object,
-) -> list[Variant]:
-    """Return the bare loop as one CUDA graph; none if it cannot be captured."""
-    name = f"{label}: one graph"
-    loop = _bare_loop(call, accelerator, size, rows, optim, capturable=True)
-    try:
-        return [GraphedStep(name, loop, pool)]
-    except RuntimeError as error:
-        call.journal.record("gpt2", name, left_out=f"it cannot be captured: {error}"[:300])
-        return []
-
-
-def _bare_loop(
-    call: Call,
-    accelerator: object,
-    size: GPTSize,
-    rows: lt.Tokenized,
-    optim: str,
-    capturable: bool = False,
-    compiles_all: bool = False,
-) -> BareLoop:
-    model = call.new_gpt(size, rows.vocabulary)
-    optimizer = new_optimizer(accelerator, model, optim)
-    if capturable:
-        let_capture(optimizer)
-    return BareLoop(
-        model=model,
-        optimizer=optimizer,
-        batches=batches_on_host(rows, size.rows, pinned=call.on_gpu),
-        dtype=call.autocast_dtype,
-        backend=call.backend,
-        compiles_all=compiles_all,
-    )
-
-
-def _of_nanogpt(call: Call, folder: str, size: GPTSize) -> list[Variant]:
+def _of_nanogpt(call: Call, folder: str) -> list[Variant]:
+    size = call.sizes.gpt2
     tokens = call.folder / "tokens"
     vocabulary = call.sizes.vocabularies[0]
     random = np.random.default_rng(seed=0)
@@ -168,13 +184,21 @@ def _time_and_record(call: Call, section: str, variants: Sequence[Variant]) -> N
     flops = max(variant.flops_per_position for variant in variants)
     for variant in variants:
         variant.flops_per_position = variant.flops_per_position or flops
-    results = take_turns(variants, call.device, call.sizes.steps, call.sizes.rounds, call.peak)
+
+    results = take_turns(
+        variants,
+        device=call.device,
+        steps=call.sizes.steps,
+        rounds=call.sizes.rounds,
+        peak=call.peak,
+    )
     graphs = {name.split(":")[0]: figures for name, figures in results.items() if "graph" in name}
     for name, figures in results.items():
         graph = graphs.get(name.split(":")[0])
         if graph is not None:
             figures["idle_ms"] = _milliseconds(figures) - _milliseconds(graph)
         call.journal.record(section, name, **figures)
+
     for variant in variants:
         variant.close()
     gc.collect()

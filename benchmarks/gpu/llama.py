@@ -33,7 +33,7 @@ def measure_billion(call: Call) -> None:
         settings = _settings(call, size, compiled and call.on_gpu)
         name = f"Llama 1.2B in full, {'compiled' if compiled else 'eager'}"
         build = _Build(size, call.device, dtype=torch.float32)
-        loop = RecipeLoop(name, accelerator, settings, rows, build)
+        loop = RecipeLoop(name, accelerator, settings, rows=rows, build=build)
         _time(call, loop)
 
 
@@ -50,7 +50,7 @@ def measure_adapters(call: Call) -> None:
     for way, (recomputes, compiled) in ways.items():
         settings = _settings(call, size, compiled and call.on_gpu)
         build = _Build(size, call.device, dtype=call.half, rank=_LORA_RANK, recomputes=recomputes)
-        loop = RecipeLoop(f"8B LoRA, {way}", accelerator, settings, rows, build)
+        loop = RecipeLoop(f"8B LoRA, {way}", accelerator, settings, rows=rows, build=build)
         _time(call, loop, target_share=target_share(rows))
 
 
@@ -162,7 +162,8 @@ class _Build:
         if self.recomputes:
             model.activation_checkpointing_enable({"use_reentrant": False})
         if self.rank:
-            add_lora(model, lt.LoraConfig(lora_r=self.rank), "random weights", 0, [])
+            lora = lt.LoraConfig(lora_r=self.rank)
+            add_lora(model, lora, base="random weights", seed=0, new_tokens=[])
         trained = make_causal_lm(model, row_length=self.size.block + 1)
         return lt.ModelBundle(
             model=trained,
@@ -196,7 +197,9 @@ def _settings(call: Call, size: LlamaSize, compiled: bool) -> AnySettings:
 
 def _time(call: Call, loop: RecipeLoop, target_share: float = 1.0) -> None:
     """Time one loop: two Llamas would not fit on a card together."""
-    results = take_turns([loop], call.device, call.sizes.slow_steps, 1, call.peak)
+    results = take_turns(
+        [loop], device=call.device, steps=call.sizes.slow_steps, rounds=1, peak=call.peak
+    )
     for name, figures in results.items():
         call.journal.record("llama", name, target_share=target_share, **figures)
     loop.close()

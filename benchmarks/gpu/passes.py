@@ -171,9 +171,11 @@ def judge_loss(call: Call) -> None:
         def our_loss(h: Tensor, w: Tensor, targets: Tensor = targets) -> Tensor:
             return linear_nll(h, w, targets)
 
-        exact = _loss_and_gradients(exact_loss, hidden, weight, call.device, torch.float64)
+        exact = _loss_and_gradients(
+            exact_loss, hidden, weight, device=call.device, dtype=torch.float64
+        )
         for dtype in _dtypes(call):
-            outcome = _loss_and_gradients(our_loss, hidden, weight, call.device, dtype)
+            outcome = _loss_and_gradients(our_loss, hidden, weight, device=call.device, dtype=dtype)
             errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
             call.journal.judge(
                 f"the loss of V {vocabulary:,} in {dtype}, forward and backward, by float64",
@@ -207,9 +209,9 @@ def judge_packed_model(call: Call) -> None:
         for name in ("input_ids", "labels", "position_ids")
     }
     model = call.new_gpt(size, vocabulary=500).cpu()
-    exact = _model_pass(model, columns, torch.device("cpu"), torch.float64)
+    exact = _model_pass(model, columns, device=torch.device("cpu"), dtype=torch.float64)
     for dtype in _dtypes(call):
-        outcome = _model_pass(model, columns, call.device, dtype)
+        outcome = _model_pass(model, columns, device=call.device, dtype=dtype)
         errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
         call.journal.judge(
             f"a GPT on packed rows in {dtype}, forward and backward, by float64 on the CPU",

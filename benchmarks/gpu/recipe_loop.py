@@ -35,7 +35,7 @@ def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -
             block_size=size.block,
             architecture="gpt2",
         ),
-        **common_settings(folder, size.rows, compiled, **optim),
+        **common_settings(folder, rows=size.rows, compiled=compiled, **optim),
     )
 
 

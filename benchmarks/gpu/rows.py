@@ -6,7 +6,8 @@ import torch
 
 import llmtrain as lt
 
-_DOCUMENT_TOKENS = (40, 400)  # the shortest and the longest document of a packed row
+# The shortest and the longest document of a packed row, as shares of the row.
+_DOCUMENT_SHARES = (1 / 16, 1 / 3)
 
 
 def text_rows(vocabulary: int, block: int, count: int) -> lt.Tokenized:
@@ -29,10 +30,11 @@ def packed_rows(vocabulary: int, block: int, count: int) -> lt.Tokenized:
     tokens[0, 0] = vocabulary - 1
     labels = tokens.copy()
     positions = np.zeros_like(tokens)
+    shortest, longest = (int(share * block) for share in _DOCUMENT_SHARES)
     for row in range(count):
         start = 0
         while start <= block:
-            length = min(int(random.integers(*_DOCUMENT_TOKENS)), block + 1 - start)
+            length = min(int(random.integers(shortest, longest)), block + 1 - start)
             positions[row, start : start + length] = np.arange(length)
             labels[row, start : start + length // 2 + 1] = -100
             start += length

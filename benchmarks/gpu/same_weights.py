@@ -49,8 +49,14 @@ class Difference:
         return self.largest == 0
 
 
-def judge(call: Call, program: Sequence[str] = PROGRAM) -> None:
-    """Compare runs that should end in the same weights.
+def judge(call: Call) -> None:
+    """Compare runs that should end in the same weights."""
+    judge_resume(call)
+    judge_layouts(call)
+
+
+def judge_resume(call: Call, program: Sequence[str] = PROGRAM) -> None:
+    """Compare runs that were killed and resumed with runs that were not.
 
     Args:
         call: the call.
@@ -71,7 +77,6 @@ def judge(call: Call, program: Sequence[str] = PROGRAM) -> None:
     runs.wait()
     runs.start("plain-killed", plain, is_resumed=True)
     runs.start("bitwise-killed", bitwise, is_resumed=True)
-    _start_layouts(runs, steps)
     runs.wait()
 
     journal = call.journal
@@ -91,32 +96,44 @@ def judge(call: Call, program: Sequence[str] = PROGRAM) -> None:
         "bitwise run, killed and resumed: the same bits", resumed.is_none, **vars(resumed)
     )
 
-    name = "two processes on one card, with a skipped step"
-    layouts = runs.difference("one-plain", "two-plain")
-    bound = _LAYOUT_BOUNDS[call.device.type]
-    journal.judge(
-        f"{name}: the weights of one process",
-        layouts.relative <= bound,
-        bound=bound,
-        **vars(layouts),
-    )
-    if call.on_gpu:
-        journal.record("same weights", f"{name}, bitwise", left_out="gloo sends no CUDA tensors")
-        return
-    layouts = runs.difference("one-bitwise", "two-bitwise")
-    journal.judge(f"{name}, bitwise: the bits of one process", layouts.is_none, **vars(layouts))
 
+def judge_layouts(call: Call, program: Sequence[str] = PROGRAM) -> None:
+    """Compare the same run on one process and on two that share the card.
 
-def _start_layouts(runs: "_Runs", steps: int) -> None:
-    """Start the same run on one process and on two, eager, with at least two micro-batches each."""
-    plain = ShortRun(tiny=not runs.call.on_gpu, steps=steps, breaks_at=2)
+    It is eager, has two micro-batches for each rank or more, and skips a step.
+
+    Args:
+        call: the call.
+        program: starts a short run.
+    """
+    runs = _Runs(call, program)
+    plain = ShortRun(tiny=not call.on_gpu, steps=call.sizes.short_steps, breaks_at=2)
     plain = replace(plain, micro_batch=plain.size.rows // 4)
     layouts = {"plain": plain}
-    if not runs.call.on_gpu:
+    if not call.on_gpu:
         layouts["bitwise"] = replace(plain, bitwise=True)
     for name, options in layouts.items():
         runs.start(f"one-{name}", options, precision="no")
         runs.start(f"two-{name}", options, processes=2, precision="no")
+    runs.wait()
+
+    journal = call.journal
+    name = "two processes on one card, with a skipped step"
+    difference = runs.difference("one-plain", "two-plain")
+    bound = _LAYOUT_BOUNDS[call.device.type]
+    journal.judge(
+        f"{name}: the weights of one process",
+        difference.relative <= bound,
+        bound=bound,
+        **vars(difference),
+    )
+    if call.on_gpu:
+        journal.record("same weights", f"{name}, bitwise", left_out="gloo sends no CUDA tensors")
+        return
+    difference = runs.difference("one-bitwise", "two-bitwise")
+    journal.judge(
+        f"{name}, bitwise: the bits of one process", difference.is_none, **vars(difference)
+    )
 
 
 class _Runs:
@@ -193,10 +210,10 @@ class _Runs:
 
     def difference(self, first: str, second: str) -> Difference:
         """Compare two runs by the weights and the moments of their last checkpoints."""
-        return difference(self.folder / first, self.folder / second)
+        return compare(self.folder / first, self.folder / second)
 
 
-def difference(first: Path, second: Path) -> Difference:
+def compare(first: Path, second: Path) -> Difference:
     """Return how far the newest checkpoints of two run folders are apart."""
     tensors = _tensors(first)
     others = _tensors(second)

@@ -4,7 +4,7 @@ import gc
 import statistics
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -98,7 +98,13 @@ def take_turns(
     measured = {variant.name: _Measured() for variant in variants}
     for _ in range(rounds):
         for variant in variants:
-            _take_turn(variant, measured[variant.name], device, steps, own_bytes[variant.name])
+            _take_turn(
+                variant,
+                measured[variant.name],
+                device=device,
+                steps=steps,
+                own_bytes=own_bytes[variant.name],
+            )
 
     return {
         variant.name: _figures(variant, measured[variant.name], peak)
@@ -246,7 +252,7 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
-def median_ms(action, device: torch.device, repeats: int) -> float:
+def median_ms(action: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median milliseconds of a call, without the first three."""
     clock = Clock(device)
     times = []
