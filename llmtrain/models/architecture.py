@@ -86,8 +86,9 @@ def build_model(
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
 
-    flag = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
-    with as_user_error(flag):
+    if not is_reward_model:
+        check_causal_lm_class(config)
+    with as_user_error(_flag(config)):
         model_config = model_configuration(config, tokenizer)
         if name is not None:
             is_quantized = getattr(model_config, "quantization_config", None) is not None
@@ -111,6 +112,32 @@ def build_model(
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(name)
     return model
+
+
+def check_causal_lm_class(config: ModelConfig) -> None:
+    """Check that transformers has a causal LM for a model, without loading it.
+
+    Raises:
+        UserError: if it has none. Some multimodal models have a class for images and text only.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config_class = config.configuration_class()
+    # A model may bring its own class.
+    if config.trust_remote_code or config_class is None:
+        return
+    if config_class not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"{_flag(config)}: transformers has no causal LM for {config_class.model_type}; name a "
+            "model that takes only text."
+        )
+
+
+def _flag(config: ModelConfig) -> str:
+    """Return the flag that names the model, with its value."""
+    if config.model_name_or_path:
+        return f"--model_name_or_path {config.model_name_or_path}"
+    return f"--from_config {config.from_config}"
 
 
 def model_configuration(
