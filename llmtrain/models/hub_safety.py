@@ -3,6 +3,7 @@
 Their code runs only with ``--trust_remote_code``, and no pickle is ever read.
 """
 
+import contextlib
 import hashlib
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_hashed
+from llmtrain.model_folders import is_adapter
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 # For every `from_pretrained`: without it, transformers asks on the terminal whether to run code.
 DATA_ONLY = {"trust_remote_code": False}
 
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -47,19 +50,45 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
 
 
 def refuse_pickles(name: str) -> None:
-    """Raise :class:`UserError` if a folder has weights only as pickles.
+    """Raise :class:`UserError` if a model or an adapter has weights only as pickles.
 
-    Reading a pickle can run any code.
+    Reading a pickle can run any code. transformers is told to read models from safetensors files
+    only. For an adapter there is no such switch: peft reads a pickle if one file is missing.
     """
     folder = Path(name)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+    if not folder.is_dir():
+        _refuse_pickled_adapter_of_hub(name)
+        return
+
+    weights = _ADAPTER_WEIGHTS if is_adapter(folder) else "*.safetensors"
+    if any(folder.glob(weights)):
         return
     for path in sorted(folder.iterdir()):
         if path.suffix in _PICKLES:
-            raise UserError(
-                f"{name} holds its weights as a pickle ({path.name}), which can run code when it "
-                "is read; if you trust it, convert it to safetensors with save_pretrained."
-            )
+            raise _pickled(name, path.name)
+
+
+def _refuse_pickled_adapter_of_hub(name: str) -> None:
+    """Raise :class:`UserError` if a hub name is an adapter without safetensors file."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+    from transformers.utils import find_adapter_config_file
+
+    # Loading the model reports all other errors.
+    with contextlib.suppress(OSError, ValueError):
+        if find_adapter_config_file(name) is None:
+            return
+        try:
+            hf_hub_download(name, _ADAPTER_WEIGHTS)
+        except EntryNotFoundError:  # also if the hub cannot be reached and the cache lacks the file
+            raise _pickled(name, "adapter_model.bin") from None
+
+
+def _pickled(name: str, file_name: str) -> UserError:
+    return UserError(
+        f"{name} holds its weights as a pickle ({file_name}), which can run code when it is read; "
+        "if you trust it, convert it to safetensors with save_pretrained."
+    )
 
 
 def local_folder(name: str) -> Path:

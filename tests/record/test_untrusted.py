@@ -8,13 +8,17 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.models.adapters import adapted_model, merged_model
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
@@ -259,3 +263,51 @@ def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> N
             UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"
         ):
             load(str(model_folder))
+
+
+@pytest.fixture
+def pickled_adapter(model_folder: Path, tmp_path: Path) -> Path:
+    """An adapter whose weights are a pickle, next to a safetensors file that nobody loads."""
+    peft = pytest.importorskip("peft", reason="needs peft, which comes with the extra lora")
+    folder = tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, settings).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").rename(folder / "other.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "load",
+    [TextModel, load_causal_lm, lambda name: adapted_model(name, 1), lambda name: merged(name)],
+    ids=["text", "model", "adapter", "merged"],
+)
+def test_an_adapter_stored_as_a_pickle_is_refused_whatever_is_next_to_it(
+    load: Callable[[str], Any], pickled_adapter: Path
+) -> None:
+    with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
+        load(str(pickled_adapter))
+    (pickled_adapter / "other.safetensors").rename(pickled_adapter / "adapter_model.safetensors")
+    assert load(str(pickled_adapter))
+
+
+def merged(name: str) -> str:
+    return merged_model(Path(name))
+
+
+def test_an_adapter_of_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
+    commit = "0" * 40
+    repository = Path(HF_HUB_CACHE, "models--someone--adapter")
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(pickled_adapter, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    try:
+        with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
+            load_causal_lm("someone/adapter")
+        (snapshot / "other.safetensors").rename(snapshot / "adapter_model.safetensors")
+        assert load_causal_lm("someone/adapter")
+    finally:
+        shutil.rmtree(repository)
