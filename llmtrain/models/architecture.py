@@ -12,7 +12,12 @@ from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
+from llmtrain.models.hub_safety import (
+    load_causal_lm,
+    local_folder,
+    refuse_hub_attention,
+    refuse_pickles,
+)
 from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import load_buffers
 
@@ -156,8 +161,12 @@ def model_configuration(
         UserError: if the model cannot be used.
     """
     if config.model_name_or_path is None:
-        return configuration_of(config, tokenizer)
-    return _load_configuration(config.model_name_or_path, config.trust_remote_code)
+        loaded = configuration_of(config, tokenizer)
+    else:
+        loaded = _load_configuration(config.model_name_or_path, config.trust_remote_code)
+    if not config.attn_implementation:
+        refuse_hub_attention(loaded, str(config.model_name_or_path or config.from_config))
+    return loaded
 
 
 def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":

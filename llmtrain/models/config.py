@@ -15,6 +15,7 @@ from llmtrain.config import Config, flag, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
+from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.reward_family import check_reward_family
 
 if TYPE_CHECKING:
@@ -142,7 +143,9 @@ class ModelConfig(Config):
     )
     attn_implementation: str | None = flag(
         None,
-        "attention of transformers: sdpa, eager, flash_attention_2, ... (default: the model's own)",
+        "attention of transformers: sdpa, eager, flash_attention_2, ..., or with "
+        "--trust_remote_code a compiled kernel of the hub, ORG/NAME@COMMIT (default: the model's "
+        "own)",
         affects="pass",
         hidden=True,
     )
@@ -171,7 +174,8 @@ class ModelConfig(Config):
     )
     trust_remote_code: bool = flag(
         False,
-        "run Python code that comes with the model or the tokenizer; only if you trust its author",
+        "run code that comes with the model, the tokenizer or a kernel of --attn_implementation; "
+        "only if you trust its author",
         hidden=True,
     )
 
@@ -184,6 +188,7 @@ class ModelConfig(Config):
             require_at_least(self, 2, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
+        self._check_attention()
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
         # A name without a slash is a model type, even if there is such a folder.
         if self.from_config and "/" in self.from_config:
@@ -198,6 +203,22 @@ class ModelConfig(Config):
             raise UserError(
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
+            )
+
+    def _check_attention(self) -> None:
+        """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""
+        name = self.attn_implementation
+        if not is_hub_kernel(name):
+            return
+        if not self.trust_remote_code:
+            raise UserError(
+                f"--attn_implementation {name} is a program on the hub, which would be downloaded "
+                "and run; add --trust_remote_code if you trust its author."
+            )
+        if not re.search(r"@[0-9a-f]{40}(:|$)", str(name)):
+            raise UserError(
+                f"--attn_implementation {name}: name its commit as well, ORG/NAME@COMMIT with 40 "
+                "hexadecimal digits; otherwise a resumed run might compute something else."
             )
 
     @property

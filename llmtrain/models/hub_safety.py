@@ -1,6 +1,7 @@
 """Model folders and hub names as untrusted input.
 
-Their code runs only with ``--trust_remote_code``, and no pickle is ever read.
+Their code runs only with ``--trust_remote_code``, and so do compiled kernels of the hub. No pickle
+is ever read.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from llmtrain.model_folders import is_adapter
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # For every `from_pretrained`: without it, transformers asks on the terminal whether to run code.
 DATA_ONLY = {"trust_remote_code": False}
@@ -34,9 +35,9 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        UserError: if the weights are pickles.
+        UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -46,7 +47,35 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
 
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
+    if "attn_implementation" not in options:
+        with contextlib.suppress(OSError, ValueError):  # loading the model reports what is wrong
+            code = {"trust_remote_code": options["trust_remote_code"]}
+            refuse_hub_attention(AutoConfig.from_pretrained(name, **code), name)
     return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))
+
+
+def is_hub_kernel(attention: str | None) -> bool:
+    """Return whether transformers would download an attention as a compiled kernel from the hub."""
+    return "/" in (attention or "")
+
+
+def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
+    """Raise :class:`UserError` if a model's configuration asks for a compiled kernel of the hub.
+
+    Args:
+        config: the configuration of the model, or of a part of it.
+        name: the folder or hub name of the model.
+    """
+    attention: str | None = config._attn_implementation
+    if is_hub_kernel(attention):
+        raise UserError(
+            f"{name}: its config.json asks for the attention {attention}, a program on the hub; "
+            "choose another one with --attn_implementation sdpa, or remove it from config.json."
+        )
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            refuse_hub_attention(part, name)
 
 
 def refuse_pickles(name: str) -> None:
@@ -72,7 +101,7 @@ def _refuse_pickled_adapter_of_hub(name: str) -> None:
     """Raise :class:`UserError` if a hub name is an adapter without safetensors file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     # Loading the model reports all other errors.
     with contextlib.suppress(OSError, ValueError):

@@ -22,7 +22,7 @@ from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.experts import balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import local_folder, origin_of
+from llmtrain.models.hub_safety import is_hub_kernel, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
@@ -381,6 +381,8 @@ def _start(
         "lora": asdict(lora) if lora else None,
         "freeze": config.freeze,
     }
+    if is_hub_kernel(config.attn_implementation):
+        start["attention"] = config.attn_implementation  # it names a commit
     if outside_text:
         start["outside_text"] = outside_text
     balance = balance_weight(model.config)
