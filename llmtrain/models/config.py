@@ -3,6 +3,7 @@
 :func:`llmtrain.config.flag` explains ``affects`` and its values.
 """
 
+import contextlib
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
@@ -84,6 +85,16 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         raise ArgumentTypeError(f"'{text}' is neither a number of tokens nor auto") from None
+
+
+def _is_model_type(name: str) -> bool:
+    """Return whether ``--from_config`` names a model type, not a folder or a model of the hub.
+
+    A model type is one even if there is such a folder.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING
 
 
 def _model_of_run(name: str | None, flag_name: str) -> str | None:
@@ -190,8 +201,9 @@ class ModelConfig(Config):
             require_at_least(self, 0, "router_aux_loss_coef")
         self._check_attention()
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
-        # A name without a slash is a model type, even if there is such a folder.
-        if self.from_config and "/" in self.from_config:
+        # Only a folder takes the time to import the types of transformers.
+        is_folder = self.from_config is not None and Path(self.from_config).is_dir()
+        if is_folder and not _is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
         try:
             re.compile(self.freeze or "")
@@ -247,8 +259,7 @@ class ModelConfig(Config):
             return positions
 
         name = self.model_name_or_path
-        is_folder_or_hub_name = "/" in (self.from_config or "")
-        if name is None and is_folder_or_hub_name:
+        if name is None and self.from_config and not _is_model_type(self.from_config):
             name = self.from_config
         if name is None:
             return None
@@ -319,17 +330,18 @@ def parse_overrides(text: str) -> dict[str, object]:
     Raises:
         UserError: if the text has another form.
     """
-    try:
-        overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
-    except yaml.YAMLError:
-        overrides = None
-
-    is_valid = isinstance(overrides, dict)
-    if is_valid and None in overrides.values():
-        is_valid = "null" in text  # a key without a value becomes None, too
+    mapping = "{" + text.replace("=", ": ") + "}"
+    is_valid = False
+    with contextlib.suppress(yaml.YAMLError):
+        node = yaml.compose(mapping)
+        # A key without a value becomes None, as null does.
+        is_valid = isinstance(node, yaml.MappingNode) and not any(
+            isinstance(value, yaml.ScalarNode) and value.value == "" and value.style is None
+            for _, value in node.value
+        )
     if not is_valid:
         raise UserError(f"--config_overrides {text}: write key=value,key=value.")
-    return cast(dict[str, object], overrides)
+    return cast(dict[str, object], yaml.safe_load(mapping))
 
 
 @dataclass
