@@ -188,7 +188,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
-            model.resize_token_embeddings(vocabulary)
+            # The adapter has the rows of the new tokens.
+            model.resize_token_embeddings(vocabulary, mean_resizing=False)
         with warnings.catch_warnings():
             ignore_peft_warnings()
             return PeftModel.from_pretrained(model, name)

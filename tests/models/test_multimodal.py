@@ -13,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.models import pretrained
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.generation import TextModel
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
 from llmtrain.parallel.placement import place
@@ -106,6 +107,10 @@ def test_the_flops_are_those_of_the_text_tower(
     weights = sum(weight.numel() for weight in tower)  # the head is tied to the embedding
     attention = 12 * 2 * 32 * 32  # layers, width, row
     assert model.flops_per_token() == 6 * weights + attention
+
+
+def test_the_context_is_that_of_the_text_tower(gemma3: Path) -> None:
+    assert TextModel(str(gemma3)).context == 128
 
 
 def test_an_expert_that_no_token_reached_needs_no_gradient(accelerator: Any) -> None:
