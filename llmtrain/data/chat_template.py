@@ -30,6 +30,7 @@ OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # If the prompt has already begun the reasoning, an answer may leave out the first tag.
 _REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
+DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
 NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 _CHATML = Path(__file__).with_name("chatml.jinja")
 GENERATION_BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
@@ -98,7 +99,7 @@ def set_template(
     Args:
         tokenizer: the tokenizer.
         chat_template: the value of ``--chat_template``: ``chatml`` or a file; ``none`` removes the
-            tokenizer's own template, and ``None`` keeps it.
+            tokenizer's own template, and ``None`` keeps it, or sets chatml if it has none.
         is_plain_text: the data are prompts and completions of plain text, which can be trained
             without a template.
 
@@ -106,26 +107,21 @@ def set_template(
         The tokens that were added to the vocabulary. A model needs rows for them.
 
     Raises:
-        UserError: if there is no such template, if it cannot show a conversation, or if the
-            tokenizer has none and the data are conversations.
+        UserError: if there is no such template, or if it cannot show a conversation.
     """
     if chat_template == NO_TEMPLATE:
         tokenizer.chat_template = None
         return []
-    if chat_template is None and tokenizer.chat_template is None and is_plain_text:
-        return []
+    if chat_template is None and tokenizer.chat_template is None:
+        if is_plain_text:
+            return []
+        chat_template = DEFAULT_TEMPLATE
 
     vocabulary_before = tokenizer.get_vocab()
+    name = "the tokenizer's own chat template"
     if chat_template is not None:
         name = f"--chat_template {chat_template}"
         tokenizer.chat_template = template_text(chat_template)
-    elif tokenizer.chat_template is not None:
-        name = "the tokenizer's own chat template"
-    else:
-        raise UserError(
-            "the tokenizer has no chat template, which conversations need; use --chat_template "
-            "chatml, or give a Jinja file."
-        )
 
     if chat_template == "chatml":
         # A model that was trained with a BOS before each text gets one before a conversation, too.

@@ -214,9 +214,9 @@ class RowConfig(Config):
 
     chat_template: str | None = flag(
         None,
-        "chatml or the path of a Jinja file; replaces the tokenizer's own chat template, and is "
-        "required for conversations if it has none; none: train prompts with completions of plain "
-        "text as they are, followed by EOS (the default if the tokenizer has no template)",
+        "chatml or the path of a Jinja file; replaces the tokenizer's own chat template; none: "
+        "train prompts with completions of plain text as they are, followed by EOS (default: the "
+        "tokenizer's own; if it has none, chatml for conversations, and none for plain text)",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",

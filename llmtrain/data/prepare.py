@@ -230,7 +230,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         if tokenizer is None:
             tokenizer = _trained_tokenizer(request.spec, corpora)
             if chat is not None:
-                set_template(tokenizer, chat.chat_template or "chatml")
+                set_template(tokenizer, chat.chat_template)
 
         with _encoded_corpora(corpora, tokenizer, working) as encoded:
             lengths = np.concatenate([corpus.lengths("train") for corpus in encoded])

@@ -10,7 +10,12 @@ from typing import Literal, NamedTuple
 
 from llmtrain.config import flags_of
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
+from llmtrain.data.chat_template import (
+    DEFAULT_TEMPLATE,
+    NO_TEMPLATE,
+    set_template,
+    template_text,
+)
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
 from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
@@ -194,6 +199,11 @@ def _load_tokenizer(request: DataRequest, trust_remote_code: bool) -> None:
             f"of {conversations.name} are conversations; use --chat_template chatml."
         )
     if request.tokenizer is not None:
+        has_template = chat.chat_template or request.tokenizer.chat_template
+        if conversations is not None and not has_template:
+            chat.set_default(
+                "chat_template", DEFAULT_TEMPLATE, "the tokenizer has no chat template"
+            )
         request.new_tokens = set_template(
             request.tokenizer, chat.chat_template, is_plain_text=conversations is None
         )

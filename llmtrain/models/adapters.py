@@ -163,12 +163,13 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         dtype: of the base's weights. ``auto`` is the dtype in which they are stored.
 
     Raises:
-        UserError: if the base is not the one that the adapter was trained on, or if one of them
-            cannot be loaded.
+        UserError: if the base is not the one that the adapter was trained on, if one of them cannot
+            be loaded, or if the adapter is a pickle.
     """
     from peft import PeftConfig, PeftModel
 
     folder = Path(name)
+    refuse_pickles(name)
     with as_user_error(f"{folder}: its adapter could not be loaded", first_line):
         base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
         if not base:
@@ -187,7 +188,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
-            model.resize_token_embeddings(vocabulary)
+            # The adapter has the rows of the new tokens.
+            model.resize_token_embeddings(vocabulary, mean_resizing=False)
         with warnings.catch_warnings():
             ignore_peft_warnings()
             return PeftModel.from_pretrained(model, name)

@@ -12,7 +12,12 @@ from llmtrain.config import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.hub_safety import load_causal_lm, local_folder, refuse_pickles
+from llmtrain.models.hub_safety import (
+    load_causal_lm,
+    local_folder,
+    refuse_hub_attention,
+    refuse_pickles,
+)
 from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import load_buffers
 
@@ -86,8 +91,9 @@ def build_model(
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
 
-    flag = f"--model_name_or_path {name}" if name else f"--from_config {config.from_config}"
-    with as_user_error(flag):
+    if not is_reward_model:
+        check_causal_lm_class(config)
+    with as_user_error(_flag(config)):
         model_config = model_configuration(config, tokenizer)
         if name is not None:
             is_quantized = getattr(model_config, "quantization_config", None) is not None
@@ -113,6 +119,32 @@ def build_model(
     return model
 
 
+def check_causal_lm_class(config: ModelConfig) -> None:
+    """Check that transformers has a causal LM for a model, without loading it.
+
+    Raises:
+        UserError: if it has none. Some multimodal models have a class for images and text only.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config_class = config.configuration_class()
+    # A model may bring its own class.
+    if config.trust_remote_code or config_class is None:
+        return
+    if config_class not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"{_flag(config)}: transformers has no causal LM for {config_class.model_type}; name a "
+            "model that takes only text."
+        )
+
+
+def _flag(config: ModelConfig) -> str:
+    """Return the flag that names the model, with its value."""
+    if config.model_name_or_path:
+        return f"--model_name_or_path {config.model_name_or_path}"
+    return f"--from_config {config.from_config}"
+
+
 def model_configuration(
     config: ModelConfig, tokenizer: "PreTrainedTokenizerFast | None" = None
 ) -> "PreTrainedConfig":
@@ -129,8 +161,12 @@ def model_configuration(
         UserError: if the model cannot be used.
     """
     if config.model_name_or_path is None:
-        return configuration_of(config, tokenizer)
-    return _load_configuration(config.model_name_or_path, config.trust_remote_code)
+        loaded = configuration_of(config, tokenizer)
+    else:
+        loaded = _load_configuration(config.model_name_or_path, config.trust_remote_code)
+    if not config.attn_implementation:
+        refuse_hub_attention(loaded, str(config.model_name_or_path or config.from_config))
+    return loaded
 
 
 def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":

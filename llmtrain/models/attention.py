@@ -29,7 +29,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Non
         documents: the documents of the rows, which do not see each other; by default each row is
             one document.
     """
-    if documents is not None:
+    if documents is not None and documents.starts is not None:
         out = _attend_without_mask(q, k, v, documents, options={})
         if out is not None:
             return out

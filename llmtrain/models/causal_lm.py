@@ -23,6 +23,7 @@ from llmtrain.models.loss import (
     targets_of,
 )
 from llmtrain.models.short_convolution import keep_documents_apart
+from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.trainable import TrainableModel, put_in_front
 from llmtrain.types import Batch
 
@@ -249,11 +250,13 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if is_mixture_of_experts(config):
             return 0
 
-        # An embedding multiplies nothing, unless it is the head as well.
+        # An embedding multiplies nothing, unless it is the head as well. A vision tower is not run.
         head = head_of(self)
         of_head = {*head.parameters()} if head is not None else set()
-        of_embedding_alone = {*self.get_input_embeddings().parameters()} - of_head
-        parameters = [p for p in self.parameters() if p not in of_embedding_alone]
+        unused = {*self.get_input_embeddings().parameters()} - of_head
+        for names in outside_text_tower(self).values():
+            unused |= {self.get_parameter(name) for name in names}
+        parameters = [p for p in self.parameters() if p not in unused]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         attention = 12 * int(config.num_hidden_layers) * int(config.hidden_size) * self.row_length

@@ -3,6 +3,7 @@
 :func:`llmtrain.config.flag` explains ``affects`` and its values.
 """
 
+import contextlib
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from llmtrain.config import Config, flag, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
+from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.reward_family import check_reward_family
 
 if TYPE_CHECKING:
@@ -85,6 +87,16 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
         raise ArgumentTypeError(f"'{text}' is neither a number of tokens nor auto") from None
 
 
+def _is_model_type(name: str) -> bool:
+    """Return whether ``--from_config`` names a model type, not a folder or a model of the hub.
+
+    A model type is one even if there is such a folder.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING
+
+
 def _model_of_run(name: str | None, flag_name: str) -> str | None:
     """Return the model folder that a name refers to, if it is the folder of a run or a checkpoint.
 
@@ -142,7 +154,9 @@ class ModelConfig(Config):
     )
     attn_implementation: str | None = flag(
         None,
-        "attention of transformers: sdpa, eager, flash_attention_2, ... (default: the model's own)",
+        "attention of transformers: sdpa, eager, flash_attention_2, ..., or with "
+        "--trust_remote_code a compiled kernel of the hub, ORG/NAME@COMMIT (default: the model's "
+        "own)",
         affects="pass",
         hidden=True,
     )
@@ -171,7 +185,8 @@ class ModelConfig(Config):
     )
     trust_remote_code: bool = flag(
         False,
-        "run Python code that comes with the model or the tokenizer; only if you trust its author",
+        "run code that comes with the model, the tokenizer or a kernel of --attn_implementation; "
+        "only if you trust its author",
         hidden=True,
     )
 
@@ -184,9 +199,11 @@ class ModelConfig(Config):
             require_at_least(self, 2, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
+        self._check_attention()
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
-        # A name without a slash is a model type, even if there is such a folder.
-        if self.from_config and "/" in self.from_config:
+        # Only a folder takes the time to import the types of transformers.
+        is_folder = self.from_config is not None and Path(self.from_config).is_dir()
+        if is_folder and not _is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
         try:
             re.compile(self.freeze or "")
@@ -198,6 +215,22 @@ class ModelConfig(Config):
             raise UserError(
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
+            )
+
+    def _check_attention(self) -> None:
+        """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""
+        name = self.attn_implementation
+        if not is_hub_kernel(name):
+            return
+        if not self.trust_remote_code:
+            raise UserError(
+                f"--attn_implementation {name} is a program on the hub, which would be downloaded "
+                "and run; add --trust_remote_code if you trust its author."
+            )
+        if not re.search(r"@[0-9a-f]{40}(:|$)", str(name)):
+            raise UserError(
+                f"--attn_implementation {name}: name its commit as well, ORG/NAME@COMMIT with 40 "
+                "hexadecimal digits; otherwise a resumed run might compute something else."
             )
 
     @property
@@ -226,8 +259,7 @@ class ModelConfig(Config):
             return positions
 
         name = self.model_name_or_path
-        is_folder_or_hub_name = "/" in (self.from_config or "")
-        if name is None and is_folder_or_hub_name:
+        if name is None and self.from_config and not _is_model_type(self.from_config):
             name = self.from_config
         if name is None:
             return None
@@ -298,17 +330,18 @@ def parse_overrides(text: str) -> dict[str, object]:
     Raises:
         UserError: if the text has another form.
     """
-    try:
-        overrides = yaml.safe_load("{" + text.replace("=", ": ") + "}")
-    except yaml.YAMLError:
-        overrides = None
-
-    is_valid = isinstance(overrides, dict)
-    if is_valid and None in overrides.values():
-        is_valid = "null" in text  # a key without a value becomes None, too
+    mapping = "{" + text.replace("=", ": ") + "}"
+    is_valid = False
+    with contextlib.suppress(yaml.YAMLError):
+        node = yaml.compose(mapping)
+        # A key without a value becomes None, as null does.
+        is_valid = isinstance(node, yaml.MappingNode) and not any(
+            isinstance(value, yaml.ScalarNode) and value.value == "" and value.style is None
+            for _, value in node.value
+        )
     if not is_valid:
         raise UserError(f"--config_overrides {text}: write key=value,key=value.")
-    return cast(dict[str, object], overrides)
+    return cast(dict[str, object], yaml.safe_load(mapping))
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Generate text from a model folder, token by token, with a key-value cache."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,8 @@ class TextModel:
                 loaded = load_causal_lm(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
-        self.context: int = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        text_config = self.model.config.get_text_config()
+        self.context: int = getattr(text_config, "max_position_embeddings", None) or 2**31
         # This may hold None, if a setting is missing. No token equals it.
         self.stop_token_ids = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
 
@@ -101,10 +101,10 @@ class TextModel:
         """Return the stop tokens of the generation settings; ``[None]`` if they name none."""
         stop_token_ids = getattr(self.model.generation_config, "eos_token_id", None)
         # The base of an adapter does not know the tokens that end the turns of a conversation. The
-        # adapter's folder has its own settings.
-        adapter_settings = folder / "generation_config.json"
-        if is_adapter(folder) and adapter_settings.exists():
-            stop_token_ids = json.loads(adapter_settings.read_text())["eos_token_id"]
+        # adapter's folder may have its own settings.
+        if is_adapter(folder):
+            settings = read_object(folder / "generation_config.json")
+            stop_token_ids = settings.get("eos_token_id", stop_token_ids)
         return stop_token_ids if isinstance(stop_token_ids, list) else [stop_token_ids]
 
     def check_chats(self) -> None:

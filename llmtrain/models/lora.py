@@ -5,6 +5,7 @@ peft adds them to the model.
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 
 def add_lora(
-    model: "PreTrainedModel", config: LoraConfig, base: str, seed: int, new_tokens: Sequence[int]
+    model: "PreTrainedModel",
+    config: LoraConfig,
+    base: str,
+    seed: int,
+    new_tokens: Sequence[int],
+    left_out: Sequence[str] = (),
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -38,6 +44,7 @@ def add_lora(
         base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
+        left_out: names of modules that get no matrices, such as a vision tower.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -52,8 +59,9 @@ def add_lora(
 
     targets = config.lora_target_modules
     is_all_linear = targets == ["all-linear"]
-    linear_layers = _linear_layers(model)
-    expert_names = _expert_parameter_names(model)
+    excluded = "|".join(rf"{re.escape(name)}(\..*)?" for name in left_out) or None
+    linear_layers = _without(excluded, _linear_layers(model))
+    expert_names = _without(excluded, _expert_parameter_names(model))
     expert_targets = [name for name in expert_names if is_all_linear or _is_target(name, targets)]
     _check_expert_targets(model, config, expert_targets)
 
@@ -62,6 +70,7 @@ def add_lora(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if is_all_linear else module_targets,
+        exclude_modules=excluded,
         target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
@@ -90,6 +99,13 @@ def add_lora(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
     return adapted
+
+
+def _without(excluded: str | None, names: list[str]) -> list[str]:
+    """Return the names that a regular expression does not match."""
+    if excluded is None:
+        return names
+    return [name for name in names if not re.fullmatch(excluded, name)]
 
 
 def _linear_layers(model: "PreTrainedModel") -> list[str]:

@@ -71,7 +71,11 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
             class_name=str(config.model_name_or_path or config.from_config),
             packs=False,
             shares_prompts=False,
-            problem="its code is not part of transformers",
+            problem=(
+                "its code is not part of transformers"
+                if _has_own_code(model_config, config.trust_remote_code)
+                else "transformers has no causal LM of this type"
+            ),
         )
 
     implementation = _attention_to_try(config, model_config)
@@ -103,11 +107,17 @@ def _class_name(model_config: "PreTrainedConfig", trust_remote_code: bool) -> st
     from transformers import AutoModelForCausalLM
 
     mapping = AutoModelForCausalLM._model_mapping
-    has_own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-    if (has_own_code and trust_remote_code) or type(model_config) not in mapping:
+    has_own_code = _has_own_code(model_config, trust_remote_code)
+    if has_own_code or type(model_config) not in mapping:
         return None
     model_class: Any = mapping[type(model_config)]
     return str(getattr(model_class, "__name__", model_config.model_type))
+
+
+def _has_own_code(model_config: "PreTrainedConfig", trust_remote_code: bool) -> bool:
+    """Return whether the model is of a class that comes with it."""
+    auto_map = getattr(model_config, "auto_map", None) or {}
+    return trust_remote_code and "AutoModelForCausalLM" in auto_map
 
 
 def _relevant(model_config: "PreTrainedConfig") -> dict[str, object]:

@@ -22,10 +22,11 @@ from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.experts import balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import local_folder, origin_of
+from llmtrain.models.hub_safety import is_hub_kernel, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.preference_objective import PreferenceObjective
-from llmtrain.models.probe import leaks, probe
+from llmtrain.models.probe import check_gradients, leaks, probe
+from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.weight_loading import random_weights, stored_weights
 from llmtrain.types import Batch, JsonObject, ModelBundle, Objective, Weights
 
@@ -130,6 +131,7 @@ def load_model(
     if initial_weights is not None and rows.new_tokens:
         initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, seed)
+    outside_text = _freeze_outside_text(model)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
@@ -142,7 +144,9 @@ def load_model(
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     if lora is not None and name is not None:
-        adapted = add_lora(model, lora, name, seed, rows.new_tokens)
+        adapted = add_lora(
+            model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
+        )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -162,7 +166,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(model, config, lora, preference, origin),
+        start=_start(model, config, lora, preference, origin, outside_text),
         check=functools.partial(_check, trained, objective, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -366,6 +370,7 @@ def _start(
     lora: LoraConfig | None,
     preference: PreferenceConfig | None,
     origin: JsonObject,
+    outside_text: list[str],
 ) -> JsonObject:
     """Return the part of the run's fingerprint that describes where the run starts.
 
@@ -376,6 +381,10 @@ def _start(
         "lora": asdict(lora) if lora else None,
         "freeze": config.freeze,
     }
+    if is_hub_kernel(config.attn_implementation):
+        start["attention"] = config.attn_implementation  # it names a commit
+    if outside_text:
+        start["outside_text"] = outside_text
     balance = balance_weight(model.config)
     if preference:
         start["preference"] = asdict(preference)
@@ -420,15 +429,32 @@ def _fit_vocabulary(
         )
 
 
+def _freeze_outside_text(model: "PreTrainedModel") -> list[str]:
+    """Freeze the modules that text does not pass through, and return their names."""
+    modules = outside_text_tower(model)
+    if not modules:
+        return []
+
+    count = 0
+    for names in modules.values():
+        for name in names:
+            parameter = model.get_parameter(name)
+            count += parameter.numel()
+            parameter.requires_grad_(False)
+    say("frozen", f"{count:,} parameters outside the text tower: {', '.join(modules)}")
+    return [*modules]
+
+
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:
     """Freeze the parameters whose names contain a match of a regular expression.
 
     Raises:
-        UserError: if no parameter matches, or if every parameter does.
+        UserError: if no parameter matches, or if none would be left to train.
     """
     parameters = dict(model.named_parameters())
     matching = [parameter for name, parameter in parameters.items() if re.search(pattern, name)]
-    if len(matching) in (0, len(parameters)):
+    trained = {parameter for parameter in parameters.values() if parameter.requires_grad}
+    if not matching or trained.issubset(matching):
         share = "every parameter" if matching else "no parameter"
         raise UserError(
             f"--freeze '{pattern}' matches {share}; their names are like {next(iter(parameters))}."
@@ -489,9 +515,10 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
 
     Raises:
         UserError: if packed documents, or two answers that share a prompt, would attend to each
-            other.
+            other, or if a trained parameter gets no gradient.
     """
     probe(model)
+    check_gradients(model)
     if packed and leaks(model):
         raise UserError(
             f"{model.own_class.__name__} lets the documents of a packed row see each other; "

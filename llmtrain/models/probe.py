@@ -4,13 +4,14 @@ A model is tried when its weights are in place. If it is sharded, all ranks call
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import (
     CausalLM,
@@ -21,7 +22,9 @@ from llmtrain.models.causal_lm import (
     softcap_of,
 )
 from llmtrain.models.documents import Documents
-from llmtrain.parallel.blocks import reshard
+from llmtrain.models.experts import is_mixture_of_experts
+from llmtrain.models.towers import outermost_modules
+from llmtrain.parallel.blocks import blocks_of, reshard
 from llmtrain.types import Batch
 
 
@@ -201,6 +204,82 @@ def _computes_shared_prompts(model: CausalLM) -> bool:
     return not differ(shared[prompt - 1 :], torch.cat(separate))
 
 
+def check_gradients(model: CausalLM) -> None:
+    """Check that a forward and a backward pass in training mode reach every trained parameter.
+
+    DDP waits for the gradient of each of them. The gradients of this trial are thrown away.
+
+    Raises:
+        UserError: if a trained parameter gets no gradient. An expert may get none, because no token
+            of a short row may reach it.
+    """
+    parameters = dict(model.named_parameters())
+    trained = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and not parameter.is_meta
+    ]
+    with trying(model, in_training=True):
+        ids = example_tokens(model, 1, probe_length(model))
+        loss = model(ids, compute=_sum_of_scores) if model.gives_scores else model(ids, labels=ids)
+        loss.backward()
+
+    unreached = {name for name in trained if parameters[name].grad is None}
+    model.zero_grad()
+    if is_mixture_of_experts(model.config.get_text_config()):
+        unreached -= _parameters_of_listed_experts(model)
+    if not unreached:
+        return
+
+    modules = outermost_modules(
+        [name for name in trained if name in unreached],
+        others=[name for name in trained if name not in unreached],
+    )
+    raise UserError(_without_gradient(model, modules))
+
+
+def _without_gradient(model: CausalLM, modules: dict[str, list[str]]) -> str:
+    """Return the message about modules, with the names of their parameters, without a gradient."""
+    names = [*modules]
+    if len(names) > 2:
+        names = [names[0], f"{len(names) - 1} more modules"]
+    parameters = [name for group in modules.values() for name in group]
+    count = sum(model.get_parameter(name).numel() for name in parameters)
+
+    if any("lora_" in name for name in parameters):
+        remedy = "name other modules with --lora_target_modules"
+    else:
+        # One pattern for the same module of all layers.
+        patterns = {re.sub(r"\b\d+\b", r"\\d+", name): None for name in modules}
+        remedy = f"leave them out with --freeze '^({'|'.join(patterns)})'"
+    return (
+        f"{model.own_class.__name__}: text gives no gradient to {' and '.join(names)}, whose "
+        f"{count:,} parameters would be trained; {remedy}."
+    )
+
+
+def _sum_of_scores(model: CausalLM, batch: Batch) -> Tensor:
+    """Return the sum of a reward model's scores of all tokens."""
+    scores: Tensor = model.get_submodule("score")(_hidden_states(model, batch))
+    return scores.float().sum()
+
+
+def _parameters_of_listed_experts(model: CausalLM) -> set[str]:
+    """Return the names of the parameters of experts that are modules of their own.
+
+    They are in lists inside the blocks. Most classes fuse the weights of all experts instead.
+    """
+    lists: set[nn.Module] = set()
+    for block in blocks_of(model):
+        lists |= {module for module in block.modules() if isinstance(module, nn.ModuleList)}
+    return {
+        f"{list_name}.{name}"
+        for list_name, experts in model.named_modules()
+        if experts in lists
+        for name, _ in experts.named_parameters()
+    }
+
+
 # --- rows to try a model on
 
 
@@ -277,10 +356,15 @@ def _most_positions(model: CausalLM) -> int:
 
 
 @contextlib.contextmanager
-def trying(model: CausalLM) -> Iterator[None]:
-    """Turn off dropout, gradients and autocast in the block, to try a model.
+def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
+    """Turn off autocast in the block, to try a model. Its rounding would hide differences.
 
-    The rounding of autocast would hide differences.
+    torch's generators are left as they were.
+
+    Args:
+        model: the model.
+        in_training: try the model in training mode and with gradients. Otherwise dropout and
+            gradients are turned off, too.
 
     Raises:
         UserError: if the model raises an error.
@@ -288,15 +372,19 @@ def trying(model: CausalLM) -> Iterator[None]:
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()
     takes_half_precision_only = (model.config._attn_implementation or "").startswith("flash")
-    model.train(False)
+    devices = [model.device] if model.device.type == "cuda" else []
+    model.train(in_training)
     try:
         torch.set_float32_matmul_precision("highest")
         with (
-            torch.no_grad(),
+            torch.random.fork_rng(devices),
+            torch.set_grad_enabled(in_training),
             torch.autocast(model.device.type, torch.bfloat16, enabled=takes_half_precision_only),
         ):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{model.own_class.__name__} cannot be trained here: {first_line(error)}"
         ) from None

@@ -32,6 +32,7 @@ never sharded (:mod:`llmtrain.models.architecture`).
 
 import copy
 import json
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
+from llmtrain.models.towers import outermost_modules
 from llmtrain.parallel.blocks import block_classes
 from llmtrain.types import Weights
 
@@ -152,6 +155,7 @@ def stored_weights(
     if modules:
         return
 
+    _say_left_out(model, tensors)
     missing = {name for name, _ in model.named_parameters()} - stream.names
     if head_seed is not None and "score.weight" in missing:
         head = model.get_submodule("score")
@@ -322,6 +326,33 @@ def _load_part(
         )
     for error in [*result.conversion_errors.values(), *result.error_msgs]:
         raise UserError(f"{folder}: {first_line(Exception(error))}")
+
+
+def _say_left_out(model: "PreTrainedModel", tensors: Collection[StoredTensor]) -> None:
+    """Log the stored tensors that a model does not have, by the modules that they belong to."""
+    names = model.state_dict()
+    # A buffer that is computed is stored in old checkpoints.
+    known = {*names, *dict(model.named_buffers())}
+    others = {tensor.key: tensor for tensor in tensors if tensor.name not in known}
+    if not others:
+        return
+
+    count = 0
+    for key, tensor in others.items():
+        stored = safe_open(tensor.path, "pt").get_slice(key)  # type: ignore[no-untyped-call]
+        count += math.prod(stored.get_shape())
+    modules = [
+        *outermost_modules(
+            others, others=[tensor.key for tensor in tensors if tensor.key not in others]
+        )
+    ]
+    if len(modules) > 3:
+        modules = [modules[0], f"{len(modules) - 1} more"]
+    say(
+        "left out",
+        f"{' and '.join(modules)}: {type(model).__name__} does not have these "
+        f"{pluralize(count, 'parameter')}, nor will the finished model",
+    )
 
 
 def _check_none_missing(folder: Path, missing: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from llmtrain.data.cache import cache_folder
 from llmtrain.data.config import PairConfig
+from llmtrain.models.architecture import check_causal_lm_class
 from llmtrain.models.packing_support import packing_support
 from llmtrain.training.settings import AnySettings
 
@@ -15,7 +16,14 @@ def resolve_packing(settings: AnySettings) -> None:
 
     Args:
         settings: settings with a ``ModelConfig``, and with chat or preference data.
+
+    Raises:
+        UserError: if transformers has no class by which the model could be trained.
     """
+    is_reward_model = settings.preference is not None and settings.preference.loss_type == "reward"
+    if not is_reward_model:
+        check_causal_lm_class(settings.model)
+
     chat = settings.chat
     if chat is None:
         return

@@ -119,9 +119,7 @@ def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, r
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_without_a_template_asks_for_one():
-    with pytest.raises(UserError, match=r"no chat template.*use --chat_template chatml"):
-        set_template(make(), None)
+def test_a_template_of_the_tokenizer_s_own_that_cannot_show_a_conversation_is_refused():
     with pytest.raises(UserError, match="the tokenizer's own chat template cannot show"):
         set_template(make("{{ raise_exception('no') }}"), None)
 

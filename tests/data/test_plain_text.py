@@ -225,17 +225,28 @@ def test_another_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None
 MIXED = [*PAIRS[:3], {"prompt": [USER], "completion": [ASSISTANT]}]
 
 
+@pytest.mark.parametrize("records", [CONVERSATIONS, MIXED[::-1]])
+def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]]
+) -> None:
+    rows = tokenize(*arguments(tmp_path, records))
+    line = "default   --chat_template chatml (the tokenizer has no chat template)\n"
+    assert capsys.readouterr().out.count(line) == 1
+    named = tokenize(*arguments(tmp_path, records, chat_template="chatml"))
+    assert line not in capsys.readouterr().out
+    assert rows.metadata.data_sha256 == named.metadata.data_sha256
+    assert rows.tokenizer.chat_template == named.tokenizer.chat_template
+
+
 @pytest.mark.parametrize(
     ("records", "flag", "what"),
     [
-        (CONVERSATIONS, None, "the tokenizer has no chat template.*use --chat_template chatml"),
         (CONVERSATIONS, "none", "--chat_template none is for prompts.*use --chat_template chatml"),
-        (MIXED[::-1], None, "the tokenizer has no chat template.*use --chat_template chatml"),
         (MIXED, None, "line 4: the record is not plain text .* use --chat_template chatml"),
         (MIXED, "none", "line 4: the record is not plain text .* use --chat_template chatml"),
     ],
 )
-def test_conversations_need_a_template(
+def test_conversations_among_plain_text_need_a_template(
     tmp_path: Path, cache: Path, records: list[dict[str, Any]], flag: str | None, what: str
 ) -> None:
     message = complaint(*arguments(tmp_path, records, chat_template=flag))

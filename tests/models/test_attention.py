@@ -81,6 +81,12 @@ def test_no_position_sees_a_later_one() -> None:
     assert not torch.equal(one[:, :, 100:], other[:, :, 100:])
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_documents_that_fill_their_rows_change_nothing(length: int) -> None:
+    parts = inputs(length)
+    torch.testing.assert_close(causal_attention(*parts, Documents()), theirs(*parts))
+
+
 def test_autocast_does_not_round_the_scores() -> None:
     parts = [2 * part for part in inputs(200, torch.float32)]
     expected = outcome(blockwise, [part.bfloat16() for part in parts])[0]

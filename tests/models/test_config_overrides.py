@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from llmtrain.errors import UserError
 from llmtrain.models.architecture import configuration_of
-from llmtrain.models.config import ModelConfig
+from llmtrain.models.config import ModelConfig, parse_overrides
 
 
 def head_dim_of(source: str, overrides: str) -> int | None:
@@ -57,3 +58,30 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
 ) -> None:
     AutoConfig.for_model(family, num_attention_heads=4, **stored).save_pretrained(tmp_path)
     assert head_dim_of(str(tmp_path), overrides) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hidden_size,pad_token_id=null", "pad_token_id=null,hidden_size=", "hidden_size", "[1]"],
+)
+def test_a_key_without_a_value_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="write key=value,key=value"):
+        parse_overrides(text)
+
+
+@pytest.mark.parametrize("null", ["null", "~", "Null"])
+def test_a_value_may_be_null_text_or_a_list(null: str) -> None:
+    overrides = parse_overrides(f"pad_token_id={null},hidden_act='',layer_types=[a,b],n=3")
+    expected = {"pad_token_id": None, "hidden_act": "", "layer_types": ["a", "b"], "n": 3}
+    assert overrides == expected
+
+
+def test_the_length_of_a_folder_without_a_slash_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tiny", "llama", "run/model"):
+        AutoConfig.for_model("llama", max_position_embeddings=48).save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert ModelConfig(from_config="tiny").max_positions() == 48
+    assert ModelConfig(from_config="run").from_config == "run/model"
+    assert ModelConfig(from_config="llama").max_positions() is None, "a model type is no folder"

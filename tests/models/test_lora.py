@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    modeling_utils,
+)
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
@@ -185,6 +190,32 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
     assert (logits(base) - expected[:, :24, :257]).abs().max() > 1e-2, "training changed nothing"
     assert merged.config.tie_word_embeddings == (kind == "tied")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == (259 if grown else 257)
+
+
+def test_loading_an_adapter_with_new_tokens_warns_of_nothing(adapt, tmp_path, monkeypatch):
+    files = (bundle := adapt("untied", chatting())).files
+    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(bundle.model)))
+    warnings: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
+    TextModel(str(tmp_path / "model"))
+    write_merged(tmp_path / "model", tmp_path / "merged")
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [("{}", 5), ('{"eos_token_id": 7}', 7), ("[", 5), (None, 5)],
+)
+def test_an_adapter_without_a_stop_token_stops_as_its_base(adapt, tmp_path, settings, expected):
+    files = (bundle := adapt("untied")).files
+    folder = tmp_path / "model"
+    write_model(folder, files, DistributedTensors(files.export_tensors(bundle.model)))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if settings is not None:
+        (folder / "generation_config.json").write_text(settings)
+    model = TextModel(str(folder))
+    model.model.generation_config.eos_token_id = 5
+    assert model._stop_token_ids(folder) == [expected]
 
 
 def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):

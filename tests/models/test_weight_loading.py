@@ -172,6 +172,29 @@ def test_buffers_that_are_stored_with_a_model_are_loaded(tmp_path: Path) -> None
         load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("unknown", "modules"),
+    [
+        (["model.visual.patch.weight", "model.visual.norm"], "model.visual"),
+        (["mtp.fc.weight", "model.visual.norm"], "model.visual and mtp"),
+        (["a.x", "b.x", "model.layers.0.extra", "model.z"], "a and 3 more"),
+        ([], ""),
+    ],
+)
+def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
+    unknown: list[str], modules: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    real_model("llama").save_pretrained(tmp_path)
+    replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
+    capsys.readouterr()
+    cloned(stored_weights(meta_model("llama"), tmp_path, torch.float32))
+    line = (
+        f"left out  {modules}: LlamaForCausalLM does not have these {500 * len(unknown):,} "
+        "parameters, nor will the finished model\n"
+    )
+    assert capsys.readouterr().out == (line if unknown else "")
+
+
 def replace_tensors(folder: Path, replacements: Mapping[str, Tensor | None]) -> None:
     """Replace tensors of a checkpoint; ``None`` removes one."""
     tensors = load_file(folder / "model.safetensors") | dict(replacements)

@@ -8,18 +8,24 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
+from transformers.integrations import hub_kernels
 
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
-from llmtrain.models.config import GPTConfig
+from llmtrain.models.adapters import adapted_model, merged_model
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.models.hub_safety import load_causal_lm
+from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
@@ -27,7 +33,8 @@ from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensors import read_tensors
-from tests.launching import bound
+from tests.launching import bound, read_json
+from tests.models.some_rows import SomeRows
 from tests.record.test_checkpoint import Files
 
 CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
@@ -259,3 +266,88 @@ def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> N
             UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"
         ):
             load(str(model_folder))
+
+
+@pytest.fixture
+def pickled_adapter(model_folder: Path, tmp_path: Path) -> Path:
+    """An adapter whose weights are a pickle, next to a safetensors file that nobody loads."""
+    peft = pytest.importorskip("peft", reason="needs peft, which comes with the extra lora")
+    folder = tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, settings).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").rename(folder / "other.safetensors")
+    return folder
+
+
+def merged(name: str) -> str:
+    return merged_model(Path(name))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [TextModel, load_causal_lm, lambda name: adapted_model(name, 1), merged],
+    ids=["text", "model", "adapter", "merged"],
+)
+def test_an_adapter_stored_as_a_pickle_is_refused_whatever_is_next_to_it(
+    load: Callable[[str], Any], pickled_adapter: Path
+) -> None:
+    with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
+        load(str(pickled_adapter))
+    (pickled_adapter / "other.safetensors").rename(pickled_adapter / "adapter_model.safetensors")
+    assert load(str(pickled_adapter))
+
+
+def test_an_adapter_of_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
+    commit = "0" * 40
+    repository = Path(HF_HUB_CACHE, "models--someone--adapter")
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(pickled_adapter, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    try:
+        with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
+            load_causal_lm("someone/adapter")
+        (snapshot / "other.safetensors").rename(snapshot / "adapter_model.safetensors")
+        assert load_causal_lm("someone/adapter")
+    finally:
+        shutil.rmtree(repository)
+
+
+@pytest.mark.parametrize(
+    "attention", ["someone/kernel", "someone/kernel@v1:forward", {"": "someone/kernel"}]
+)
+def test_a_model_cannot_ask_for_an_attention_that_is_a_program_on_the_hub(
+    attention: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    path = model_folder / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"attn_implementation": attention}))
+    for load in (TextModel, load_causal_lm, train):
+        with pytest.raises(UserError, match=r"someone/kernel.*, a program on the hub"):
+            load(str(model_folder))
+    train(str(model_folder), attn_implementation="sdpa")
+
+
+def train(name: str, **settings: Any) -> dict[str, Any]:
+    config = ModelConfig(name, max_length=8, **settings)
+    rows = SomeRows(AutoTokenizer.from_pretrained(name))
+    return load_model(config, None, rows, 3, "no").start or {}
+
+
+def test_an_attention_of_the_hub_needs_trust_and_a_commit_which_is_in_the_fingerprint(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = f"someone/kernel@{'5c' * 20}"
+    with pytest.raises(UserError, match=r"someone/kernel is a program .* --trust_remote_code"):
+        train(str(model_folder), attn_implementation="someone/kernel")
+    for name in ("someone/kernel", "someone/kernel@main", "someone/kernel:forward"):
+        with pytest.raises(UserError, match=r"name its commit.* ORG/NAME@COMMIT"):
+            train(str(model_folder), attn_implementation=name, trust_remote_code=True)
+
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
+    start = train(str(model_folder), attn_implementation=commit, trust_remote_code=True)
+    assert start["attention"] == commit

@@ -1,0 +1,155 @@
+"""Text training of multimodal checkpoints: the text tower is trained, and everything else is frozen or left out."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import UserError
+from llmtrain.models import pretrained
+from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.generation import TextModel
+from llmtrain.models.pretrained import load_model
+from llmtrain.models.probe import check_gradients
+from llmtrain.parallel.placement import place
+from llmtrain.types import ModelBundle
+from tests.models.some_rows import SomeRows
+from tests.multimodal import write_checkpoint
+
+# Everything outside the text tower of the tiny Gemma 3.
+OUTSIDE = ("model.vision_tower.", "model.multi_modal_projector.")
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("Gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture
+def load(accelerator: Any) -> Callable[..., ModelBundle]:
+    def load(folder: Path, lora: LoraConfig | None = None, **settings: Any) -> ModelBundle:
+        config = ModelConfig(str(folder), max_length=32, **settings)
+        rows = SomeRows(AutoTokenizer.from_pretrained(folder))
+        return place(accelerator, load_model(config, lora, rows, 3, "no"))
+
+    return load
+
+
+def trained_names(bundle: ModelBundle) -> set[str]:
+    return {name for name, weight in bundle.model.named_parameters() if weight.requires_grad}
+
+
+def test_what_text_does_not_reach_is_frozen_and_named_in_one_line_and_in_the_fingerprint(
+    load: Callable[..., ModelBundle], gemma3: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bundle = load(gemma3)
+    names = {name for name, _ in bundle.model.named_parameters()}
+    frozen = {name for name in names if name.startswith(OUTSIDE)}
+    assert frozen
+    assert trained_names(bundle) == names - frozen
+
+    size = sum(bundle.model.get_parameter(name).numel() for name in frozen)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("frozen")]
+    assert lines == [
+        f"frozen    {size:,} parameters outside the text tower: model.vision_tower, "
+        "model.multi_modal_projector"
+    ]
+    assert bundle.start is not None
+    assert bundle.start["outside_text"] == ["model.vision_tower", "model.multi_modal_projector"]
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]])
+def test_an_adapter_is_in_the_text_tower_only(
+    load: Callable[..., ModelBundle], gemma3: Path, targets: list[str]
+) -> None:
+    bundle = load(gemma3, LoraConfig(lora_r=2, lora_target_modules=targets))
+    assert trained_names(bundle)
+    assert all(name.startswith("model.language_model.") for name in trained_names(bundle))
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=2)])
+def test_a_tower_that_is_not_frozen_is_named_by_the_gradients(
+    load: Callable[..., ModelBundle],
+    gemma3: Path,
+    lora: LoraConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pretrained, "outside_text_tower", lambda _: {})
+    projector = " and model.multi_modal_projector"  # all-linear takes no other kind of weight
+    remedy = "--freeze '^(model.vision_tower|model.multi_modal_projector)'"
+    if lora:
+        projector = ""
+        remedy = "--lora_target_modules"
+    message = re.escape(f"no gradient to model.vision_tower{projector}, whose ")
+    with pytest.raises(UserError, match=f"{message}.*{re.escape(remedy)}"):
+        load(gemma3, lora)
+
+
+def test_freezing_more_leaves_something_to_train(
+    load: Callable[..., ModelBundle], gemma3: Path
+) -> None:
+    everything_else = load(gemma3, freeze="vision|layers")
+    assert not any("layers" in name for name in trained_names(everything_else))
+    with pytest.raises(UserError, match="matches every parameter"):
+        load(gemma3, freeze="language_model|lm_head")
+
+
+def test_the_flops_are_those_of_the_text_tower(
+    load: Callable[..., ModelBundle], gemma3: Path
+) -> None:
+    model: Any = load(gemma3).model
+    tower = [weight for name, weight in model.named_parameters() if not name.startswith(OUTSIDE)]
+    weights = sum(weight.numel() for weight in tower)  # the head is tied to the embedding
+    attention = 12 * 2 * 32 * 32  # layers, width, row
+    assert model.flops_per_token() == 6 * weights + attention
+
+
+def test_the_context_is_that_of_the_text_tower(gemma3: Path) -> None:
+    assert TextModel(str(gemma3)).context == 128
+
+
+def test_an_expert_that_no_token_reached_needs_no_gradient(accelerator: Any) -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    model: Any = make_causal_lm(AutoModelForCausalLM.from_config(config), row_length=8)
+    for layer in model.model.layers:
+        layer.mlp = Experts(layer.mlp)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts\.1"):
+        check_gradients(model)
+    config.num_experts = 2
+    check_gradients(model)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+class Experts(torch.nn.Module):
+    """Two experts, of which all tokens go to the first."""
+
+    def __init__(self, expert: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([expert, torch.nn.Linear(32, 32)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](hidden)
+
+
+def test_the_trial_leaves_random_numbers_gradients_and_the_mode_as_they_were() -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    own: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
+    model: Any = make_causal_lm(own, row_length=8)  # it has dropout
+    state = torch.random.get_rng_state()
+    model.eval()
+    check_gradients(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.training
+    assert all(weight.grad is None for weight in model.parameters())
