@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmtrain.record.history import History
+from llmtrain.report.identity import have_same_eval_loss
 from llmtrain.report.run_groups import code_of, group_runs, seed_of
 from llmtrain.report.significance import MeanDifference, Sample, paired_test, unpaired_test
 
@@ -187,7 +188,7 @@ def _one_for_each_seed(
             continue
 
         names = f"{first.run.folder} and {item.run.folder}"
-        if first.final_loss == item.final_loss:
+        if have_same_eval_loss(first.run, item.run):
             text = f"{names} are the same run, of seed {item.seed}: it counts as one"
             remarks.append(Remark("same run", text))
         else:

@@ -172,9 +172,12 @@ def test_a_seed_that_was_run_twice_counts_once(
     write_run(tmp_path / "b", 1, {0: 5.0, 10: 2.125})
     write_run(tmp_path / "c", 0, {0: 5.0, 10: 2.0})
     write_run(tmp_path / "d", 1, {0: 5.0, 10: 2.25})
+    # Another micro-batch changes the loss by rounding.
+    write_run(tmp_path / "e", 0, {0: 5.0, 10: 2.000001}, per_device_train_batch_size=2)
     lines = compared(capsys, tmp_path)
-    a, b, c, d = (tmp_path / name for name in "abcd")
+    a, b, c, d, e = (tmp_path / name for name in "abcde")
     assert lines[0] == f"same run  {a} and {c} are the same run, of seed 0: it counts as one"
+    assert lines[2] == f"same run  {a} and {e} are the same run, of seed 0: it counts as one"
     assert lines[1].startswith(
         f"differs   {b} and {d} have the same settings and seed 1, but eval losses 2.125 and 2.25"
     )
