@@ -8,7 +8,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, get_device
+from llmtrain.devices import (
+    DEVICES,
+    USUAL_MFU,
+    Device,
+    bytes_per_second,
+    get_device,
+    known_device,
+)
 from llmtrain.errors import UserError
 from llmtrain.launching.children import gpu_count
 from llmtrain.observe.throughput import measured_peak
@@ -182,7 +189,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
             "each: add the rate at which a process sends to another machine, such as "
             "--link 400Gbit."
         )
-    is_this_device = gpu_count() > 0 and device.title in torch.cuda.get_device_name()
+    is_this_device = gpu_count() > 0 and known_device(torch.cuda.get_device_name()) == name.lower()
     if request.calibrate and is_gpu and not is_this_device:
         raise UserError(
             f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
@@ -211,13 +218,13 @@ def device_name(requested: str | None) -> str:
         return "cpu"
 
     title = torch.cuda.get_device_name()
-    for name, device in DEVICES.items():
-        if device.title in title:
-            return name
-    raise UserError(
-        f"this machine's {title} is unknown; choose a device with --device: "
-        f"{', '.join(DEVICES)}, or cpu."
-    )
+    name = known_device(title)
+    if name is None:
+        raise UserError(
+            f"this machine's {title} is unknown; choose a device with --device: "
+            f"{', '.join(DEVICES)}, or cpu."
+        )
+    return name
 
 
 def _this_cpu(processes: int, precision: str | None) -> Device:
