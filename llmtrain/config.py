@@ -121,7 +121,8 @@ def flag(
             - ``gradient``: how gradients are added over micro-batches and processes.
             - ``update``: what the optimizer does with the gradient, and when training ends.
             - ``layout``: only where and in which order things are computed. That changes no more
-              than rounding errors, so it is never reported as a cause.
+              than rounding errors, so it is reported as a cause only if these have grown. It makes
+              no other run.
             - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
         hidden: show the flag only in ``--help_all``.

@@ -18,7 +18,7 @@ class Device(NamedTuple):
     """An accelerator.
 
     Attributes:
-        title: its name in ``torch.cuda.get_device_name()``, or a part of that.
+        title: its name in ``torch.cuda.get_device_name()``, without the brand.
         peak: FLOP/s of dense 16-bit matrix products.
         memory: bytes that a process can use, which are less than the data sheet says.
         memory_bandwidth: bytes/s.
@@ -40,20 +40,22 @@ class Device(NamedTuple):
 
 _GIB = 2**30
 
-# By the names that --device takes. The first device whose title is part of a name in torch counts,
-# so longer titles come first.
-DEVICES = {
+_BRANDS = re.compile(r"^(NVIDIA |Tesla |GeForce )*")  # at the beginning of a name in torch
+
+DEVICES = {  # by the names that --device takes
     "h100-pcie": Device("H100 PCIe", 756e12, 79 * _GIB, 2.0e12, 64e9),
-    "h100-80gb": Device("H100", 989e12, 79 * _GIB, 3.35e12, 450e9),
+    "h100-80gb": Device("H100 80GB HBM3", 989e12, 79 * _GIB, 3.35e12, 450e9),
     "h200-141gb": Device("H200", 989e12, 139 * _GIB, 4.8e12, 450e9),
     "b200-180gb": Device("B200", 2250e12, 178 * _GIB, 7.7e12, 900e9),
     "a100-40gb": Device("A100-SXM4-40GB", 312e12, 39 * _GIB, 1.555e12, 300e9),
-    "a100-80gb": Device("A100", 312e12, 79 * _GIB, 2.039e12, 300e9),
+    "a100-80gb": Device("A100-SXM4-80GB", 312e12, 79 * _GIB, 2.039e12, 300e9),
+    "a100-pcie-40gb": Device("A100-PCIE-40GB", 312e12, 39 * _GIB, 1.555e12, 32e9),
+    "a100-pcie-80gb": Device("A100 80GB PCIe", 312e12, 79 * _GIB, 1.935e12, 32e9),
     "l40s-48gb": Device("L40S", 362e12, 44 * _GIB, 0.864e12, 32e9),
     "l40-48gb": Device("L40", 181e12, 44 * _GIB, 0.864e12, 32e9),
     "l4-24gb": Device("L4", 121e12, 22 * _GIB, 0.3e12, 32e9),
     "rtx4090-24gb": Device("RTX 4090", 165e12, 23 * _GIB, 1.008e12, 32e9),
-    "v100-32gb": Device("V100", 125e12, 31 * _GIB, 0.9e12, 150e9),
+    "v100-32gb": Device("V100-SXM2-32GB", 125e12, 31 * _GIB, 0.9e12, 150e9),
     "t4-16gb": Device("T4", 65e12, 14 * _GIB, 0.32e12, 16e9),
 }
 
@@ -88,15 +90,18 @@ def get_device(name: str) -> Device:
     return device
 
 
-def peak_of(title: str) -> float | None:
-    """Return the FLOP/s of 16-bit products, or ``None`` if the device is not known.
+def known_device(title: str) -> str | None:
+    """Return the name of a device in :data:`DEVICES`, or ``None`` if it is not known.
+
+    A name such as ``H100 NVL`` contains that of another device, so the whole name has to match.
 
     Args:
-        title: the device's name in torch.
+        title: the device's name in torch, such as ``NVIDIA H100 PCIe``.
     """
-    for device in DEVICES.values():
-        if device.title in title:
-            return device.peak
+    without_brand = _BRANDS.sub("", title)
+    for name, device in DEVICES.items():
+        if device.title == without_brand:
+            return name
     return None
 
 

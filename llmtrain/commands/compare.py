@@ -4,7 +4,7 @@ The runs are grouped by their settings. With the same seed, a run repeats to the
 or with --bitwise on a GPU, so the seed is the only noise. Runs of two settings are paired by their
 seeds. Each setting is compared with the first: how far apart their mean losses are, with a 95 %
 confidence interval and a p-value (Student's paired t-test; Welch's t-test if the seeds do not pair
-up), and how many more seeds would decide.
+up), and how many more seeds would decide. The table begins with the lowest mean loss.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folders",
         nargs="+",
         metavar="FOLDER",
-        help="a run folder, or a folder that holds runs; the settings of the first run are "
-        "compared with all others",
+        help="a run folder, or a folder that holds runs; the settings of the first run are the "
+        "baseline that all others are compared with",
     )
 
 
@@ -63,8 +63,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def group_lines(comparison: "GroupComparison") -> list[str]:
-    """Return the lines that name each group, and a table with its losses."""
-    groups = comparison.groups
+    """Return the lines that name each group, and a table with its losses, the best one first."""
+    from llmtrain.report.group_comparison import rank
+
+    groups = rank(comparison.groups)
     if not groups:
         return []
 
@@ -169,12 +171,28 @@ def _verdict_lines(comparison: "GroupComparison") -> list[str]:
             f"{'note':<10}by chance, one comparison in 20 has p < 0.05, and these are "
             f"{len(comparison.differences)}: repeat the best setting with new seeds"
         )
+    lines += _best_lines(comparison)
     lines += [f"{'verdict':<10}{_verdict(difference)}" for difference in comparison.differences]
     if not comparison.groups:
         lines.append(f"{'verdict':<10}no run can be compared")
     elif not comparison.differences:
         lines.append(f"{'verdict':<10}all runs have the same settings: there is nothing to compare")
     return lines
+
+
+def _best_lines(comparison: "GroupComparison") -> list[str]:
+    """Return a line that names the best setting, and what a test says about the next one."""
+    against_next = comparison.best_against_next
+    if against_next is None:
+        return []
+
+    best = against_next.second
+    line = f"{'best':<10}{best.letter}: {best.name}, final eval loss {loss_text(best.final)}"
+    following = against_next.first
+    is_in_verdicts = comparison.groups[0].letter in (best.letter, following.letter)
+    if not is_in_verdicts:
+        line += f"; next {following.letter}: {_verdict(against_next)}"
+    return [line]
 
 
 def _verdict(difference: "GroupDifference") -> str:
@@ -200,8 +218,19 @@ def comparison_as_json(comparison: "GroupComparison") -> JsonObject:
     return {
         "groups": [_group_as_json(group) for group in comparison.groups],
         "differences": [_difference_as_json(item) for item in comparison.differences],
+        "best": _best_as_json(comparison.best_against_next),
         "target_loss": comparison.target_loss,
         "remarks": [f"{remark.label}: {remark.text}" for remark in comparison.remarks],
+    }
+
+
+def _best_as_json(against_next: "GroupDifference | None") -> JsonObject | None:
+    if against_next is None:
+        return None
+    return {
+        "letter": against_next.second.letter,
+        "next": against_next.first.letter,
+        "final_loss": _optional_as_json(against_next.final),
     }
 
 

@@ -159,14 +159,22 @@ def _answers_path(
 ) -> Path:
     """Return where ranks keep their answers, so that an interrupted evaluation can continue.
 
-    Its name depends on everything that the answers depend on, including the content of the model.
+    Its name depends on everything that the answers depend on, including the content of the model,
+    or its commit on the hub.
     """
     from llmtrain.data.cache import cache_folder, file_digest
+    from llmtrain.errors import as_user_error
     from llmtrain.files import json_text
+    from llmtrain.models.hub_safety import commit_of
 
+    commit = None
+    if not Path(source).is_dir():
+        with as_user_error(f"{source} is no folder, and the hub did not provide it"):
+            commit = commit_of(source)
     files = sorted(path for path in Path(source).glob("*") if path.is_file())
     key = [
         source,
+        commit,
         arguments.tasks,
         arguments.include_path,
         options,

@@ -125,11 +125,16 @@ def as_json(plan: "Plan") -> JsonObject:
 
 
 def notes(way: "Way") -> list[str]:
-    """Warn of micro-batches that do not fit although larger ones do.
+    """Warn of micro-batches that do not fit although larger ones do, or if a flag would help.
 
     A smaller micro-batch means more of them in a step. With several, a process may keep the full
     gradient between them, which can take more memory than the smaller activations save.
     """
+    if way.fits_if_synced:
+        return [
+            f"{way.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients are "
+            "reduced after each of them"
+        ]
     if not way.too_large:
         return []
     larger = [rows for rows in way.fitting if rows > min(way.too_large)]

@@ -127,7 +127,7 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
         UserError: if it is neither.
     """
     from llmtrain.record.resume import is_free
-    from llmtrain.report.run_groups import compared_settings
+    from llmtrain.report.identity import compared_settings
 
     if is_free(folder):
         return
@@ -137,8 +137,10 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
     history = History.of_run(folder)
     recorded = history.record.get("settings") or {}
     max_steps = int(history.settings.get("max_steps") or 0)
+    bitwise = settings.get("bitwise")
+    is_bitwise = bool(history.settings.get("bitwise") or (bitwise and bitwise.value))
     differing = []
-    for name, setting in compared_settings(settings).items():
+    for name, setting in compared_settings(settings, is_bitwise=is_bitwise).items():
         entry = recorded.get(name) or {}
         if not _is_same(setting, entry, max_steps):
             differing.append(f"{name} {entry.get('value')} there, {setting.value} here")

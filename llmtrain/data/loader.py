@@ -65,17 +65,17 @@ def slots_of(
 
     An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
     With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
-    empty. A mixture or a grouping needs a seed: without one, the rows of all sources follow in
-    their stored order, and neither is used.
+    empty. Without a seed, rows follow in their stored order, and a grouping is not used.
 
     Args:
         step: the number of the step, from 0.
         n: the number of rows.
         global_batch_size: the number of slots.
         seed: chooses the order; ``None`` keeps the stored order.
-        mixture: assigns positions of the run to sources, if there is a seed.
+        mixture: assigns positions of the run to sources. It needs a seed.
         grouping: gives each batch rows of similar length, if there is a seed.
     """
+    assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
     first_position = step * global_batch_size
     if grouping is not None and seed is not None:
         rows = grouping.rows_of_step(step, global_batch_size, seed, mixture)
@@ -377,7 +377,7 @@ def train_loader(
         steps: the numbers of the steps, from 0.
         seed: chooses the order of the rows; ``None`` keeps the stored order.
         dropout_seed: see :class:`Collate`.
-        mixture: assigns positions of the run to sources.
+        mixture: assigns positions of the run to sources. It needs a seed.
         prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
         one_shape: see :class:`Collate`.

@@ -31,6 +31,7 @@ from llmtrain.data.sources import (
     rename_columns,
 )
 from llmtrain.errors import UserError
+from llmtrain.types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
@@ -215,13 +216,14 @@ def _load_tokenizer(request: DataRequest, trust_remote_code: bool) -> None:
         )
 
 
-def _rendering_of(chat: RowConfig) -> list[object]:
+def _rendering_of(chat: RowConfig) -> JsonObject:
     """Return everything in a config that says how conversations become rows."""
-    # The text of the template, because the file in --chat_template may change.
-    template = template_text(chat.chat_template) if chat.chat_template else None
     flags = asdict(chat)
     del flags["dataset_num_proc"]  # the rows are the same from any number of processes
-    return [flags, template]
+    # The text of the template instead of its path: the file may change, or be moved.
+    if chat.chat_template:
+        flags["chat_template"] = template_text(chat.chat_template)
+    return flags
 
 
 class _Sources(NamedTuple):

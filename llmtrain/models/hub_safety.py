@@ -136,7 +136,22 @@ def local_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
 
 
-def origin_of(name: str, trust_remote_code: bool = False) -> JsonObject:
+def commit_of(name: str) -> str:
+    """Return the commit of a model on the hub, or of its copy in the cache if there is no hub.
+
+    It raises whatever the hub's library raises if neither has the model.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        path = hf_hub_download(name, "config.json")
+    except EntryNotFoundError:
+        path = hf_hub_download(name, "adapter_config.json")
+    return Path(path).parent.name
+
+
+def origin_of(name: str) -> JsonObject:
     """Identify a model: by a hash of the weights and the configuration in its folder.
 
     A hub name is identified by its commit.
@@ -145,7 +160,4 @@ def origin_of(name: str, trust_remote_code: bool = False) -> JsonObject:
         files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
         hashes = [read_hashed(path)["sha256"] for path in files]
         return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return {"name": name, "commit": getattr(config, "_commit_hash", None)}
+    return {"name": name, "commit": commit_of(name)}

@@ -140,7 +140,7 @@ def load_model(
     name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}
     if name:
-        origin = origin_of(name, config.trust_remote_code)
+        origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     if lora is not None and name is not None:

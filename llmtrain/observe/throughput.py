@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.devices import peak_of
+from llmtrain.devices import DEVICES, known_device
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,7 +60,7 @@ class Throughput:
     def read(self, positions: float) -> dict[str, float]:
         """Return ``train/tokens_per_second`` since the last call.
 
-        The result also has ``train/mfu`` if the model's FLOPs are known.
+        The result also has ``train/mfu`` if the model's FLOPs and the peak are known.
 
         Args:
             positions: the mean of :attr:`positions` over all processes, which trim unpacked rows to
@@ -82,19 +82,22 @@ class Throughput:
 
 
 def peak_flops(accelerator: Accelerator) -> float:
-    """Return the most FLOP/s that one process can reach.
+    """Return the most FLOP/s that one process can reach; 0 on a CPU.
 
     For 16-bit training on a GPU in :data:`llmtrain.devices.DEVICES`, that is the data sheet's
-    figure. Otherwise it is measured. The measurement runs on all processes of a machine at once, as
-    training does.
+    figure. On another GPU it is measured. On a CPU a measurement would tell how busy its cores are
+    at that moment.
     """
     device = accelerator.device
-    dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
+    if device.type == "cpu":
+        return 0.0
 
-    peak = None
+    dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
     if device.type == "cuda" and dtype != torch.float32:
-        peak = peak_of(torch.cuda.get_device_name(device))
-    return measured_peak(device, dtype) if peak is None else peak
+        name = known_device(torch.cuda.get_device_name(device))
+        if name is not None:
+            return DEVICES[name].peak
+    return measured_peak(device, dtype)
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

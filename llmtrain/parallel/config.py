@@ -31,7 +31,10 @@ class ParallelConfig(Config):
     )
     ddp_bucket_cap_mb: float = flag(25.0, "size of DDP's gradient buckets in MiB", hidden=True)
     ddp_timeout: int = flag(
-        1800, "seconds that a process waits for the others before the run fails", hidden=True
+        1800,
+        "seconds that a process waits for the others before the run fails",
+        affects="nowhere",
+        hidden=True,
     )
 
     pipeline_stages: ClassVar[int] = 1  # a flag of PipelineConfig

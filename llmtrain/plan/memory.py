@@ -446,6 +446,22 @@ class Memory:
 
     # --- sizes of a micro-batch
 
+    def fits_if_synced(self, sharding: Sharding, share: int, device_bytes: float) -> bool:
+        """Return whether micro-batches of one row fit with ``--sync_each_batch``.
+
+        A pipeline does not reduce gradients after each micro-batch.
+
+        Args:
+            sharding: how processes share the model.
+            share: rows of the global batch that a process has.
+            device_bytes: memory of the device.
+        """
+        if sharding.stages > 1:
+            return False
+        synced = copy.copy(self)
+        synced.reduces_once = False
+        return synced.bytes_of(sharding, rows=1, accumulation=share).total <= device_bytes
+
     def fitting(self, sharding: Sharding, share: int, device_bytes: float) -> list[int]:
         """Return the sizes of a micro-batch that fit, in ascending order.
 

@@ -20,7 +20,7 @@ from llmtrain.plan.memory import Memory, is_sharded
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
 
-# DDP makes its first bucket no larger than this, to send it early.
+# If DDP chooses the size of its buckets, it closes the first at this size, to send it early.
 _FIRST_BUCKET_MIB = 1.0
 # FSDP2 begins to gather a unit when the last unit but one before it begins to compute.
 _PREFETCHED_UNITS = 2
@@ -356,8 +356,10 @@ def ddp_buckets(memory: Memory) -> list[float]:
 
     The gradients of the last layers come first.
     """
-    cap_mib = memory.subject.settings.parallel.ddp_bucket_cap_mb
-    limit = min(_FIRST_BUCKET_MIB, cap_mib) * 2**20
+    parallel = memory.subject.settings.parallel
+    cap_mib = parallel.ddp_bucket_cap_mb
+    first_mib = _FIRST_BUCKET_MIB if parallel.bucket_mib is None else cap_mib
+    limit = first_mib * 2**20
     buckets = []
     size = 0.0
     for parameter in reversed(memory.parameters(1)):

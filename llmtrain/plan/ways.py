@@ -8,7 +8,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from llmtrain.devices import DEVICES, USUAL_MFU, Device, bytes_per_second, get_device
+from llmtrain.devices import (
+    DEVICES,
+    USUAL_MFU,
+    Device,
+    bytes_per_second,
+    get_device,
+    known_device,
+)
 from llmtrain.errors import UserError
 from llmtrain.launching.children import gpu_count
 from llmtrain.observe.throughput import measured_peak
@@ -16,7 +23,15 @@ from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan import pipeline
 from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Bytes, Memory
-from llmtrain.plan.speed import Cluster, Compute, Link, Step, estimate_compute, step_time
+from llmtrain.plan.speed import (
+    Cluster,
+    Compute,
+    Link,
+    Step,
+    bytes_sent,
+    estimate_compute,
+    step_time,
+)
 from llmtrain.plan.subject import subject_of
 
 # Numbers of processes for which a plan shows the efficiency.
@@ -74,12 +89,14 @@ class Way(NamedTuple):
             process.
         largest: the largest of these; 0 if none fits.
         too_large: sizes that do not fit, although larger ones do.
+        fits_if_synced: whether nothing fits, but a row would with ``--sync_each_batch``.
         rows: the size of the micro-batch that is planned for.
         accumulation: micro-batches per step.
         step: seconds of a step; ``None`` if the model's FLOPs are unknown.
         tokens_per_second: positions that are computed in a second, on all processes.
         hours: of the full run.
-        efficiency: the share of a step in which a process computes, by number of processes.
+        efficiency: the share of a step in which a process computes, by number of processes. The
+            time that gloo takes from the processors to send does not count.
     """
 
     name: str
@@ -87,6 +104,7 @@ class Way(NamedTuple):
     fitting: list[int]
     largest: int
     too_large: list[int]
+    fits_if_synced: bool
     rows: int
     accumulation: int
     step: Step | None
@@ -147,6 +165,8 @@ def make_plan(request: PlanRequest) -> Plan:
 def _check(request: PlanRequest) -> None:
     if request.processes < 1:
         raise UserError(f"--processes {request.processes}: use at least one process.")
+    if request.per_machine is not None and request.per_machine < 1:
+        raise UserError(f"--per_machine {request.per_machine}: a machine has at least one process.")
 
     for flag, count in (("--tensor", request.tensor), ("--stages", request.stages)):
         if count is not None and (count < 1 or request.processes % count != 0):
@@ -182,7 +202,7 @@ def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
             "each: add the rate at which a process sends to another machine, such as "
             "--link 400Gbit."
         )
-    is_this_device = gpu_count() > 0 and device.title in torch.cuda.get_device_name()
+    is_this_device = gpu_count() > 0 and known_device(torch.cuda.get_device_name()) == name.lower()
     if request.calibrate and is_gpu and not is_this_device:
         raise UserError(
             f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
@@ -211,13 +231,13 @@ def device_name(requested: str | None) -> str:
         return "cpu"
 
     title = torch.cuda.get_device_name()
-    for name, device in DEVICES.items():
-        if device.title in title:
-            return name
-    raise UserError(
-        f"this machine's {title} is unknown; choose a device with --device: "
-        f"{', '.join(DEVICES)}, or cpu."
-    )
+    name = known_device(title)
+    if name is None:
+        raise UserError(
+            f"this machine's {title} is unknown; choose a device with --device: "
+            f"{', '.join(DEVICES)}, or cpu."
+        )
+    return name
 
 
 def _this_cpu(processes: int, precision: str | None) -> Device:
@@ -354,6 +374,7 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
         fitting=fitting,
         largest=largest,
         too_large=[size for size in _divisors(share) if size < largest and size not in fitting],
+        fits_if_synced=not fitting and memory.fits_if_synced(sharding, share, device_bytes),
         rows=rows,
         accumulation=accumulation,
         step=None,
@@ -423,23 +444,16 @@ def _efficiency(
         rows: rows per micro-batch.
         accumulation: micro-batches per step.
     """
-    rows_seconds = rows * accumulation * (compute.forward + compute.backward)
-    computing = rows_seconds + compute.optimizer + compute.muon + compute.other
-
     efficiency = {}
     for processes in PROCESS_COUNTS:
         if processes < sharding.model_parallel_size:
             continue
         groups = processes // sharding.model_parallel_size
-        step = step_time(
-            plan.memory,
-            compute,
-            plan.cluster,
-            _with_groups(sharding, groups, plan.cluster.per_machine),
-            rows=rows,
-            accumulation=accumulation,
-        )
-        efficiency[processes] = computing / sharding.model_parallel_size / step.total
+        spread = _with_groups(sharding, groups, plan.cluster.per_machine)
+        step = step_time(plan.memory, compute, plan.cluster, spread, rows, accumulation)
+        sent = bytes_sent(plan.memory, spread, rows, accumulation)
+        computing = step.compute - compute.per_sent_byte * sent
+        efficiency[processes] = computing / step.total
     return efficiency
 
 

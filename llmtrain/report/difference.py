@@ -9,15 +9,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmtrain.config import flags_of
 from llmtrain.record.history import History
-from llmtrain.report.comparison import (
-    NO_TOLERANCE,
-    QUANTITIES,
-    Tolerance,
-    differences,
-    tolerance_of,
-)
+from llmtrain.report.comparison import QUANTITIES, Tolerance, differences
+from llmtrain.report.identity import METADATA, flat_record, groups_by_setting, tolerance_between
 from llmtrain.types import Json, JsonObject
 
 
@@ -45,12 +39,15 @@ class Divergence(NamedTuple):
         step: the step; 0 is before the first step.
         value_a: the value in the first run.
         value_b: the value in the second run.
+        grown_from: the relative difference at the log entry before, if rounding errors may have
+            grown from it to this one; otherwise ``None``.
     """
 
     link: str
     step: int
     value_a: Json
     value_b: Json
+    grown_from: float | None = None
 
 
 class FinalLoss(NamedTuple):
@@ -97,11 +94,11 @@ class MetadataDifference(NamedTuple):
     """A setting, or another part of the runs' records, that differs.
 
     Attributes:
-        group: which part of a step it influences, as in :attr:`Link.groups`.
+        groups: which parts of a step it influences, as in :attr:`Link.groups`.
         text: its name and both values.
     """
 
-    group: str
+    groups: tuple[str, ...]
     text: str
 
 
@@ -183,37 +180,10 @@ assert [*CHAIN] == [*QUANTITIES]
 # From one log entry to the next, rounding errors grow by less than this factor.
 _LARGEST_GROWTH = 30
 
-# Two runs on a CPU that agree in all of these must agree to the last bit.
-_LAYOUT_START_KEYS = ("processes", "sharded", "device", "threads", "versions", "host")
-_LAYOUT_SETTINGS = (
-    "per_device_train_batch_size",
-    "pipeline_stages",
-    "torch_compile",
-    "gradient_checkpointing",
-    "bitwise",
-    "ddp_bucket_cap_mb",
-)
-
-# Keys of a run's record, or of its first start: their group, and their name in messages.
-METADATA = {
-    "data_sha256": ("data", "content of the data"),
-    "tokenizer_sha256": ("data", "tokenizer"),
-    "train_rows": ("data", "train rows"),
-    "vocabulary": ("model", "vocabulary size"),
-    "mixed_precision": ("pass", "precision"),
-    "git_sha": ("code", "commit"),
-    "code_sha256": ("code", "code of the package, the recipe and its helper modules"),
-    "versions": ("code", "versions"),
-    "processes": ("layout", "processes"),
-    "sharded": ("layout", "sharded"),
-    "threads": ("layout", "threads"),
-    "device": ("layout", "device"),
-}
-
 
 def compare(run_a: History, run_b: History) -> Comparison:
     """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
-    tolerance = _tolerance_between(run_a, run_b)
+    tolerance = tolerance_between(run_a, run_b)
     has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
     candidates = [
         _divergence(key, run_a, run_b, tolerance=tolerance)
@@ -260,43 +230,10 @@ def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
     return final_losses
 
 
-def _tolerance_between(run_a: History, run_b: History) -> Tolerance:
-    """Return the tolerance for the lower of two precisions; none if the bits must be equal."""
-    if _has_same_layout(run_a, run_b):
-        return NO_TOLERANCE
-
-    tolerances = []
-    for run in (run_a, run_b):
-        start = run.starts[0] if run.starts else {"mixed_precision": "no"}
-        tolerances.append(tolerance_of(str(start.get("mixed_precision"))))
-    return max(tolerances, key=lambda tolerance: tolerance.loss)
-
-
-def _has_same_layout(run_a: History, run_b: History) -> bool:
-    """Return whether both runs used the same layout on a CPU, so that their bits must be equal."""
-    starts = [*run_a.starts, *run_b.starts]
-    layouts = [_layout(start) for start in starts]
-    has_same_starts = all(layout == layouts[0] for layout in layouts)
-    has_same_settings = all(
-        run_a.settings.get(key) == run_b.settings.get(key) for key in _LAYOUT_SETTINGS
-    )
-    on_cpu = all(run.starts and run.starts[0].get("device") == "cpu" for run in (run_a, run_b))
-    return on_cpu and has_same_settings and has_same_starts
-
-
-def _layout(start: JsonObject) -> list[Json]:
-    """Return the values that determine the bits of a start, apart from the settings."""
-    return [start.get(key) for key in _LAYOUT_START_KEYS]
-
-
 def _divergence(
     key: str, run_a: History, run_b: History, tolerance: Tolerance
 ) -> Divergence | None:
-    """Return the first step at which a quantity differs by more than rounding errors explain.
-
-    A difference above the tolerance is still a rounding error if the log entry before had one, and
-    if it has grown from there as slowly as rounding errors grow.
-    """
+    """Return the first step at which a quantity differs by more than the tolerance."""
     quantity = QUANTITIES[key]
     limit = quantity.limit(tolerance)
     previous = 0.0
@@ -306,13 +243,12 @@ def _divergence(
             continue
 
         has_grown_slowly = previous > 0 and difference.relative < _LARGEST_GROWTH * previous
-        if has_grown_slowly:
-            return None
         return Divergence(
             link=key,
             step=difference.step,
             value_a=difference.first,
             value_b=difference.second,
+            grown_from=previous if has_grown_slowly else None,
         )
     return None
 
@@ -338,12 +274,20 @@ def _split_by_cause(
     groups = {"any", *CHAIN[first.link].groups}
     if _may_begin_earlier(first, logged_steps):
         groups |= {"model", "pass", "gradient", "update"}
-    causes = [difference.text for difference in metadata if difference.group in groups]
-    others = [difference.text for difference in metadata if difference.group not in groups]
+    if first.grown_from is not None:
+        groups.add("layout")
+
+    causes = [item.text for item in metadata if not groups.isdisjoint(item.groups)]
+    others = [item.text for item in metadata if groups.isdisjoint(item.groups)]
+    if first.grown_from is not None:
+        causes.append(
+            f"rounding errors may have grown: at the log entry before, the runs agree within "
+            f"{first.grown_from:.0e}"
+        )
     if causes:
         return causes, others
 
-    code = [difference.text for difference in metadata if difference.group == "code"]
+    code = [difference.text for difference in metadata if "code" in difference.groups]
     causes = [CHAIN[first.link].default_cause, *code]
     return causes, [text for text in others if text not in code]
 
@@ -363,15 +307,12 @@ def _may_begin_earlier(first: Divergence, logged_steps: Sequence[int]) -> bool:
 
 
 def metadata_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
-    """Return the settings, versions, hashes and layouts that differ between two runs.
-
-    A setting that influences several parts of a step is in the list once for each part.
-    """
+    """Return the settings, versions, hashes and layouts that differ between two runs."""
     different = _settings_differences(run_a, run_b)
 
     extra_tokens = _extra_tokens_per_document(run_a.record, run_b.record)
     if extra_tokens is not None:
-        different.append(MetadataDifference(group="data", text=extra_tokens))
+        different.append(MetadataDifference(groups=("data",), text=extra_tokens))
 
     metadata_a = flat_record(run_a)
     metadata_b = flat_record(run_b)
@@ -380,8 +321,8 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
         b = metadata_b.get(key)
         if a is not None and b is not None and a != b:
             text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
-            different.append(MetadataDifference(group=group, text=text))
-    return [*dict.fromkeys(different)]
+            different.append(MetadataDifference(groups=(group,), text=text))
+    return different
 
 
 def _settings_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
@@ -393,29 +334,12 @@ def _settings_differences(run_a: History, run_b: History) -> list[MetadataDiffer
         if a == b:
             continue
 
-        text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
         # A recipe may have flags that this package does not know. They may influence anything.
-        for group in groups.get(name, ["any"]):
-            if group != "nowhere":
-                different.append(MetadataDifference(group=group, text=text))
+        influenced = groups.get(name, ["any"])
+        if influenced != ["nowhere"]:
+            text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
+            different.append(MetadataDifference(groups=tuple(influenced), text=text))
     return different
-
-
-def groups_by_setting() -> dict[str, list[str]]:
-    """Return for each flag of this package which parts of a step it influences."""
-    from llmtrain.training.settings import CONFIGS
-
-    groups = {}
-    for config in CONFIGS:
-        for name, field in flags_of(config).items():
-            groups[name] = (field.metadata["affects"] or config.affects).split()
-    return groups
-
-
-def flat_record(run: History) -> JsonObject:
-    """Return the run's record and its first start as one object."""
-    start = run.starts[0] if run.starts else {}
-    return {**start, **run.record, "processes": start.get("processes")}
 
 
 class _TokenCounts(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llmtrain.record.history import History
+from llmtrain.report.identity import have_same_eval_loss
 from llmtrain.report.run_groups import code_of, group_runs, seed_of
 from llmtrain.report.significance import MeanDifference, Sample, paired_test, unpaired_test
 
@@ -54,7 +55,7 @@ class GroupDifference(NamedTuple):
     Attributes:
         first: the first group.
         second: the other group. Differences are its losses minus those of the first.
-        paired_seeds: the seeds that both groups have, if the test is paired; otherwise empty.
+        paired_seeds: the seeds that both groups have, if a paired test was made; otherwise empty.
         final: the difference of the final eval losses; ``None`` if a group has too few seeds.
         best: the difference of the best eval losses; likewise.
     """
@@ -90,6 +91,8 @@ class GroupComparison(NamedTuple):
     Attributes:
         groups: the settings that have a finished run, in the order of their first runs.
         differences: each group but the first, compared with the first.
+        best_against_next: the group with the lowest mean final eval loss, compared with the group
+            that has the next one; ``None`` if there is only one group.
         target_loss: the worst final eval loss of all runs, which all of them reached; ``None`` if
             there is no run.
         remarks: lines about single runs.
@@ -97,6 +100,7 @@ class GroupComparison(NamedTuple):
 
     groups: list[MeasuredGroup]
     differences: list[GroupDifference]
+    best_against_next: GroupDifference | None
     target_loss: float | None
     remarks: list[Remark]
 
@@ -133,12 +137,22 @@ def compare_groups(runs: Sequence[History]) -> GroupComparison:
             seconds_to_target=_seconds_to(target, measured),
         )
         groups.append(group)
+    best_against_next = None
+    if len(groups) > 1:
+        best, following = rank(groups)[:2]
+        best_against_next = _difference(following, best)
     return GroupComparison(
         groups=groups,
         differences=[_difference(groups[0], group) for group in groups[1:]],
+        best_against_next=best_against_next,
         target_loss=target,
         remarks=remarks,
     )
+
+
+def rank(groups: Sequence[MeasuredGroup]) -> list[MeasuredGroup]:
+    """Return groups by their mean final eval loss, the best one first."""
+    return sorted(groups, key=lambda group: group.final.mean)
 
 
 def _fault(run: History) -> str | None:
@@ -187,7 +201,7 @@ def _one_for_each_seed(
             continue
 
         names = f"{first.run.folder} and {item.run.folder}"
-        if first.final_loss == item.final_loss:
+        if have_same_eval_loss(first.run, item.run):
             text = f"{names} are the same run, of seed {item.seed}: it counts as one"
             remarks.append(Remark("same run", text))
         else:
@@ -246,9 +260,7 @@ def _difference(first: MeasuredGroup, second: MeasuredGroup) -> GroupDifference:
     smaller_size = min(len(first_by_seed), len(second_by_seed))
 
     if smaller_size < 2:
-        return GroupDifference(
-            first=first, second=second, paired_seeds=common_seeds, final=None, best=None
-        )
+        return GroupDifference(first=first, second=second, paired_seeds=[], final=None, best=None)
 
     if len(common_seeds) == smaller_size:
         pairs = [(first_by_seed[seed], second_by_seed[seed]) for seed in common_seeds]

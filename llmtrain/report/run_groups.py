@@ -8,14 +8,18 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.record.history import History, runs_in
-from llmtrain.report.difference import METADATA, flat_record, groups_by_setting, shorten_hash
+from llmtrain.report.difference import shorten_hash
+from llmtrain.report.identity import (
+    METADATA,
+    compared_settings,
+    flat_record,
+    have_same_eval_loss,
+)
 from llmtrain.types import Json, JsonObject
-
-T = TypeVar("T")
 
 # Besides the settings and the code, the data and the precision determine the numbers of a run.
 _COMPARED_METADATA = [
@@ -56,20 +60,6 @@ def find_runs(paths: Sequence[str]) -> list[History]:
     return [History.of_run(folder) for folder in folders.values()]
 
 
-def compared_settings(settings: Mapping[str, T]) -> dict[str, T]:
-    """Return the settings that must be the same in all runs of a group.
-
-    The seed is left out, and so are settings that change no numbers of a run, such as the names of
-    folders and trackers. A flag that this package does not know is compared.
-    """
-    groups = groups_by_setting()
-    return {
-        name: value
-        for name, value in settings.items()
-        if groups.get(name) not in (["seed"], ["nowhere"])
-    }
-
-
 def group_runs(runs: Sequence[History]) -> list[RunGroup]:
     """Group runs by their settings, their data and their precision, in the order of the runs.
 
@@ -103,16 +93,22 @@ def _compared_values(run: History) -> JsonObject:
 
 def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int]]:
     """Split runs of the same settings by their code, if it has changed the loss of a seed."""
-    losses: dict[int | None, dict[str, float | None]] = {}
     by_code: dict[str, list[int]] = {}
+    by_seed: dict[int | None, list[History]] = {}
     for i in indices:
-        run = runs[i]
-        code = code_of(run)
-        by_code.setdefault(code, []).append(i)
-        losses.setdefault(seed_of(run), {})[code] = run.latest("eval/loss")
+        by_code.setdefault(code_of(runs[i]), []).append(i)
+        by_seed.setdefault(seed_of(runs[i]), []).append(runs[i])
 
-    has_changed = any(len({*by_seed.values()}) > 1 for by_seed in losses.values())
+    has_changed = any(_has_code_changed_loss(same_seed) for same_seed in by_seed.values())
     return [*by_code.values()] if has_changed else [indices]
+
+
+def _has_code_changed_loss(runs: Sequence[History]) -> bool:
+    """Return whether two runs of one seed have different code and different losses."""
+    return any(
+        code_of(a) != code_of(b) and not have_same_eval_loss(a, b)
+        for a, b in itertools.combinations(runs, 2)
+    )
 
 
 def seed_of(run: History) -> int | None:

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from llmtrain.console import pluralize
 from llmtrain.data.tokenized import Tokenized
+from llmtrain.errors import UserError
 from llmtrain.training.settings import AnySettings, OptimConfig
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.
@@ -24,8 +25,15 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
         rows: the rows to train on.
 
     Raises:
-        UserError: if the user asked for a warmup that is as long as the run.
+        UserError: if the user asked for a warmup that is as long as the run, or if the rows are to
+            be drawn both from a mixture and in their stored order.
     """
+    if rows.mixture is not None and rows.in_order:
+        raise UserError(
+            "--mixture draws rows of its data sets at random, but the recipe keeps the stored "
+            "order of the rows (in_order); leave one of them out."
+        )
+
     optim = settings.optim = copy.copy(settings.optim)
     loop = settings.loop = copy.copy(settings.loop)
     run = settings.run = copy.copy(settings.run)
@@ -48,8 +56,7 @@ def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
     """
     row_count = len(rows.train)
     global_batch_size = settings.data.global_batch_size
-    draws_from_mixture = rows.mixture is not None and not rows.in_order
-    if draws_from_mixture:
+    if rows.mixture is not None:
         return Fraction(row_count, global_batch_size)
     return Fraction(-(-row_count // global_batch_size))
 
@@ -105,7 +112,7 @@ def _whole(share: float, steps: Fraction | int) -> int:
 def _target_tokens(rows: Tokenized) -> int:
     """Return the target tokens of an epoch; with a mixture, how many there are on average."""
     metadata = rows.metadata
-    if rows.mixture is None or rows.in_order:
+    if rows.mixture is None:
         return metadata.train_tokens
 
     tokens_per_period = 0.0

@@ -106,6 +106,33 @@ def test_pairs_of_seeds_find_what_unpaired_seeds_do_not(
     assert lines[-1].endswith(" of each would decide it")
 
 
+def test_the_best_comes_first_and_is_compared_with_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    means = {"a": 2.0, "b": 2.2, "c": 1.9, "d": 1.96}
+    for name, mean in means.items():
+        write_setting(tmp_path / name, range(5), mean, learning_rate=mean)
+    lines = compared(capsys, tmp_path)
+    table = [line[0] for line in lines if re.match(r"[A-D] +5 ", line)]
+    assert table == ["C", "D", "A", "B"]
+    (best,) = [line for line in lines if line.startswith("best")]
+    assert best.startswith("best      C: learning_rate 1.9, final eval loss 1.9")
+    assert "; next D: C is lower than D by 0.0" in best
+    content = as_json(capsys, tmp_path)
+    assert (content["best"]["letter"], content["best"]["next"]) == ("C", "D")
+
+
+def test_the_best_of_two_is_named_though_one_seed_decides_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_run(tmp_path / "a", 0, {0: 5.0, 10: 2.0}, learning_rate=0.02)
+    write_run(tmp_path / "b", 0, {0: 5.0, 10: 1.5}, learning_rate=0.01)
+    lines = compared(capsys, tmp_path)
+    assert "best      B: learning_rate 0.01, final eval loss 1.5000" in lines
+    (difference,) = as_json(capsys, tmp_path)["differences"]
+    assert (difference["paired_seeds"], difference["final_loss"]) == ([], None)
+
+
 def test_a_table_has_the_losses_and_the_time_to_the_worst_final_one(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -172,9 +199,12 @@ def test_a_seed_that_was_run_twice_counts_once(
     write_run(tmp_path / "b", 1, {0: 5.0, 10: 2.125})
     write_run(tmp_path / "c", 0, {0: 5.0, 10: 2.0})
     write_run(tmp_path / "d", 1, {0: 5.0, 10: 2.25})
+    # Another micro-batch changes the loss by rounding.
+    write_run(tmp_path / "e", 0, {0: 5.0, 10: 2.000001}, per_device_train_batch_size=2)
     lines = compared(capsys, tmp_path)
-    a, b, c, d = (tmp_path / name for name in "abcd")
+    a, b, c, d, e = (tmp_path / name for name in "abcde")
     assert lines[0] == f"same run  {a} and {c} are the same run, of seed 0: it counts as one"
+    assert lines[2] == f"same run  {a} and {e} are the same run, of seed 0: it counts as one"
     assert lines[1].startswith(
         f"differs   {b} and {d} have the same settings and seed 1, but eval losses 2.125 and 2.25"
     )

@@ -45,6 +45,9 @@ seed: 3
 #columns: null
 #packing: auto
 #logging_steps: 10
+#ddp_timeout: 1800
+#per_device_train_batch_size: 16
+#bitwise: false
 """
 
 
@@ -131,6 +134,15 @@ def test_seeds_begin_with_that_of_the_recipe_and_finished_ones_are_skipped(
         ({"columns": ["a=b"]}, "#columns: null", "columns ['a=b'] there, None here"),
         ({"packing": True}, "packing: auto", ""),
         ({"logging_steps": 5}, "logging_steps: 10", ""),
+        ({"ddp_timeout": 60}, "ddp_timeout: 1800", ""),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size: 16", ""),
+        ({"bitwise": True}, "bitwise: true", ""),
+        ({"bitwise": True}, "bitwise: false", "bitwise True there, False here"),
+        (
+            {"per_device_train_batch_size": 4, "bitwise": True},
+            "per_device_train_batch_size: 16",
+            "bitwise True there, False here, per_device_train_batch_size 4 there, 16 here",
+        ),
     ],
 )
 def test_a_run_with_other_settings_is_not_taken_for_a_repetition(

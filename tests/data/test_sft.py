@@ -704,6 +704,10 @@ def test_a_template_whose_file_has_changed_makes_new_rows(tmp_path, capsys):
         assert texts_of(made.train, made)[0].startswith(shown)
         assert f"; {said}\n" in capsys.readouterr().out
 
+    moved = template.rename(tmp_path / "moved.jinja")
+    tokenize_chats(tmp_path, chats(1), chat_template=str(moved))
+    assert "; from the cache\n" in capsys.readouterr().out
+
 
 def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
     marked = ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")

@@ -31,6 +31,13 @@ def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(
     assert (counted.tokens, counted.positions) == (0, 0)
 
 
+def test_the_peak_of_a_cpu_is_not_known_so_there_is_no_share_of_it() -> None:
+    """What a CPU reaches depends on what else runs on its cores."""
+    counted = Throughput(Accelerator(cpu=True), GPT(GPTConfig(1, 1, 8, 8), 16))
+    counted.add(30, 100)
+    assert counted.read(counted.positions).keys() == {"train/tokens_per_second"}
+
+
 @pytest.mark.parametrize(("seconds", "size"), [(0.005, 192), (0.0005, 768)])
 def test_the_peak_is_of_a_product_that_takes_no_long_time(
     seconds: float, size: int, monkeypatch: pytest.MonkeyPatch

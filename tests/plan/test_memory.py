@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.devices import DEVICES, bytes_per_second, get_device, peak_of
+from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
@@ -184,11 +184,36 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
             bytes_per_second(text)
     with pytest.raises(UserError, match="did you mean h100-80gb"):
         get_device("h100-80g")
-    assert peak_of("NVIDIA H100 PCIe") == DEVICES["h100-pcie"].peak
-    assert peak_of("NVIDIA H100 80GB HBM3") == DEVICES["h100-80gb"].peak
-    assert peak_of("NVIDIA L40S") == DEVICES["l40s-48gb"].peak
-    assert peak_of("NVIDIA A100-SXM4-80GB") == DEVICES["a100-80gb"].peak
-    assert peak_of("a new one") is None
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("NVIDIA L40", "l40-48gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("Tesla V100-SXM2-32GB", "v100-32gb"),
+        ("Tesla T4", "t4-16gb"),
+        # Their names contain those of other devices.
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-PCIE-16GB", None),
+        ("a new one", None),
+    ],
+)
+def test_a_device_is_known_by_its_whole_name(title: str, name: str | None) -> None:
+    assert known_device(title) == name
 
 
 def recipe(folder: Path, *lines: str) -> str:

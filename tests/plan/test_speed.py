@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
@@ -79,11 +80,26 @@ def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
     return found  # type: ignore[return-value]
 
 
-def test_buckets_are_filled_from_the_last_parameter_and_the_first_is_small() -> None:
+def test_buckets_are_filled_from_the_last_parameter_as_torch_fills_them() -> None:
+    """The first bucket is smaller only if the user leaves the size of buckets to torch."""
     mib = 2**18  # numbers of four bytes
-    for bucket, sizes in ((25.0, [3, 50]), (8.0, [3, 10, 10, 30])):
-        found = ddp_buckets(memory_of(30 * mib, 10 * mib, 10 * mib, 3 * mib, bucket=bucket))
-        assert [size / 2**20 for size in found] == sizes
+    sizes = [30 * mib, 10 * mib, 10 * mib, 3 * mib]
+    gradients = [torch.empty(size, device="meta") for size in reversed(sizes)]
+    first_bytes = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+    for bucket, is_set, limits in (
+        (25.0, False, [first_bytes, 25 * 2**20]),
+        (25.0, True, [25 * 2**20]),
+        (8.0, False, [8 * 2**20]),
+        (0.5, True, [2**19]),
+    ):
+        memory = memory_of(*sizes, bucket=bucket)
+        if is_set:
+            memory.subject.settings.parallel.origins = {"ddp_bucket_cap_mb": "command line"}
+        assignment, _ = torch.distributed._compute_bucket_assignment_by_size(
+            gradients, limits, [False] * len(gradients)
+        )
+        expected = [sum(gradients[i].nbytes for i in indices) for indices in assignment]
+        assert ddp_buckets(memory) == expected
 
 
 def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> None:

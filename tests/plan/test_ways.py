@@ -68,6 +68,19 @@ def test_smaller_micro_batches_that_do_not_fit_are_named(way: Way) -> None:
     assert notes(way._replace(fitting=[1, 2, 4], too_large=[])) == []
 
 
+def test_a_flag_with_which_it_would_fit_is_named() -> None:
+    """Between micro-batches of 1 row, gradients take 70 GiB. 17 rows at once need 8,475 MiB."""
+    plan = plan_of(global_batch_size=17 * 64, per_device_train_batch_size=1)
+    device = plan.device._replace(memory=8465 * 2**20 / 0.94)
+    way = _plan_way("FSDP2", FSDP2, plan._replace(device=device))
+    assert way.fitting == []
+    assert notes(way) == [
+        "FSDP2: with --sync_each_batch micro-batches of 1 row fit, because gradients are reduced "
+        "after each of them"
+    ]
+    assert notes(way._replace(fits_if_synced=False)) == []
+
+
 def test_a_way_is_planned_with_a_micro_batch_that_fits(way: Way) -> None:
     assert (way.rows, way.accumulation) == (4, 1)
     assert way.bytes.total < 20 * 2**30

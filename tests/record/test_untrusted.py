@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
 from transformers.integrations import hub_kernels
 
+from llmtrain.commands.eval import _answers_path
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import adapted_model, merged_model
@@ -24,7 +26,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.models.hub_safety import load_causal_lm
+from llmtrain.models.hub_safety import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
@@ -256,6 +258,28 @@ def test_no_payload_in_a_file_that_is_read_is_run(
 
     pickle.loads(malice)  # it is one
     assert mark.exists()
+
+
+def test_a_model_on_the_hub_is_known_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter of a hub model, and the answers of an interrupted eval, belong to one commit."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "models--org--model" / "refs").mkdir(parents=True)
+    arguments = SimpleNamespace(tasks=["t"], include_path=None)
+    accelerator = SimpleNamespace(num_processes=1, mixed_precision="no")
+    paths = set()
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = tmp_path / "models--org--model" / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (tmp_path / "models--org--model" / "refs" / "main").write_text(commit)
+        assert origin_of("org/model") == {"name": "org/model", "commit": commit}
+        paths.add(_answers_path("org/model", arguments, {}, accelerator))  # type: ignore[arg-type]
+    assert len(paths) == 2
+    with pytest.raises(UserError, match="org/absent is no folder, and the hub did not provide it"):
+        _answers_path("org/absent", arguments, {}, accelerator)  # type: ignore[arg-type]
 
 
 def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> None:

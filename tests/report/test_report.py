@@ -17,7 +17,8 @@ from llmtrain.config import Config, flag
 from llmtrain.observe.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import charts, downsample, phase_bars
-from llmtrain.report.difference import compare, groups_by_setting, metadata_differences
+from llmtrain.report.difference import compare, metadata_differences
+from llmtrain.report.identity import groups_by_setting
 from llmtrain.report.page import differing_values, events, html, overview
 from tests.test_cli import ended
 
@@ -357,10 +358,9 @@ def test_what_differs_is_grouped_by_where_its_flag_acts(
         for number, name in enumerate(("a", "b"))
     )
     assert metadata_differences(one, other) == [
-        ("update", "--rate 0 and 1"),
-        ("model", "--tokenizer a and b"),
-        ("data", "--tokenizer a and b"),
-        ("any", "--invented a and b"),
+        (("update",), "--rate 0 and 1"),
+        (("model", "data"), "--tokenizer a and b"),
+        (("any",), "--invented a and b"),
     ]
 
 
@@ -372,10 +372,10 @@ def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path
     )
     assert metadata_differences(clean, clean) == []
     assert metadata_differences(clean, dirty) == [
-        ("code", "commit: 000000000000... and 000000000000...-dirty")
+        (("code",), "commit: 000000000000... and 000000000000...-dirty")
     ]
     assert metadata_differences(clean, other) == [
-        ("code", "commit: 000000000000... and 111111111111...")
+        (("code",), "commit: 000000000000... and 111111111111...")
     ]
     assert "000000000000-dirty" in html([dirty])
 
@@ -384,7 +384,7 @@ ACTS = {
     "seed": ["seed"],
     "skip_nonfinite": ["update"],
     "learning_rate": ["update"],
-    "output_dir": ["nowhere"],
+    **{name: ["nowhere"] for name in ("output_dir", "ddp_timeout")},
     "dataset": ["data"],
     "packing": ["data"],
     "n_layer": ["model"],

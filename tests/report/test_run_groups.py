@@ -30,6 +30,15 @@ def test_seeds_and_what_changes_no_numbers_are_one_group_without_a_name(tmp_path
     assert group_runs(runs) == [("", [0, 1])]
 
 
+def test_what_changes_only_the_rounding_makes_no_other_group(tmp_path: Path) -> None:
+    runs = runs_of(
+        tmp_path,
+        {"seed": 0, "ddp_timeout": 60, "per_device_train_batch_size": 4, "bitwise": True},
+        {"seed": 1, "ddp_timeout": 1800, "per_device_train_batch_size": 16, "bitwise": False},
+    )
+    assert group_runs(runs) == [("", [0, 1])]
+
+
 def test_a_setting_sets_groups_apart_and_names_them_also_if_the_package_does_not_know_it(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +83,14 @@ def test_code_sets_runs_apart_if_it_has_changed_the_loss_of_a_seed_and_only_then
         ("code aaaaaaaaaaaa...", [0]),
         ("code bbbbbbbbbbbb...", [1, 2]),
     ]
+
+
+def test_code_that_has_changed_a_loss_by_rounding_only_sets_no_runs_apart(tmp_path: Path) -> None:
+    runs = [
+        History.of_run(write_run(tmp_path / code, 0, {0: 3.0, 10: loss}, code=code * 64))
+        for code, loss in (("a", 2.0), ("b", 2.0000001))
+    ]
+    assert group_runs(runs) == [("", [0, 1])]
 
 
 def test_names_are_short(tmp_path: Path) -> None:

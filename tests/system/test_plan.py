@@ -137,6 +137,7 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
         assert way["largest"] > 0, name
         assert way["hours"] > 0, name
         assert way["efficiency"]["4096"] > 0, name
+        assert max(way["efficiency"].values()) <= 1, name
 
 
 def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +214,8 @@ def test_a_few_real_updates_correct_a_plan(
     [
         (["--processes", "16", "--device", "h100-80gb"], "--link 400Gbit"),
         (["--processes", "0"], "at least one"),
+        (["--per_machine", "0"], "--per_machine 0: a machine has at least one process"),
+        (["--per_machine", "-1"], "--per_machine -1: a machine has at least one process"),
         (["--mfu", "2"], "write a fraction"),
         (
             ["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"],

@@ -52,8 +52,12 @@ def test_an_epoch_ends_with_a_batch_that_may_be_filled_up(epochs: str, steps: in
 def test_an_epoch_of_a_mixture_is_as_many_rows_as_its_sources_hold() -> None:
     rows = rows_of(98, mixture=Mixture([90, 8], [1, 1]))
     assert settled("--num_train_epochs", "2", rows=rows).optim.max_steps == 25  # 196 rows / 8
-    rows.in_order = True  # the mixture is then not used
-    assert settled("--num_train_epochs", "2", rows=rows).optim.max_steps == 26
+
+
+def test_a_mixture_is_not_ignored_if_rows_keep_their_order() -> None:
+    rows = rows_of(98, mixture=Mixture([90, 8], [1, 1]), in_order=True)
+    with pytest.raises(UserError, match="--mixture draws rows of its data sets at random"):
+        settled(rows=rows)
 
 
 def test_max_steps_overrides_epochs_with_one_line() -> None:
