@@ -64,6 +64,7 @@ class LocalBatch:
         label_fingerprint: the same for the labels.
         prepared: what the model's ``prepare_batch`` returned for each micro-batch.
         trimming: how much of their rows the micro-batches keep; ``None`` if they keep everything.
+        source: in an evaluation, the number of the source whose rows this batch has.
     """
 
     columns: dict[str, torch.Tensor]
@@ -74,6 +75,7 @@ class LocalBatch:
     label_fingerprint: int
     prepared: tuple[Batch, ...] = ()
     trimming: Trimming | None = None
+    source: int = 0
 
     @property
     def batches(self) -> list[Batch]:

@@ -140,6 +140,18 @@ class Engine(Ranks):
         self.set_phase("exchange")
         return self.sum_over_ranks(local_sum)
 
+    def sum_of_micro_batches(self, values: Tensor) -> Tensor:
+        """Return the sum over the micro-batches of all data-parallel ranks; all ranks call this.
+
+        Args:
+            values: this rank's values, float [micro-batches, N]. Every rank has as many, and
+                micro-batches of the same index were divided among the ranks in rank order.
+
+        Returns:
+            The sum, [N].
+        """
+        return self.sum_over_ranks(values.sum(0))
+
     def forward_backward(
         self, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
     ) -> LossSums:
