@@ -249,7 +249,7 @@ class Replay(LoopCallback):
         if not self._is_next_step_replayed:
             return
         with eager_code(self.engine.model):
-            rows = row_losses(self.engine, batch)
+            rows = row_losses(self.engine, batch, self.run.bundle.prepare_batch)
         self.run.writer.write("replay.json", {"step": self.run.step + 1, "rows": rows})
 
     def wants_to_stop(self) -> bool:

@@ -1,7 +1,7 @@
 """Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -179,10 +179,19 @@ def eval_extra(engine: Engine, eval_batches: Iterable[LocalBatch]) -> Batch:
 
 
 @torch.no_grad()
-def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
+def row_losses(
+    engine: Engine,
+    local_batch: LocalBatch,
+    prepare: Callable[[Batch], Batch] | None = None,
+) -> list[JsonObject]:
     """Return the loss of each row of the global batch, before the step is made.
 
     All ranks call this. The random state stays as it is, so the step draws the same numbers.
+
+    Args:
+        engine: how this process computes.
+        local_batch: this rank's share of the global batch.
+        prepare: the model's ``prepare_batch``. It is called again, with each row.
 
     Returns:
         A dictionary for each row: ``row``, ``targets`` (the number of target tokens), ``loss``
@@ -194,7 +203,7 @@ def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
         totals = engine.count(local_batch.batches)
         extra = engine.objective.prepass(engine, local_batch.batches, totals)
 
-    single_rows = [_single_row(local_batch, i) for i in range(len(local_batch.rows))]
+    single_rows = [_single_row(local_batch, i, prepare) for i in range(len(local_batch.rows))]
     with engine.fork_rng():
         losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
     denominators = [engine.objective.denominator(row) for row in single_rows]
@@ -215,9 +224,16 @@ def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
     ]
 
 
-def _single_row(local_batch: LocalBatch, index: int) -> Batch:
-    """Return a micro-batch of one row."""
-    return {name: column[index : index + 1] for name, column in local_batch.columns.items()}
+def _single_row(
+    local_batch: LocalBatch, index: int, prepare: Callable[[Batch], Batch] | None
+) -> Batch:
+    """Return a micro-batch of one row, with what the model's ``prepare_batch`` returns for it."""
+    row = {name: column[index : index + 1] for name, column in local_batch.columns.items()}
+    if prepare is None:
+        return row
+    row_on_host = {name: column.cpu() for name, column in row.items()}
+    device = local_batch.columns["labels"].device
+    return row | {name: value.to(device) for name, value in prepare(row_on_host).items()}
 
 
 @torch.no_grad()

@@ -4,11 +4,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from torch import Tensor, nn
 
-from llmtrain.data.loader import eval_loader
+from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.training.evaluate import evaluate
+from llmtrain.training.evaluate import evaluate, row_losses
+from llmtrain.types import Batch
 from tests.engines import engine_of
 
 
@@ -32,3 +34,25 @@ def test_every_eval_token_counts_once_whatever_the_batch(
     assert results["eval/perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert results["eval/bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
     assert model.training
+
+
+class Offset(nn.Module):
+    """A model that cannot compute without the offsets that `add_offsets` prepares."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, offsets: Tensor) -> Tensor:
+        return (offsets * (labels[:, 1:] != -100).any(1)).sum().double()
+
+
+def add_offsets(batch: Batch) -> Batch:
+    return {"offsets": batch["input_ids"].sum(1)}
+
+
+def test_the_loss_of_a_single_row_gets_what_prepare_batch_returns(accelerator: Accelerator) -> None:
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    loader = train_loader(
+        Dataset.from_dict({"input_ids": rows}), 4, 2, range(1), seed=None, prepare=add_offsets
+    )
+    (batch,) = accelerator.prepare(loader)
+    losses = row_losses(engine_of(accelerator, Offset()), batch, add_offsets)
+    assert [row["row"] for row in losses] == [0, 1, 2]
+    assert [row["loss"] * row["targets"] for row in losses] == [6, 15, 24]
