@@ -204,7 +204,13 @@ class Objective:
         """Return extra inputs of :meth:`loss` that depend on the whole global batch.
 
         All ranks call this before the first forward pass of a step. An objective that needs a
-        separate pass uses ``engine.sum_over_batches``.
+        separate pass uses ``engine.sum_over_batches``. With :attr:`uses_prepass_in_eval`, they call
+        it before an evaluation, too, whose global batch is all eval rows.
+
+        Args:
+            engine: how this process computes.
+            batches: this rank's micro-batches. They can be read once.
+            totals: counts over the global batch, int64.
         """
         return {}
 

@@ -431,7 +431,7 @@ class Evaluation(LoopCallback):
         with self.timing.throughput.paused(), eager_code(self.engine.model):
             # Some objectives need a pass over all eval batches before the loss, such as KTO for its
             # baseline. For the others this makes no pass and returns nothing.
-            extra = eval_extra(self.engine, self._batches())
+            extra = eval_extra(self.engine, self._batches)
             results = evaluate(
                 self.engine,
                 self._batches(),

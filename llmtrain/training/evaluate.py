@@ -1,7 +1,7 @@
 """Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch, JsonObject, LocalBatch, Metric, StepTotals
+from llmtrain.types import Batch, JsonObject, LocalBatch, Metric
 
 _ROW_TOKENS = 64  # tokens of a row that `row_losses` returns
 _LOSS = ""  # the name under which the loss is summed; it sorts before all others
@@ -157,25 +157,33 @@ def evaluate(
     mean_loss = loss_sum / max(loss_denominator, 1)
 
     metrics = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
-    metrics = metrics | engine.objective.metrics(metric_sums, extra={})
+    metrics = metrics | engine.objective.metrics(metric_sums, extra or {})
     for number, source in enumerate(sources):
         metrics[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
     metrics = metrics | {name: mean(ratio) for name, ratio in ratios.items()}
     return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in metrics.items()}}
 
 
-def eval_extra(engine: Engine, eval_batches: Iterable[LocalBatch]) -> Batch:
+def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]]) -> Batch:
     """Return the extra inputs that the objective needs for an eval loss.
 
-    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them.
+    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them, as if these
+    were one global batch. Another pass counts their targets, without the model.
+
+    Args:
+        engine: how this process computes.
+        read_batches: returns this rank's share of the eval rows, each time anew.
     """
     if not engine.objective.uses_prepass_in_eval:
         return {}
+
+    def micro_batches() -> Iterator[Batch]:
+        for local_batch in read_batches():
+            yield from local_batch.batches
+
     engine.model.eval()
-    batches = itertools.chain.from_iterable(local_batch.batches for local_batch in eval_batches)
-    zero = torch.zeros((), device=engine.device)
-    totals = StepTotals(target_tokens=zero, denominator=zero, stop_votes=zero)
-    return engine.objective.prepass(engine, batches, totals)
+    totals = engine.count(micro_batches())
+    return engine.objective.prepass(engine, micro_batches(), totals)
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor, nn
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.training.evaluate import evaluate, row_losses
-from llmtrain.types import Batch
+from llmtrain.training.evaluate import eval_extra, evaluate, row_losses
+from llmtrain.types import Batch, LossSums, Objective, StepTotals
 from tests.engines import engine_of
 
 
@@ -56,3 +58,40 @@ def test_the_loss_of_a_single_row_gets_what_prepare_batch_returns(accelerator: A
     losses = row_losses(engine_of(accelerator, Offset()), batch, add_offsets)
     assert [row["row"] for row in losses] == [0, 1, 2]
     assert [row["loss"] * row["targets"] for row in losses] == [6, 15, 24]
+
+
+class Constant(nn.Module):
+    """A model whose loss is a nat for each target token."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum().double()
+
+
+class Counted(Objective):
+    """An objective whose loss needs the counts of all eval rows."""
+
+    uses_prepass_in_eval = True
+
+    def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
+        assert {count.dtype for count in totals} == {torch.int64}
+        assert engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches) == 10
+        return {"tokens": totals.target_tokens, "denominator": totals.denominator}
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
+        nll = model.nll(**batch)
+        return LossSums(nll * extra["tokens"], metrics={"nll": nll})
+
+    def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
+        return {"share": sums["nll"] / int(extra["denominator"])}
+
+
+def test_an_eval_prepass_gets_the_counts_and_the_metrics_get_what_it_returned(
+    accelerator: Accelerator,
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 5})
+    loader = accelerator.prepare(eval_loader(rows, 1, 2))
+    engine = engine_of(accelerator, Constant(), Counted())
+    extra = eval_extra(engine, lambda: loader)
+    results = evaluate(engine, loader, text_bytes=0, extra=extra)
+    assert results["eval/loss"] == 10
+    assert results["eval/share"] == 1
