@@ -39,14 +39,19 @@ class Deadline:
     reserved: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, max_hours: float | None) -> "Deadline":
-        """Return the deadline of a run: ``max_hours`` from now, or the end of its Slurm job.
+    def of(cls, max_hours: float | None, seconds_since_start: float = 0.0) -> "Deadline":
+        """Return the deadline of a run: its time limit, or the end of its Slurm job.
 
         If there are both, the earlier one counts.
+
+        Args:
+            max_hours: the time limit, counted from the start of the process.
+            seconds_since_start: how long ago that was.
         """
         limits = [(math.inf, "")]
         if max_hours is not None:
-            limits.append((max_hours * 3600, f"--max_hours {max_hours:g} have passed"))
+            seconds_left = max_hours * 3600 - seconds_since_start
+            limits.append((seconds_left, f"--max_hours {max_hours:g} have passed"))
         slurm_end = os.environ.get(_SLURM_END, "")
         if slurm_end.isdigit():
             limits.append((float(slurm_end) - time.time(), "the Slurm job is about to end"))

@@ -30,6 +30,11 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
     assert deadline.is_near()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
     assert Deadline.of(0.5).reason == "--max_hours 0.5 have passed"
+    # The start of the process counts, not that of the training.
+    deadline = Deadline.of(0.5, seconds_since_start=1700)
+    assert not deadline.is_near()
+    now += 95
+    assert deadline.is_near()
 
 
 @pytest.mark.parametrize(

@@ -187,9 +187,9 @@ def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
         have_chosen, outcomes = context.Barrier(count), context.SimpleQueue()
         deadline_of = running.Deadline.of
 
-        def wait_for_the_others(hours: float | None) -> running.Deadline:
+        def wait_for_the_others(*arguments: object) -> running.Deadline:
             have_chosen.wait(60)
-            return deadline_of(hours)
+            return deadline_of(*arguments)
 
         def start() -> None:
             try:
