@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from llmtrain.errors import UserError
 
@@ -30,7 +30,7 @@ class Hashed(TypedDict):
 
 
 def write_json(path: Path, content: object, durable: bool = True) -> None:
-    """Replace a file by JSON, atomically.
+    """Replace a file by JSON, atomically; see :func:`json_text`.
 
     Args:
         path: the file.
@@ -38,7 +38,7 @@ def write_json(path: Path, content: object, durable: bool = True) -> None:
         durable: force it to the disk. Otherwise a killed process loses nothing, but a machine that
             loses power may.
     """
-    _replace(path, json.dumps(content, indent=2) + "\n", durable)
+    _replace(path, json_text(content, indent=2) + "\n", durable)
 
 
 def _replace(path: Path, text: str, durable: bool = True) -> None:
@@ -95,10 +95,15 @@ def read_hashed(path: Path) -> Hashed:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def json_text(content: object, indent: int | None = None) -> str:
+def json_text(content: object, indent: int | None = None, **options: Any) -> str:
     """Return content as JSON, with ``null`` for numbers that are not finite.
 
-    JSON has no way to write those.
+    JSON has no way to write those, so only this module may call ``json.dumps``.
+
+    Args:
+        content: what to write.
+        indent: spaces for each level; ``None`` for a single line.
+        options: other arguments of ``json.dumps``.
     """
 
     def finite(value: object) -> object:
@@ -110,7 +115,10 @@ def json_text(content: object, indent: int | None = None) -> str:
             return None
         return value
 
-    return json.dumps(finite(content), indent=indent)
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False, **options)
+    except ValueError:  # some number is not finite, which is rare
+        return json.dumps(finite(content), indent=indent, **options)
 
 
 def append_json_line(path: Path, content: "JsonObject") -> None:

@@ -64,6 +64,7 @@ class LocalBatch:
         label_fingerprint: the same for the labels.
         prepared: what the model's ``prepare_batch`` returned for each micro-batch.
         trimming: how much of their rows the micro-batches keep; ``None`` if they keep everything.
+        source: in an evaluation, the number of the source whose rows this batch has.
     """
 
     columns: dict[str, torch.Tensor]
@@ -74,6 +75,7 @@ class LocalBatch:
     label_fingerprint: int
     prepared: tuple[Batch, ...] = ()
     trimming: Trimming | None = None
+    source: int = 0
 
     @property
     def batches(self) -> list[Batch]:
@@ -202,7 +204,13 @@ class Objective:
         """Return extra inputs of :meth:`loss` that depend on the whole global batch.
 
         All ranks call this before the first forward pass of a step. An objective that needs a
-        separate pass uses ``engine.sum_over_batches``.
+        separate pass uses ``engine.sum_over_batches``. With :attr:`uses_prepass_in_eval`, they call
+        it before an evaluation, too, whose global batch is all eval rows.
+
+        Args:
+            engine: how this process computes.
+            batches: this rank's micro-batches. They can be read once.
+            totals: counts over the global batch, int64.
         """
         return {}
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain import __version__
 from llmtrain.cli import COMMANDS, GROUPS, build_parser, main
-from llmtrain.files import json_text
+from llmtrain.files import json_text, write_json
 from llmtrain.lessons import LESSONS
 from tests.launching import ROOT
 
@@ -283,6 +283,8 @@ def test_json_of_an_export_says_where_the_model_is(
     assert (tmp_path / "to" / "config.json").is_file()
 
 
-def test_json_has_a_word_for_what_is_not_finite() -> None:
+def test_json_has_a_word_for_what_is_not_finite(tmp_path: Path) -> None:
     text = json_text({"loss": math.inf, "rows": [(math.nan, 1.5)], "same": False})
     assert json.loads(text) == {"loss": None, "rows": [[None, 1.5]], "same": False}
+    write_json(tmp_path / "replay.json", {"rows": [{"loss": math.nan}]})
+    assert json.loads((tmp_path / "replay.json").read_text()) == {"rows": [{"loss": None}]}

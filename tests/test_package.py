@@ -78,6 +78,18 @@ def test_every_package_that_is_imported_is_declared(folder: str) -> None:
     assert not undeclared, "imported, and not declared in setup.cfg"
 
 
+def test_only_one_module_writes_json_so_that_none_writes_nan() -> None:
+    """`json_text` of files.py writes null for numbers that JSON does not have."""
+    writers = set()
+    for path in (ROOT / "llmtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("json.dump")
+            is_import = isinstance(node, ast.ImportFrom) and node.module == "json"
+            if is_call or is_import:
+                writers.add(path.name)
+    assert writers == {"files.py"}
+
+
 def test_importing_the_package_imports_nothing_else() -> None:
     code = (
         "import sys, llmtrain\n"

@@ -1,13 +1,15 @@
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
 from llmtrain.launching import launcher as launched
+from llmtrain.launching import process
 from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.parallel.mesh import Sharding
 
@@ -318,3 +320,12 @@ def test_a_command_line_is_shown_as_it_was_typed(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launched._as_typed([word.format(on_path=script) for word in words]) == typed
+
+
+def test_a_process_knows_for_how_long_it_has_existed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = process.seconds_since_start()
+    assert 0 < seconds < 3600
+    monkeypatch.setattr(process.time, "time", lambda: psutil.Process().create_time() + 100)
+    assert process.seconds_since_start() == pytest.approx(100)
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    assert process.seconds_since_start() == 0

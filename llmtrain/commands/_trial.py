@@ -260,7 +260,7 @@ class FinishedRun:
 
         Args:
             other: the other run. Its precision determines what rounding can explain.
-            same_bits: whether weights and optimizer must be the same to the last bit.
+            same_bits: whether weights, optimizer and eval losses must be the same to the last bit.
         """
         deviations = {
             key: deviation(quantity, self.history, other.history)
@@ -275,6 +275,8 @@ class FinishedRun:
             faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
         if same_bits and self.digest != other.digest:
             faults.append("weights or optimizer differ in some bits")
+        if same_bits and deviations["eval_loss"].first_step is not None:
+            faults.append("eval losses differ in some bits")
 
         return ComparedRun(
             layout=other.name,

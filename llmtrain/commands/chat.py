@@ -5,11 +5,11 @@ or the end of the input ends the chat. With --json, each answer is one line of J
 """
 
 import argparse
-import json
 import sys
 
 from llmtrain.commands._sampling import add_model_arguments, load
 from llmtrain.console import note
+from llmtrain.files import json_text
 
 GROUP = "Use a model"
 EXAMPLES = ("llmtrain chat runs/finetune",)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
                 print(piece, end="", flush=True)
             answer += piece
         messages.append({"role": "assistant", "content": answer})
-        print(json.dumps(messages[-1]) if arguments.json else "", flush=True)
+        print(json_text(messages[-1]) if arguments.json else "", flush=True)
 
 
 def _next_line(is_first: bool, shows_prompt: bool) -> str:

@@ -1,9 +1,10 @@
 """Write the model of a run to its own folder, or merge a LoRA adapter into its base model."""
 
 import argparse
-import json
 import shutil
 from pathlib import Path
+
+from llmtrain.files import json_text
 
 GROUP = "Use a model"
 EXAMPLES = (
@@ -74,6 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
             result |= {"logits_differ_by": difference, "largest_logit": largest}
             outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     if arguments.json:
-        print(json.dumps(result))
+        print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")

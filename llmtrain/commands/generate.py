@@ -1,9 +1,9 @@
 """Generate text with a trained model, and print it as it is generated."""
 
 import argparse
-import json
 
 from llmtrain.commands._sampling import add_model_arguments, load
+from llmtrain.files import json_text
 
 GROUP = "Use a model"
 EXAMPLES = ('llmtrain generate runs/gpt --prompt "Return the"',)
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, sampling = load(arguments)
     pieces = model.stream(arguments.prompt, sampling)
     if arguments.json:
-        print(json.dumps({"prompt": arguments.prompt, "text": "".join(pieces)}))
+        print(json_text({"prompt": arguments.prompt, "text": "".join(pieces)}))
         return
 
     print(arguments.prompt, end="", flush=True)

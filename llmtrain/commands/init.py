@@ -5,13 +5,13 @@ exist are kept, and the others are added.
 """
 
 import argparse
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Literal
 
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.shipped import shipped_folder
 
 GROUP = "Prepare a run"
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
             "start": command,
             "kept": [str(target) for target in existing],
         }
-        print(json.dumps(content))
+        print(json_text(content))
         return
     for label, target in zip(("recipe", "config", "batch"), targets, strict=False):
         remark = " (already existed, and was kept)" if target in existing else ""

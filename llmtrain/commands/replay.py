@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
 
     rows = repeated.rows
-    rows.sort(key=lambda row: -math.inf if math.isnan(row["loss"]) else -row["loss"])
+    # JSON has null for a loss that is not finite. Such rows are the first to look at.
+    rows.sort(key=lambda row: -math.inf if row["loss"] is None else -row["loss"])
     _replace_tokens_by_text(rows, history.folder)
     logged = _find_entry(history.entries, step)
 
@@ -97,8 +98,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(_comparison_line(logged, repeated.entry))
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
-        text = json.dumps(row["text"], ensure_ascii=False)[:_TEXT_WIDTH]
-        print(f"{row['row']:>10}{row['loss']:>10.4f}{row['targets']:>8}  {text}")
+        text = json_text(row["text"], ensure_ascii=False)[:_TEXT_WIDTH]
+        loss = math.nan if row["loss"] is None else row["loss"]
+        print(f"{row['row']:>10}{loss:>10.4f}{row['targets']:>8}  {text}")
 
 
 # --- the origin of the step

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from llmtrain.files import json_text
+
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
 _MIN_KEPT_SIZE = 1 << 20
 # Seconds in which a file may change again and show the same times: the clocks of file systems are
@@ -44,7 +46,7 @@ def file_digest(path: Path) -> bytes:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
             # This may be interrupted: half a record is not JSON, and is ignored.
-            record.write_text(json.dumps({"state": list(state), "sha256": digest.hex()}))
+            record.write_text(json_text({"state": list(state), "sha256": digest.hex()}))
     return digest
 
 

@@ -5,7 +5,6 @@ JSON text, which field holds reasoning, whether reasoning is shown at all, how a
 answer without reasoning, and which token ends a turn.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Literal, TypeAlias, cast
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import json_text
 
 Message: TypeAlias = Fields  # role, content and all other fields, as chat templates take them
 Span: TypeAlias = tuple[int, int]  # of characters
@@ -497,7 +497,7 @@ def _adapt_call(call: Fields, form: ArgumentsForm) -> Fields:
     arguments = function.get("arguments", {})
     if form == "text" and isinstance(arguments, dict):
         # Parquet has dates, which json cannot write.
-        arguments = json.dumps(arguments, ensure_ascii=False, default=str)
+        arguments = json_text(arguments, ensure_ascii=False, default=str)
     return {**outer_fields, "type": "function", "function": {**function, "arguments": arguments}}
 
 

@@ -32,10 +32,12 @@ class Slot(NamedTuple):
         position: its number in the run: ``step * global_batch_size + j``.
         row: the number of its row. ``None`` after the end of an epoch: the slot is then padding,
             which has weight zero.
+        source: in an evaluation, the number of the source whose rows the batch has.
     """
 
     position: int
     row: int | None
+    source: int = 0
 
 
 class RowBatch(NamedTuple):
@@ -169,11 +171,11 @@ class EvalSampler(Sampler[list[Slot]]):
 
     def __iter__(self) -> Iterator[list[Slot]]:
         first = 0
-        for rows in self.source_rows:
+        for source, rows in enumerate(self.source_rows):
             end = first + rows
             for start in range(first, end, self.batch_size):
                 yield [
-                    Slot(position, row=position if position < end else None)
+                    Slot(position, row=position if position < end else None, source=source)
                     for position in range(start, start + self.batch_size)
                 ]
             first = end
@@ -308,6 +310,7 @@ class Collate:
             token_fingerprint=fingerprint(arrays["input_ids"][is_row]),
             label_fingerprint=fingerprint(arrays["labels"][is_row]),
             trimming=self._trimming(row_batch),
+            source=row_batch.slots[0].source,
         )
         if self.prepare is None:
             return local_batch
@@ -402,6 +405,7 @@ def eval_loader(
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
     source_rows: Sequence[int] = (),
+    bitwise: bool = False,
 ) -> DataLoader[RowBatch]:
     """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
@@ -415,9 +419,14 @@ def eval_loader(
         prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
         source_rows: the number of rows of each source, if there are several.
+        bitwise: keep the size of micro-batches, which affects rounding, whatever ``processes`` is.
     """
     source_rows = source_rows or [len(rows)]
-    sampler = EvalSampler(source_rows, _eval_batch_size(source_rows, processes, micro_batch))
+    if bitwise:
+        batch_size = processes * micro_batch
+    else:
+        batch_size = _eval_batch_size(source_rows, processes, micro_batch)
+    sampler = EvalSampler(source_rows, batch_size)
     collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 

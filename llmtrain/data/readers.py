@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, BinaryIO, NamedTuple, TypeAlias
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     import pyarrow
@@ -100,7 +101,7 @@ def has_artificial_nulls(path: Path) -> bool:
 
 def shown(value: object) -> str:
     """Return the beginning of a value as JSON, for an error message."""
-    return json.dumps(value, default=repr)[:_SHOWN_CHARACTERS]
+    return json_text(value, default=repr)[:_SHOWN_CHARACTERS]
 
 
 def numbered(records: Iterable[object], place: str, field: str | None = None) -> Iterator[Record]:

@@ -1,7 +1,6 @@
 """The conversations or preference records of a source, divided into training and eval data."""
 
 import array
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -15,6 +14,7 @@ from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.packing import Split, hash_fraction
 from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 
 R = TypeVar("R", Conversation, PreferenceRecord)
 T = TypeVar("T")
@@ -223,4 +223,4 @@ def _hash_of(record: Conversation | PreferenceRecord) -> float:
         while record.messages[first_answer]["role"] != "assistant":
             first_answer += 1
         prompt = record.messages[:first_answer] or record.messages
-    return hash_fraction(json.dumps(prompt, sort_keys=True, default=str))
+    return hash_fraction(json_text(prompt, sort_keys=True, default=str))

@@ -4,7 +4,6 @@ Everything that can be wrong with the flags is reported here, before any row is 
 """
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -31,6 +30,7 @@ from llmtrain.data.sources import (
     rename_columns,
 )
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
@@ -117,7 +117,7 @@ class DataRequest:
             key += [self.formats, _rendering_of(self.chat), self.stop_token_ids, self.unpaired]
         if "text" in self.formats:
             key += [config.text_column, self.text_columns]
-        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        return hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
 
 
 def make_request(

@@ -31,6 +31,7 @@ from llmtrain.data.readers import (
     suffix_of,
 )
 from llmtrain.errors import UserError, first_line, hub_error
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     import datasets
@@ -303,7 +304,7 @@ def _iterated_source(
         # Nulls with another meaning make other rows.
         digest = hashlib.sha256(b"streamed\n" if is_streamed else b"")
         for record in function():
-            digest.update(json.dumps(record, default=repr).encode() + b"\n")
+            digest.update(json_text(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
     def records(field: str | None) -> Iterator[Record]:
@@ -498,7 +499,7 @@ def _fingerprint_of_folder(folder: Path, selection: list[str | None]) -> str:
         folder: the folder. Hidden files are left out, because ``datasets`` ignores them.
         selection: the configuration and the split that are read.
     """
-    digest = hashlib.sha256(json.dumps(selection).encode())
+    digest = hashlib.sha256(json_text(selection).encode())
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in relative.parts)

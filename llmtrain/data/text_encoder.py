@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from llmtrain.data.chat_template import BadRow, any_of
 from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -175,7 +176,7 @@ class TextEncoder:
     def check_json(self, text: str) -> None:
         """Raise :class:`BadRow` if a template has written moved characters as JSON escapes."""
         for escaped in self._escapes:
-            if json.dumps(escaped)[1:-1] in text:
+            if json_text(escaped)[1:-1] in text:
                 raise BadRow(
                     "a message holds a special token, which the chat template writes as \\u escapes"
                 )

@@ -1,7 +1,6 @@
 """Tokenizers: trained on the data (char, byte, bpe), or any fast tokenizer of Hugging Face."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmtrain.errors import UserError, hub_error
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -182,7 +182,7 @@ def stop_token_ids_of(name: str) -> list[int]:
 
 def digest(tokenizer: FastTokenizer) -> str:
     """Return a hex sha256 of a tokenizer's content, which does not depend on its folder."""
-    content = tokenizer.backend_tokenizer.to_str() + json.dumps(
+    content = tokenizer.backend_tokenizer.to_str() + json_text(
         [tokenizer.special_tokens_map, tokenizer.eos_token_id, tokenizer.chat_template],
         sort_keys=True,
         default=str,

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+import psutil
+
 from llmtrain.console import debugging, print_error, rank
 from llmtrain.errors import ReportedElsewhereError, explain
 from llmtrain.launching.launcher import Launcher, check_launch, has_launcher
@@ -110,6 +112,16 @@ def _signal_when_parent_dies() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
     if os.getppid() != parent:  # the launcher died before the call
         os._exit(1)
+
+
+def seconds_since_start() -> float:
+    """Return for how many seconds this process has existed; 0 in a notebook.
+
+    The process of a notebook may have started hours before a run.
+    """
+    if "ipykernel" in sys.modules:
+        return 0.0
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def restore_garbage_collection() -> None:

@@ -1,6 +1,5 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Size, Tensor, nn
 
-from llmtrain.files import read_object
+from llmtrain.files import json_text, read_object
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 from llmtrain.types import JsonObject, TensorConverter
@@ -60,7 +59,7 @@ class ModelFiles:
         folder.mkdir(parents=True, exist_ok=True)
         if self.generation:
             (folder / "generation_config.json").write_text(
-                json.dumps(self.generation, indent=2) + "\n"
+                json_text(self.generation, indent=2) + "\n"
             )
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
@@ -69,7 +68,7 @@ class ModelFiles:
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        (folder / "config.json").write_text(json_text(self.config, indent=2) + "\n")
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps, by the model's own names.

@@ -8,7 +8,6 @@ again when its weights are in place (:mod:`llmtrain.models.pretrained`).
 import contextlib
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from llmtrain.errors import first_line
-from llmtrain.files import read_object, write_json
+from llmtrain.files import json_text, read_object, write_json
 from llmtrain.models.architecture import model_configuration
 from llmtrain.models.causal_lm import has_recurrence_kernels, make_causal_lm
 from llmtrain.models.config import ModelConfig
@@ -89,7 +88,7 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
         config.longest_row,
         has_recurrence_kernels() and torch.cuda.is_available(),
     ]
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(json_text(key, sort_keys=True, default=str).encode()).hexdigest()
     path = folder / f"{digest[:32]}.json"
 
     support = _read(path, class_name)

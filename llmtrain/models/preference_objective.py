@@ -74,7 +74,6 @@ class PreferenceObjective(Objective):
                 answers,
                 is_pair=is_pair,
                 rewards=rewards,
-                baseline=baseline,
             ),
         )
 
@@ -99,17 +98,19 @@ class PreferenceObjective(Objective):
         return self._pairs(model, batch).values.view(-1, self.rows.answers_per_row)
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
-        """Return means over the answers, by TRL's names. Log-probabilities are in nats."""
-        pairs = max(sums["pairs"], 1)
+        """Return means over the answers, by TRL's names. Log-probabilities are in nats.
+
+        Unpaired answers have no ``rewards/accuracies``, because it compares two answers.
+        """
         means = {
             f"{quantity}/{side}": sums[f"{quantity}/{side}"] / max(sums[side], 1)
             for quantity, side in _MEANS
         }
-        metrics = {
-            "rewards/accuracies": sums["right"] / pairs,
-            "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"],
-            **means,
-        }
+        margin = means["rewards/chosen"] - means["rewards/rejected"]
+        metrics = {"rewards/margins": margin, **means}
+        if not self.config.is_unpaired:
+            accuracy = sums["right"] / max(sums["pairs"], 1)
+            metrics = {"rewards/accuracies": accuracy, **metrics}
         if self.rows.are_scored:
             return {name: value for name, value in metrics.items() if name.startswith("rewards")}
         if "kl_baseline" in extra:
@@ -284,7 +285,7 @@ class PreferenceObjective(Objective):
 
     @torch.no_grad()
     def _metric_sums(
-        self, answers: Answers, *, is_pair: Tensor, rewards: Tensor, baseline: Tensor
+        self, answers: Answers, *, is_pair: Tensor, rewards: Tensor
     ) -> dict[str, Tensor]:
         """Return the sums over a micro-batch from which :meth:`metrics` computes means.
 
@@ -292,20 +293,17 @@ class PreferenceObjective(Objective):
             answers: of the pairs, [P, 2].
             is_pair: whether a pair is not padding, bool [P].
             rewards: of the answers, [P, 2].
-            baseline: of KTO, a scalar.
         """
         logps = answers.logps
         if self.config.is_unpaired:
             chosen = is_pair & answers.desirable
             rejected = is_pair & ~answers.desirable
-            is_above = rewards[:, 0] > self.config.beta * baseline
-            is_right = is_above == answers.desirable
             rejected_answer = 0
         else:
             chosen = is_pair
             rejected = is_pair
-            is_right = rewards[:, 0] > rewards[:, 1]
             rejected_answer = 1
+        is_right = rewards[:, 0] > rewards[:, 1]
         moved = (answers.reference - logps).sum(1)
 
         sums = {

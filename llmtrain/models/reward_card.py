@@ -5,10 +5,11 @@ token of its input that does not pad. The two differ if the chat template writes
 that token, such as a newline, or if that token is also used for padding.
 """
 
-import json
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -157,7 +158,7 @@ def _stop_token_pattern(
 
 def _literal(text: str) -> str:
     """Return a text as Python code, in double quotes."""
-    return json.dumps(text, ensure_ascii=False)
+    return json_text(text, ensure_ascii=False)
 
 
 def _render(

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from llmtrain.console import note, print_error
 from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
+from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES, SYNC_PHASES, Phases
 from llmtrain.parallel.ranks import Ranks
 
@@ -220,7 +221,7 @@ class Heartbeat:
             host=platform.node(),
             pid=os.getpid(),
         )
-        self._set(f"llmtrain/beat/{self.ranks.rank}", json.dumps(beat))
+        self._set(f"llmtrain/beat/{self.ranks.rank}", json_text(beat))
         if self._get(_STACKS) is not None:
             self._write_stacks()
 

@@ -1,6 +1,5 @@
 """An x-ray of some steps: when each process does what, and which gradients travel meanwhile."""
 
-import json
 import platform
 import statistics
 import time
@@ -253,7 +252,7 @@ def write_report(report: Report, folder: Path) -> None:
     title = f"x-ray of {folder.parent}: steps {report.steps[0]} to {report.steps[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
     (folder / "summary.json").write_text(json_text(summary(report), indent=1))
-    (folder / "trace.json").write_text(json.dumps(as_trace(report)))
+    (folder / "trace.json").write_text(json_text(as_trace(report)))
     (folder / "timeline.html").write_text(as_html(report, title))
     say(
         "x-ray",

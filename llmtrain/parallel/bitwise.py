@@ -1,4 +1,4 @@
-"""Gradients whose bits do not depend on how many processes computed them.
+"""Gradients and eval losses whose bits do not depend on how many processes computed them.
 
 Floating-point addition is not associative, so all-reduces over two and four processes differ in
 the last bits. Here the gradients of the micro-batches of a global batch are added in a fixed binary
@@ -7,6 +7,9 @@ tree: within a process by recursion, and between processes by recursive doubling
 The numbers of micro-batches and processes are powers of two, so the micro-batches of a process are
 a complete subtree. As a + b and b + a have the same bits, all layouts add the same pairs in the
 same order.
+
+In an evaluation, neighbouring micro-batches go to neighbouring ranks. So the first levels of the
+tree are between processes, and the others within them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,6 +92,15 @@ class BitwiseEngine(ReplicatedEngine):
             parameter.grad = gradient.view_as(parameter)
         loss = loss_sum[0] if self.is_main else torch.zeros_like(loss_sum[0])
         return LossSums(loss, metric_sums)
+
+    def sum_of_micro_batches(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the micro-batches of all ranks, added in a binary tree."""
+        sums_over_ranks = all_reduce_by_doubling(values.clone(), self.rank, self.world_size)
+
+        # Zeros change no sum. They fill the tree up, and with more ranks some are in `values`.
+        count = 1 << (len(values) - 1).bit_length()
+        zeros = values.new_zeros(count - len(values), *values.shape[1:])
+        return tree_sum(iter(torch.cat([sums_over_ranks, zeros])), count)
 
     def _gradient_of(
         self,

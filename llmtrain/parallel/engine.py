@@ -100,16 +100,19 @@ class Engine(Ranks):
 
         return self.call_in_forward(compute, batch)
 
-    def count(self, batches: Sequence[Batch], stop_requested: bool = False) -> StepTotals:
+    def count(self, batches: Iterable[Batch], stop_requested: bool = False) -> StepTotals:
         """Count target tokens, the denominator and the votes to stop over the global batch.
 
         One all-reduce carries all three.
         """
-        target_tokens = torch.stack([count_targets(batch["labels"]) for batch in batches])
-        denominators = torch.stack([self.objective.denominator(batch) for batch in batches])
-        denominator = denominators.sum()
+        target_tokens = []
+        denominators = []
+        for batch in batches:
+            target_tokens.append(count_targets(batch["labels"]))
+            denominators.append(self.objective.denominator(batch))
+        denominator = torch.stack(denominators).sum()
         local_counts = StepTotals(
-            target_tokens=target_tokens.sum(),
+            target_tokens=torch.stack(target_tokens).sum(),
             denominator=denominator,
             # A tensor copied from the host would make the host wait for the device.
             stop_votes=torch.full_like(denominator, int(stop_requested)),
@@ -139,6 +142,18 @@ class Engine(Ranks):
 
         self.set_phase("exchange")
         return self.sum_over_ranks(local_sum)
+
+    def sum_of_micro_batches(self, values: Tensor) -> Tensor:
+        """Return the sum over the micro-batches of all data-parallel ranks; all ranks call this.
+
+        Args:
+            values: this rank's values, float [micro-batches, N]. Every rank has as many, and
+                micro-batches of the same index were divided among the ranks in rank order.
+
+        Returns:
+            The sum, [N].
+        """
+        return self.sum_over_ranks(values.sum(0))
 
     def forward_backward(
         self, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None

@@ -28,7 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import new_folder, read_hashed, read_object, temporary_sibling, write_hashed
+from llmtrain.files import (
+    json_text,
+    new_folder,
+    read_hashed,
+    read_object,
+    temporary_sibling,
+    write_hashed,
+)
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import THIS_RANK, Team
@@ -420,4 +427,4 @@ def _file_names(folder: Path) -> set[str]:
 
 
 def _as_json(content: JsonObject) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
+    return (json_text(content, indent=2) + "\n").encode()

@@ -7,7 +7,6 @@ resumed only by a command that has the same fingerprint.
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -21,6 +20,7 @@ import torch
 
 from llmtrain._version import __version__
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.parallel.team import Team
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.history import History
@@ -50,7 +50,7 @@ _DESCRIBED_BY = {
 
 def digest(content: JsonObject) -> str:
     """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
 
 
 def version_of(package: str) -> str:

@@ -13,7 +13,7 @@ import filelock
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.files import read_object
+from llmtrain.files import json_text, read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import digest, named_difference
@@ -136,7 +136,7 @@ def _without_length(fingerprint: JsonObject) -> JsonObject:
 
 def _as_json(fingerprint: JsonObject) -> JsonObject:
     """Return a fingerprint as it is read from a file: numbers as keys become strings."""
-    content: JsonObject = json.loads(json.dumps(fingerprint))
+    content: JsonObject = json.loads(json_text(fingerprint))
     return content
 
 

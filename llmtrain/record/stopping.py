@@ -39,14 +39,19 @@ class Deadline:
     reserved: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, max_hours: float | None) -> "Deadline":
-        """Return the deadline of a run: ``max_hours`` from now, or the end of its Slurm job.
+    def of(cls, max_hours: float | None, seconds_since_start: float = 0.0) -> "Deadline":
+        """Return the deadline of a run: its time limit, or the end of its Slurm job.
 
         If there are both, the earlier one counts.
+
+        Args:
+            max_hours: the time limit, counted from the start of the process.
+            seconds_since_start: how long ago that was.
         """
         limits = [(math.inf, "")]
         if max_hours is not None:
-            limits.append((max_hours * 3600, f"--max_hours {max_hours:g} have passed"))
+            seconds_left = max_hours * 3600 - seconds_since_start
+            limits.append((seconds_left, f"--max_hours {max_hours:g} have passed"))
         slurm_end = os.environ.get(_SLURM_END, "")
         if slurm_end.isdigit():
             limits.append((float(slurm_end) - time.time(), "the Slurm job is about to end"))
@@ -85,6 +90,7 @@ class Patience:
         best: the best value so far, negated if higher is better.
         best_step: the step of the best value; 0 if there is none yet.
         worse: the number of evaluations since then.
+        initial: the value before the first step, negated if higher is better.
     """
 
     allowed: int
@@ -93,6 +99,7 @@ class Patience:
     best: float = math.inf
     best_step: int = 0
     worse: int = 0
+    initial: float = math.inf
 
     def __post_init__(self) -> None:
         self.keeps_best = self.keeps_best or self.allowed > 0
@@ -113,21 +120,39 @@ class Patience:
         )
 
     @property
+    def initial_was_better(self) -> str | None:
+        """A sentence if no evaluation was as good as the one before the first step."""
+        if not self.best_step or not self.initial < self.best:
+            return None
+        return (
+            f"training has not improved {self.metric}: it was {abs(self.initial):.4g} before the "
+            f"first step and {abs(self.best):.4g} at best, after step {self.best_step}, whose "
+            "weights are kept; the initial ones are not"
+        )
+
+    @property
     def state(self) -> list[float | None]:
-        """The part that a checkpoint stores as JSON: ``best``, ``best_step`` and ``worse``."""
-        return [self.best if self.best_step else None, self.best_step, self.worse]
+        """The part that a checkpoint stores as JSON.
+
+        It has ``best``, ``best_step``, ``worse`` and ``initial``.
+        """
+        best = self.best if self.best_step else None
+        initial = self.initial if math.isfinite(self.initial) else None
+        return [best, self.best_step, self.worse, initial]
 
     def restore(self, state: list[Any]) -> None:
         """Restore a :attr:`state` from a checkpoint."""
-        best, best_step, worse = state
+        best, best_step, worse, initial = state
         self.best = math.inf if best is None else best
         self.best_step = best_step
         self.worse = worse
+        self.initial = math.inf if initial is None else initial
 
     def record(self, step: int, metrics: JsonObject) -> None:
         """Record an evaluation.
 
-        The evaluation before the first step is never the best, but it must have the metric, too.
+        The evaluation before the first step is never the best, because no checkpoint has the
+        initial weights. It must have the metric, too.
 
         Args:
             step: steps made so far.
@@ -141,11 +166,10 @@ class Patience:
             raise UserError(
                 f"--metric_for_best_model {self.metric} is not measured; choose one of {names}."
             )
-        if step == 0:
-            return
-
         value = float(metrics[self.metric]) * (1 if is_lower_better(self.metric) else -1)
-        if value < self.best:
+        if step == 0:
+            self.initial = value
+        elif value < self.best:
             self.best = value
             self.best_step = step
             self.worse = 0

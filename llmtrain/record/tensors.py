@@ -7,7 +7,6 @@ of the tensors.
 
 import inspect
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES, load_file
 
-from llmtrain.files import write_hashed
+from llmtrain.files import json_text, write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
@@ -175,7 +174,7 @@ def _encoded_header(share: Share) -> bytes:
         }
         offset = end
 
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json_text(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 

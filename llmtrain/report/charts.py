@@ -76,8 +76,9 @@ def charts(runs: Sequence[History]) -> list[Chart]:
         *_train_and_eval_curves(groups, "logps/chosen", prefix="chosen, "),
         *_train_and_eval_curves(groups, "logps/rejected", prefix="rejected, "),
     ]
-    # Preference training logs accuracies, and its loss is not in nats per token.
-    loss_unit = "" if accuracy else "nats per token"
+    # Preference training logs rewards, and its loss is not in nats per token.
+    has_rewards = bool(_train_and_eval_curves(groups, "rewards/margins"))
+    loss_unit = "" if has_rewards else "nats per token"
 
     all_charts = [
         Chart(

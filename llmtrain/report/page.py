@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from llmtrain.files import json_text
 from llmtrain.observe.phases import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
@@ -87,6 +88,7 @@ def html(runs: Sequence[History]) -> str:
     )
     # By default, the filter `tojson` sorts keys. The page needs them in their own order.
     environment.policies["json.dumps_kwargs"] = {}
+    environment.policies["json.dumps_function"] = json_text
     environment.filters["as_time"] = _format_time
     environment.filters["as_size"] = size_text
 

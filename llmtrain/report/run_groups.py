@@ -5,12 +5,12 @@ bits. So the seed is the only noise, and the runs of a group are a sample of it.
 """
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.record.history import History, runs_in
 from llmtrain.report.difference import shorten_hash
 from llmtrain.report.identity import (
@@ -68,7 +68,7 @@ def group_runs(runs: Sequence[History]) -> list[RunGroup]:
     """
     indices_by_key: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        key = json.dumps(_compared_values(run), sort_keys=True)
+        key = json_text(_compared_values(run), sort_keys=True)
         indices_by_key.setdefault(key, []).append(i)
 
     groups: list[list[int]] = []
@@ -146,7 +146,7 @@ def _names(runs: Sequence[History]) -> list[str]:
 
 def _are_distinct(values_by_run: Sequence[Mapping[str, Json]], keys: Sequence[str]) -> bool:
     """Return whether no two runs have the same values of these keys."""
-    texts = {json.dumps([values.get(key) for key in keys]) for values in values_by_run}
+    texts = {json_text([values.get(key) for key in keys]) for values in values_by_run}
     return len(texts) == len(values_by_run)
 
 

@@ -249,7 +249,7 @@ class Replay(LoopCallback):
         if not self._is_next_step_replayed:
             return
         with eager_code(self.engine.model):
-            rows = row_losses(self.engine, batch)
+            rows = row_losses(self.engine, batch, self.run.bundle.prepare_batch)
         self.run.writer.write("replay.json", {"step": self.run.step + 1, "rows": rows})
 
     def wants_to_stop(self) -> bool:
@@ -431,7 +431,7 @@ class Evaluation(LoopCallback):
         with self.timing.throughput.paused(), eager_code(self.engine.model):
             # Some objectives need a pass over all eval batches before the loss, such as KTO for its
             # baseline. For the others this makes no pass and returns nothing.
-            extra = eval_extra(self.engine, self._batches())
+            extra = eval_extra(self.engine, self._batches)
             results = evaluate(
                 self.engine,
                 self._batches(),
@@ -461,8 +461,12 @@ class Samples(LoopCallback):
         return bool(context.run.settings.loop.sample_prompts) and not context.is_replay
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A run that was asked to stop makes no samples, to stop sooner.
+        if info.should_stop and not info.is_last:
+            return
         if not info.is_due(self.settings.eval_steps):
             return
+        start = time.monotonic()
         prompts = self.settings.sample_prompts
         sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.seed)
 
@@ -475,6 +479,8 @@ class Samples(LoopCallback):
                 sampling,
                 stop_token_ids=self.run.rows.stop_token_ids,
             )
+        # A run with a time limit stops early enough to make samples once more.
+        self.run.deadline.reserve("samples", time.monotonic() - start)
         pairs = zip(prompts, texts, strict=True)
         self.run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
 

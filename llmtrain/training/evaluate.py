@@ -1,25 +1,32 @@
 """Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
 
-import bisect
 import itertools
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, sample_token
-from llmtrain.parallel.engine import Engine, add_metrics
-from llmtrain.types import Batch, JsonObject, LocalBatch, LossSums, Metric, StepTotals
+from llmtrain.parallel.engine import Engine
+from llmtrain.types import Batch, JsonObject, LocalBatch, Metric
 
 _ROW_TOKENS = 64  # tokens of a row that `row_losses` returns
 _LOSS = ""  # the name under which the loss is summed; it sorts before all others
 
 
-class EvalSums:
-    """Sums over eval batches: ratios by name, and the sums of the objective's further metrics.
+class EvalTotals(NamedTuple):
+    """Sums over the micro-batches of all ranks: ratios, and the objective's further metrics."""
 
-    The sums stay on the device until :meth:`reduce`, because reading one waits for the device.
+    ratios: dict[str, tuple[float, float]]  # a numerator and its denominator, by name
+    metrics: dict[str, float]
+
+
+class EvalSums:
+    """Sums over eval batches, by source.
+
+    The sums of the micro-batches stay on the device until :meth:`reduce`, because reading one waits
+    for the device. Each source has its own sum, because its rows begin with a new batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -27,56 +34,78 @@ class EvalSums:
         # MPS has no float64.
         on_mps = engine.device.type == "mps"
         self.device = torch.device("cpu") if on_mps else engine.device
-        self._ratios: dict[str, torch.Tensor] = {}  # float64 [2]: numerator and denominator
-        self._metrics: dict[str, torch.Tensor] = {}
+        self._ratio_names: list[str] = []
+        self._metric_names: list[str] = []
+        # The sums of each micro-batch, by source. Two numbers for each ratio come first, then the
+        # metrics: float64 [2 * ratios + metrics].
+        self._micro_batches: dict[int, list[torch.Tensor]] = {}
 
     def add(
         self,
         ratios: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         metrics: Mapping[str, torch.Tensor],
+        source: int = 0,
     ) -> None:
         """Add the sums of a micro-batch.
 
         Args:
             ratios: a sum and its denominator, by name.
             metrics: sums of further metrics, by name.
+            source: the number of the source of its rows.
 
         Raises:
             UserError: if the names differ from those of earlier micro-batches.
         """
-        if self._ratios and self._ratios.keys() != ratios.keys():
+        ratio_names = sorted(ratios)
+        if self._micro_batches and self._ratio_names != ratio_names:
             raise UserError(
                 "a metric must have the same names for every batch, "
-                f"not {sorted(self._ratios)} and {sorted(ratios)}."
+                f"not {self._ratio_names} and {ratio_names}."
             )
-        for name, ratio in ratios.items():
-            pair = torch.stack([self._as_float64(number) for number in ratio])
-            self._ratios[name] = self._ratios[name] + pair if name in self._ratios else pair
-        add_metrics(self._metrics, metrics)
+        self._ratio_names = ratio_names
+        self._metric_names = sorted(metrics)
+
+        numbers = [number for name in ratio_names for number in ratios[name]]
+        numbers += [metrics[name] for name in self._metric_names]
+        sums = torch.stack([self._as_float64(number) for number in numbers])
+        self._micro_batches.setdefault(source, []).append(sums)
 
     def _as_float64(self, number: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(number, dtype=torch.float64, device=self.device)
 
-    def reduce(self) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
-        """Sum over all ranks; all ranks call this.
+    def reduce(self) -> dict[int, EvalTotals]:
+        """Return the totals of each source over all ranks; all ranks call this."""
+        totals = [
+            self.engine.sum_of_micro_batches(torch.stack(sums))
+            for sums in self._micro_batches.values()
+        ]
+        numbers = torch.stack(totals).tolist()
+        return {
+            source: self._named(row)
+            for source, row in zip(self._micro_batches, numbers, strict=True)
+        }
 
-        Returns:
-            The ratios, and the sums of further metrics, by name.
-        """
-        names = sorted(self._ratios)
-        parts = [self._ratios[name] for name in names]
-        if self._metrics:
-            metrics = torch.stack([*self._metrics.values()])
-            parts.append(metrics.to(self.device, torch.float64))
-        total = torch.cat(parts)
-        if self.engine.world_size > 1:
-            total = self.engine.sum_over_ranks(total)
+    def _named(self, numbers: list[float]) -> EvalTotals:
+        """Return the numbers of a source by their names."""
+        count = 2 * len(self._ratio_names)
+        pairs = zip(numbers[:count:2], numbers[1:count:2], strict=True)
+        return EvalTotals(
+            ratios=dict(zip(self._ratio_names, pairs, strict=True)),
+            metrics=dict(zip(self._metric_names, numbers[count:], strict=True)),
+        )
 
-        numbers = total.tolist()
-        # The two numbers of each ratio come first, then the metrics.
-        ratios = {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
-        metric_sums = dict(zip(self._metrics, numbers[2 * len(names) :], strict=True))
-        return ratios, metric_sums
+
+def sum_of_sources(totals: Iterable[EvalTotals]) -> EvalTotals:
+    """Return the totals of all sources together, added in their order."""
+    ratios: dict[str, tuple[float, float]] = {}
+    metrics: dict[str, float] = {}
+    for source in totals:
+        for name, (numerator, denominator) in source.ratios.items():
+            earlier = ratios.get(name, (0.0, 0.0))
+            ratios[name] = (earlier[0] + numerator, earlier[1] + denominator)
+        for name, value in source.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    return EvalTotals(ratios, metrics)
 
 
 def mean(ratio: tuple[float, float]) -> float:
@@ -91,7 +120,7 @@ def evaluate(
     eval_batches: Iterable[LocalBatch],
     text_bytes: int,
     metric: Metric | None = None,
-    sources: Mapping[str, int] | None = None,
+    sources: Iterable[str] = (),
     extra: Batch | None = None,
 ) -> dict[str, float]:
     """Return the eval loss over all ranks, and the metrics that follow from it.
@@ -104,89 +133,73 @@ def evaluate(
         text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
         metric: a custom metric of the user. It returns a sum and a denominator by name.
             ``eval/NAME`` is the ratio of the two, after both are summed over all micro-batches.
-        sources: the number of rows of each source, in the order of the rows. ``eval/loss/SOURCE``
-            is the loss of one source. No batch has rows of two sources.
+        sources: the names of the sources, by their numbers. ``eval/loss/SOURCE`` is the loss of one
+            source. No batch has rows of two sources.
         extra: what the objective's ``prepass`` returned for all eval rows.
 
     Raises:
         UserError: if the names of a metric differ between micro-batches.
     """
-    source_rows = sources or {}
     sums = EvalSums(engine)
     engine.model.eval()
     for local_batch in eval_batches:
-        source = _source_of(local_batch, source_rows)
         for batch in local_batch.batches:
             custom_ratios = metric(engine.unwrapped, batch) if metric is not None else {}
             loss = engine.loss(batch, extra)
-            denominator = engine.objective.denominator(batch)
-            ratios = _loss_by_source(loss, denominator, source=source, sources=source_rows)
-            sums.add(ratios | custom_ratios, loss.metrics)
+            loss_ratio = (loss.loss, engine.objective.denominator(batch))
+            sums.add({_LOSS: loss_ratio, **custom_ratios}, loss.metrics, local_batch.source)
     engine.free_gathered_weights()
     engine.model.train()
 
-    ratios_of_all, metric_sums = sums.reduce()
-    loss_sum, loss_denominator = ratios_of_all.pop(_LOSS)
+    totals = sums.reduce()
+    ratios, metric_sums = sum_of_sources(totals.values())
+    loss_sum, loss_denominator = ratios.pop(_LOSS)
     mean_loss = loss_sum / max(loss_denominator, 1)
 
     metrics = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
-    metrics = metrics | engine.objective.metrics(metric_sums, extra={})
-    metrics = metrics | {name: mean(ratio) for name, ratio in ratios_of_all.items()}
+    metrics = metrics | engine.objective.metrics(metric_sums, extra or {})
+    for number, source in enumerate(sources):
+        metrics[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
+    metrics = metrics | {name: mean(ratio) for name, ratio in ratios.items()}
     return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in metrics.items()}}
 
 
-def _loss_by_source(
-    loss: LossSums,
-    denominator: torch.Tensor,
-    *,
-    source: str | None,
-    sources: Iterable[str],
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the loss of a micro-batch with its denominator, under its own name and by source.
-
-    Args:
-        loss: the sums of a micro-batch.
-        denominator: what it adds to the denominator.
-        source: the source of its rows. All other sources get zeros.
-        sources: all sources.
-    """
-    ratio = (loss.loss, denominator)
-    zeros = (denominator.new_zeros(()), denominator.new_zeros(()))
-
-    ratios = {_LOSS: ratio}
-    for name in sources:
-        ratios[f"loss/{name}"] = ratio if name == source else zeros
-    return ratios
-
-
-def _source_of(local_batch: LocalBatch, source_rows: Mapping[str, int]) -> str | None:
-    """Return the source of the rows of a batch; ``None`` if there are no sources."""
-    if not source_rows:
-        return None
-    ends = list(itertools.accumulate(source_rows.values()))
-    last_row = int(local_batch.rows.max())
-    return list(source_rows)[bisect.bisect_right(ends, last_row)]
-
-
-def eval_extra(engine: Engine, eval_batches: Iterable[LocalBatch]) -> Batch:
+def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]]) -> Batch:
     """Return the extra inputs that the objective needs for an eval loss.
 
-    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them.
+    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them, as if these
+    were one global batch. Another pass counts their targets, without the model.
+
+    Args:
+        engine: how this process computes.
+        read_batches: returns this rank's share of the eval rows, each time anew.
     """
     if not engine.objective.uses_prepass_in_eval:
         return {}
+
+    def micro_batches() -> Iterator[Batch]:
+        for local_batch in read_batches():
+            yield from local_batch.batches
+
     engine.model.eval()
-    batches = itertools.chain.from_iterable(local_batch.batches for local_batch in eval_batches)
-    zero = torch.zeros((), device=engine.device)
-    totals = StepTotals(target_tokens=zero, denominator=zero, stop_votes=zero)
-    return engine.objective.prepass(engine, batches, totals)
+    totals = engine.count(micro_batches())
+    return engine.objective.prepass(engine, micro_batches(), totals)
 
 
 @torch.no_grad()
-def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
+def row_losses(
+    engine: Engine,
+    local_batch: LocalBatch,
+    prepare: Callable[[Batch], Batch] | None = None,
+) -> list[JsonObject]:
     """Return the loss of each row of the global batch, before the step is made.
 
     All ranks call this. The random state stays as it is, so the step draws the same numbers.
+
+    Args:
+        engine: how this process computes.
+        local_batch: this rank's share of the global batch.
+        prepare: the model's ``prepare_batch``. It is called again, with each row.
 
     Returns:
         A dictionary for each row: ``row``, ``targets`` (the number of target tokens), ``loss``
@@ -198,7 +211,7 @@ def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
         totals = engine.count(local_batch.batches)
         extra = engine.objective.prepass(engine, local_batch.batches, totals)
 
-    single_rows = [_single_row(local_batch, i) for i in range(len(local_batch.rows))]
+    single_rows = [_single_row(local_batch, i, prepare) for i in range(len(local_batch.rows))]
     with engine.fork_rng():
         losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
     denominators = [engine.objective.denominator(row) for row in single_rows]
@@ -219,9 +232,16 @@ def row_losses(engine: Engine, local_batch: LocalBatch) -> list[JsonObject]:
     ]
 
 
-def _single_row(local_batch: LocalBatch, index: int) -> Batch:
-    """Return a micro-batch of one row."""
-    return {name: column[index : index + 1] for name, column in local_batch.columns.items()}
+def _single_row(
+    local_batch: LocalBatch, index: int, prepare: Callable[[Batch], Batch] | None
+) -> Batch:
+    """Return a micro-batch of one row, with what the model's ``prepare_batch`` returns for it."""
+    row = {name: column[index : index + 1] for name, column in local_batch.columns.items()}
+    if prepare is None:
+        return row
+    row_on_host = {name: column.cpu() for name, column in row.items()}
+    device = local_batch.columns["labels"].device
+    return row | {name: value.to(device) for name, value in prepare(row_on_host).items()}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
-from llmtrain.launching.process import leave_group
+from llmtrain.launching.process import leave_group, seconds_since_start
 from llmtrain.parallel.fsdp import is_sharded
 from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.placement import parameter_counts
@@ -355,7 +355,10 @@ def _new_run(
     if resume_point.checkpoint:
         saver.verified.append(resume_point.checkpoint)
 
-    is_replay = settings.loop.replay_step is not None
+    deadline = Deadline()
+    if settings.loop.replay_step is None:
+        # Tokenising, loading the model and the reference pass have taken part of the time.
+        deadline = Deadline.of(settings.loop.max_hours, seconds_since_start())
     return Run(
         accelerator=accelerator,
         settings=settings,
@@ -367,7 +370,7 @@ def _new_run(
         writer=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
         saver=saver,
         metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
-        deadline=Deadline() if is_replay else Deadline.of(settings.loop.max_hours),
+        deadline=deadline,
         patience=Patience(
             settings.loop.early_stopping_patience,
             settings.loop.metric_for_best_model,

@@ -212,7 +212,7 @@ class LoopConfig(Config):
     )
     max_hours: float | None = flag(
         None,
-        "save and stop before this many hours have passed since the start",
+        "save and stop before this many hours have passed since the process started",
         hidden=True,
         group="run folder and checkpoints",
     )

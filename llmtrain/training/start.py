@@ -125,5 +125,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
         source_rows=[*rows.eval_sources.values()],
+        bitwise=settings.loop.bitwise,
     )
     return batches, eval_batches

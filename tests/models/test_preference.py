@@ -489,6 +489,17 @@ def test_metrics_are_means_by_trls_names(load, tmp_path: Path, accelerator) -> N
     assert metrics == pytest.approx(expected, rel=1e-4)
 
 
+def test_unpaired_answers_have_no_share_of_pairs(load, tmp_path: Path, accelerator) -> None:
+    rows = rows_of(some_pairs(7), tmp_path, "one prompt")
+    bundle = load(rows, loss="kto")
+    engine = engine_of(accelerator, bundle.model.eval(), bundle.objective)
+    (batch,) = batches_of(with_reference(rows, values_of(rows, bundle)), bundle, micro_batch=7)[:1]
+    sums = {name: float(total) for name, total in engine.loss(batch).metrics.items()}
+    metrics = bundle.objective.metrics(sums, {"kl_baseline": torch.tensor(0.5)})
+    assert "rewards/accuracies" not in metrics
+    assert {"kl", "rewards/margins", "rewards/chosen", "rewards/rejected"} < metrics.keys()
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -1,15 +1,22 @@
 import copy
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 
 from llmtrain.data.config import DataConfig
+from llmtrain.data.loader import eval_loader
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
+from llmtrain.parallel import bitwise
 from llmtrain.parallel.bitwise import BitwiseEngine, tree_sum
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.layout import Layout
@@ -72,6 +79,64 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
     parameters = zip(bitwise.model.parameters(), ordinary.model.parameters(), strict=True)
     for parameter, expected in parameters:
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_micro_batches_of_an_evaluation_are_the_same_on_any_number_of_ranks(
+    processes: int,
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
+    loader = eval_loader(rows, processes, 8, source_rows=[21, 9], bitwise=True)
+    found: dict[int, list[list[int]]] = {0: [], 1: []}
+    for batch in loader:
+        # Accelerate gives each rank a slice of the batch; a slice of empty slots adds zero.
+        for rank_rows in batch.rows.view(processes, -1).tolist():
+            if max(rank_rows) >= 0:
+                found[batch.source].append(rank_rows)
+    empty = -1
+    assert found == {
+        0: [[*range(8)], [*range(8, 16)], [*range(16, 21), *[empty] * 3]],
+        1: [[*range(21, 29)], [29, *[empty] * 7]],
+    }
+
+
+class SimulatedRanks:
+    """Ranks of one process, one thread each, that exchange tensors with each other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count)
+        self.sent: dict[int, torch.Tensor] = {}
+        self.local = threading.local()
+
+    def swap_with(self, peer: int, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent[self.local.rank] = tensor.clone()
+        self.barrier.wait()
+        received = self.sent[peer]
+        self.barrier.wait()
+        return received
+
+    def sum_of_micro_batches(self, rank: int, values: torch.Tensor) -> torch.Tensor:
+        self.local.rank = rank
+        engine: Any = SimpleNamespace(rank=rank, world_size=self.count)
+        return BitwiseEngine.sum_of_micro_batches(engine, values)
+
+
+def test_sums_of_an_evaluation_have_the_same_bits_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terms = torch.stack(leaves(13))
+    totals = []
+    for count in (1, 2, 4, 8):
+        ranks = SimulatedRanks(count)
+        monkeypatch.setattr(bitwise, "swap_with", ranks.swap_with)
+        padded = torch.cat([terms, terms.new_zeros(-len(terms) % count, terms.shape[1])])
+        shares = [padded[rank::count] for rank in range(count)]
+        with ThreadPoolExecutor(count) as pool:
+            totals += pool.map(ranks.sum_of_micro_batches, range(count), shares)
+    assert len(totals) == 15
+    assert all(torch.equal(total, totals[0]) for total in totals)
+    assert torch.allclose(totals[0], terms.sum(0))
 
 
 @pytest.mark.parametrize(

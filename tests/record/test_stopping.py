@@ -1,10 +1,12 @@
+import json
+import math
 import signal
 import time
 
 import pytest
 
 from llmtrain.record import stopping
-from llmtrain.record.stopping import Deadline, stop_signals
+from llmtrain.record.stopping import Deadline, Patience, stop_signals
 
 
 def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
@@ -28,6 +30,35 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
     assert deadline.is_near()
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
     assert Deadline.of(0.5).reason == "--max_hours 0.5 have passed"
+    # The start of the process counts, not that of the training.
+    deadline = Deadline.of(0.5, seconds_since_start=1700)
+    assert not deadline.is_near()
+    now += 95
+    assert deadline.is_near()
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "text"),
+    [
+        ("eval/loss", [2.0, 2.5, 2.25], "it was 2 before the first step and 2.25 at best, after"),
+        ("eval/accuracy", [0.5, 0.25], "it was 0.5 before the first step and 0.25 at best, after"),
+        ("eval/loss", [2.0, 2.5, 1.5], None),
+        ("eval/accuracy", [0.5, 0.75], None),
+        ("eval/loss", [math.nan, 2.5], None),
+        ("eval/loss", [2.0, math.nan], None),
+    ],
+)
+def test_a_run_that_was_best_before_its_first_step_says_so_also_after_a_resume(
+    metric: str, values: list[float], text: str | None
+) -> None:
+    patience = Patience(0, metric, keeps_best=True)
+    for step, value in enumerate(values):
+        patience.record(step, {metric: value})
+        state = json.loads(json.dumps(patience.state, allow_nan=False))
+        patience = Patience(0, metric, keeps_best=True)
+        patience.restore(state)
+    sentence = patience.initial_was_better
+    assert sentence is None if text is None else text in str(sentence)
 
 
 def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(

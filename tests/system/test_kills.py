@@ -22,6 +22,7 @@ from tests.launching import (
     long_form,
     metrics,
     read_json,
+    series,
     stop_group,
     torchrun,
 )
@@ -53,11 +54,10 @@ LAYOUTS = {
 }
 
 
-def end_of(folder: Path) -> tuple[str, str]:
-    """The hash of weights and optimizer, and the ledger of rows, of a finished run."""
-    return tensors_digest(folder / "checkpoints" / f"step-{STEPS:08d}"), (
-        folder / "rows.jsonl"
-    ).read_text()
+def end_of(folder: Path) -> tuple[str, str, dict[int, float]]:
+    """The hash of weights and optimizer, the ledger of rows and the eval losses of a finished run."""
+    digest = tensors_digest(folder / "checkpoints" / f"step-{STEPS:08d}")
+    return digest, (folder / "rows.jsonl").read_text(), series(folder, "eval/loss")
 
 
 def readings(folder: Path) -> int:

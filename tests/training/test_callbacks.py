@@ -1,5 +1,6 @@
 """What the callbacks of the loop record, and when."""
 
+import contextlib
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice
+from llmtrain.training import callbacks
+from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice, Samples
 from llmtrain.training.settings import Settings
 from llmtrain.types import Batch, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
@@ -165,6 +167,35 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
     assert context.evaluates_after(stopping) == evaluates
     assert context.evaluates_after(StepInfo(4, is_last=False, should_stop=False))
     assert not context.evaluates_after(StepInfo(3, is_last=False, should_stop=False))
+
+
+def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved: dict[str, float] = {}
+    steps: list[int] = []
+    loop = SimpleNamespace(eval_steps=2, sample_prompts=["a"], seed=0)
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(loop=loop),
+        rows=SimpleNamespace(tokenizer=None, stop_token_ids=()),
+        deadline=SimpleNamespace(reserve=reserved.__setitem__),
+        log_samples=lambda samples: steps.append(samples[0]["text"]),
+    )
+    engine: Any = SimpleNamespace(set_phase=lambda phase: None, model=nn.Linear(1, 1))
+    timing: Any = SimpleNamespace(throughput=SimpleNamespace(paused=contextlib.nullcontext))
+    context: Any = SimpleNamespace(run=run, engine=engine, timing=timing)
+    samples = Samples(context)
+    unused: Any = None
+    for info in (
+        StepInfo(2, is_last=False, should_stop=False),
+        StepInfo(4, is_last=False, should_stop=True),
+        StepInfo(5, is_last=True, should_stop=True),
+    ):
+        step = info.step
+        monkeypatch.setattr(callbacks, "sample", lambda *_, step=step, **__: [step])
+        samples.on_step_end(unused, unused, info)
+    assert steps == [2, 5]
+    assert reserved["samples"] >= 0
 
 
 def test_ranks_that_share_a_model_count_once_in_the_fingerprint_of_a_batch() -> None:

@@ -1,14 +1,18 @@
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from torch import Tensor, nn
 
-from llmtrain.data.loader import eval_loader
+from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.training.evaluate import evaluate
+from llmtrain.training.evaluate import eval_extra, evaluate, row_losses
+from llmtrain.types import Batch, LossSums, Objective, StepTotals
 from tests.engines import engine_of
 
 
@@ -32,3 +36,62 @@ def test_every_eval_token_counts_once_whatever_the_batch(
     assert results["eval/perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert results["eval/bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
     assert model.training
+
+
+class Offset(nn.Module):
+    """A model that cannot compute without the offsets that `add_offsets` prepares."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, offsets: Tensor) -> Tensor:
+        return (offsets * (labels[:, 1:] != -100).any(1)).sum().double()
+
+
+def add_offsets(batch: Batch) -> Batch:
+    return {"offsets": batch["input_ids"].sum(1)}
+
+
+def test_the_loss_of_a_single_row_gets_what_prepare_batch_returns(accelerator: Accelerator) -> None:
+    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    loader = train_loader(
+        Dataset.from_dict({"input_ids": rows}), 4, 2, range(1), seed=None, prepare=add_offsets
+    )
+    (batch,) = accelerator.prepare(loader)
+    losses = row_losses(engine_of(accelerator, Offset()), batch, add_offsets)
+    assert [row["row"] for row in losses] == [0, 1, 2]
+    assert [row["loss"] * row["targets"] for row in losses] == [6, 15, 24]
+
+
+class Constant(nn.Module):
+    """A model whose loss is a nat for each target token."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum().double()
+
+
+class Counted(Objective):
+    """An objective whose loss needs the counts of all eval rows."""
+
+    uses_prepass_in_eval = True
+
+    def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
+        assert {count.dtype for count in totals} == {torch.int64}
+        assert engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches) == 10
+        return {"tokens": totals.target_tokens, "denominator": totals.denominator}
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
+        nll = model.nll(**batch)
+        return LossSums(nll * extra["tokens"], metrics={"nll": nll})
+
+    def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
+        return {"share": sums["nll"] / int(extra["denominator"])}
+
+
+def test_an_eval_prepass_gets_the_counts_and_the_metrics_get_what_it_returned(
+    accelerator: Accelerator,
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 5})
+    loader = accelerator.prepare(eval_loader(rows, 1, 2))
+    engine = engine_of(accelerator, Constant(), Counted())
+    extra = eval_extra(engine, lambda: loader)
+    results = evaluate(engine, loader, text_bytes=0, extra=extra)
+    assert results["eval/loss"] == 10
+    assert results["eval/share"] == 1

@@ -187,9 +187,9 @@ def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
         have_chosen, outcomes = context.Barrier(count), context.SimpleQueue()
         deadline_of = running.Deadline.of
 
-        def wait_for_the_others(hours: float | None) -> running.Deadline:
+        def wait_for_the_others(*arguments: object) -> running.Deadline:
             have_chosen.wait(60)
-            return deadline_of(hours)
+            return deadline_of(*arguments)
 
         def start() -> None:
             try:
@@ -707,3 +707,22 @@ def test_only_the_first_start_of_a_run_forks_what_it_extends(
     begin(steps=(30,), **named)
     fork = f"{record['run_id']}?_step=10" if is_online else ""
     assert [run.fork for run in told.starts] == ["", fork, ""]
+
+
+def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(
+    opened, tmp_path: Path
+) -> None:
+    with opened() as run:
+        run.patience.keeps_best = True
+        run.patience.record(0, {"eval/loss": 1.5})
+        run.step = 1
+        run.patience.record(1, {"eval/loss": 2.5})
+        finish(run, torch.nn.Linear(2, 2))
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]
+    assert [(event["kind"], event["text"]) for event in events] == [
+        (
+            "worse",
+            "training has not improved eval/loss: it was 1.5 before the first step and 2.5 at best, "
+            "after step 1, whose weights are kept; the initial ones are not",
+        )
+    ]
