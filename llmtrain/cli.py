@@ -5,14 +5,13 @@ import importlib
 import os
 import pkgutil
 import sys
-import traceback
 from types import ModuleType
 from typing import NoReturn
 
 from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
-from llmtrain.errors import UserError, explain
+from llmtrain.errors import UserError, explain, print_traceback_with_causes
 
 _MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
 COMMANDS = [name for name in _MODULES if not name.startswith("_")]
@@ -60,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         if line is None:
             raise
         if debugging():
-            traceback.print_exc()
+            print_traceback_with_causes(error)
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
 

@@ -234,6 +234,22 @@ def test_debugging_shows_where_an_error_arose(
     )
 
 
+def test_debugging_shows_the_error_that_a_line_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("def choose():\n    return {}['depth']\n\nchoose()\n")
+    words = ["plan", str(recipe), "--gpu", "H100"]
+    status, _, err = ended(capsys, *words)
+    assert (status, err.count("\n")) == (2, 1)
+
+    monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
+    status, _, err = ended(capsys, *words)
+    assert status == 2
+    assert "in choose" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
 def test_a_disk_that_refuses_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
