@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, Type
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain import config_file
-from llmtrain.console import rank, say
+from llmtrain.console import in_notebook, rank, say
 from llmtrain.errors import UserError
 
 _UNSET = object()
@@ -177,7 +177,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     Args:
         defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
             :data:`HintFor`, that explains unknown flags and wrong values.
-        argv: the words of the command line; by default, those of this process.
+        argv: the words of the command line; by default, those of this process, or none in a
+            notebook.
         description: the text at the top of ``--help``.
 
     Raises:
@@ -185,7 +186,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
             then says for each what to write instead, or the nearest name.
     """
     if argv is None:
-        argv = sys.argv[1:]
+        # In a notebook, the words of this process are those of its kernel.
+        argv = [] if in_notebook() else sys.argv[1:]
     configs = configs_of(defaults)
     parser = _Parser(
         configs.values(),

@@ -3,8 +3,10 @@
 import dataclasses
 import re
 import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
@@ -495,6 +497,15 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
     assert "--no_soft" in text, "of a switch that is on, how to turn it off"
     assert "--soft" not in text
     assert "--secret" in help_text(capsys, monkeypatch, together(Toy()), flag="--help_all")
+
+
+def test_the_words_of_a_kernel_are_no_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kernel.py", "-f", "kernel.json"])
+    with pytest.raises(UserError):
+        parse(together(Toy()))
+    kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
+    assert parse(together(Toy())).part0 == Toy()
 
 
 @pytest.mark.parametrize("value", [True, False])
