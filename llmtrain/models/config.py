@@ -184,10 +184,7 @@ class ModelConfig(Config):
             require_at_least(self, 2, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
-        self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
-        # A name without a slash is a model type, even if there is such a folder.
-        if self.from_config and "/" in self.from_config:
-            self.from_config = _model_of_run(self.from_config, "from_config")
+        self.resolve_runs()
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -199,6 +196,16 @@ class ModelConfig(Config):
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
             )
+
+    def resolve_runs(self) -> None:
+        """Let the names of runs and checkpoints refer to their model folders.
+
+        A program may set these fields after the config is made, so those who read them call this.
+        """
+        self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
+        # A name without a slash is a model type, even if there is such a folder.
+        if self.from_config and "/" in self.from_config:
+            self.from_config = _model_of_run(self.from_config, "from_config")
 
     @property
     def row_length(self) -> int:
@@ -271,8 +278,11 @@ class ModelConfig(Config):
     def fit_max_length(self) -> None:
         """Lower the default ``max_length`` to the positions of the model, and log it.
 
+        The name of a run becomes that of its model folder.
+
         If the model is an adapter, it is merged into its base first, and the merged model is used.
         """
+        self.resolve_runs()
         self._merge_adapter()
         if self.max_length == "auto":
             return
