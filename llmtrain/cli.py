@@ -5,14 +5,13 @@ import importlib
 import os
 import pkgutil
 import sys
-import traceback
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
-from llmtrain.errors import UserError, explain
+from llmtrain.errors import UserError, explain, print_traceback_with_causes
 
 _MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
 COMMANDS = [name for name in _MODULES if not name.startswith("_")]
@@ -27,8 +26,51 @@ _EPILOG = (
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are :class:`UserError`."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help.")
+        # A misspelled flag may be the reason why a required one is missing.
+        unknown = self._unknown_flags()
+        if unknown and message.startswith("the following arguments are required"):
+            self._words = []
+            self.refuse_unknown(unknown)
+        end = "" if message.endswith("?") else ";"
+        raise UserError(f"{message}{end} see {self.prog} --help.")
+
+    def _unknown_flags(self) -> list[str]:
+        """Return the flags of the command line that a command does not know.
+
+        Other flags may belong to a recipe, if the command takes one.
+        """
+        takes_others = any(
+            action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
+        )
+        if takes_others:
+            return []
+        known = self._option_string_actions
+        flags = [word for word in self._words if word.startswith("--")]
+        return [flag for flag in flags if flag.partition("=")[0] not in known]
+
+    def refuse_unknown(self, words: list[str]) -> NoReturn:
+        """Raise :class:`UserError` for words of the command line that this parser does not know."""
+        # These load transformers' parser, which only a mistake needs.
+        from llmtrain.config import did_you_mean
+        from llmtrain.flag_hints import command_hint
+
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        if not flags or not words[0].startswith("-"):
+            self.error(f"'{words[0]}' is neither a flag nor the value of one")
+
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        described = []
+        for flag in flags:
+            hint = command_hint(flag.lstrip("-").replace("-", "_"), known)
+            described.append(
+                f"unknown flag {flag}{f': {hint}' if hint else did_you_mean(flag, known)}"
+            )
+        self.error("; ".join(described))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments, unknown = build_parser().parse_known_args(argv)
         if unknown:
             # The command's own parser names the help that lists what the command takes.
-            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            arguments.parser.refuse_unknown(unknown)
         try:
             arguments.run(arguments)
         finally:
@@ -60,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         if line is None:
             raise
         if debugging():
-            traceback.print_exc()
+            print_traceback_with_causes(error)
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
 

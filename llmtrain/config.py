@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, Type
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain import config_file
-from llmtrain.console import rank, say
+from llmtrain.console import in_notebook, rank, say
 from llmtrain.errors import UserError
 
 _UNSET = object()
@@ -178,7 +178,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     Args:
         defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
             :data:`HintFor`, that explains unknown flags and wrong values.
-        argv: the words of the command line; by default, those of this process.
+        argv: the words of the command line; by default, those of this process, or none in a
+            notebook.
         description: the text at the top of ``--help``.
 
     Raises:
@@ -186,7 +187,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
             then says for each what to write instead, or the nearest name.
     """
     if argv is None:
-        argv = sys.argv[1:]
+        # In a notebook, the words of this process are those of its kernel.
+        argv = [] if in_notebook() else sys.argv[1:]
     configs = configs_of(defaults)
     parser = _Parser(
         configs.values(),
@@ -492,6 +494,9 @@ class _Parser(HfArgumentParser):
     ) -> None:
         configs = list(defaults)
         self._hint_for = hint_for
+        self._recipe_values: dict[str, Any] = {}
+        for config in configs:
+            self._recipe_values |= {name: getattr(config, name) for name in flags_of(config)}
         super().__init__(
             [type(config) for config in configs],  # type: ignore[misc]  # they are dataclasses
             description=description,
@@ -516,14 +521,12 @@ class _Parser(HfArgumentParser):
             help="print every setting as YAML, which --config can read, and stop",
         )
 
-        values = {}
         hidden = set()
         for config in configs:
             for name, field in flags_of(config).items():
-                values[name] = getattr(config, name)
                 if field.metadata["hidden"]:
                     hidden.add(name)
-        self.set_defaults(**values)
+        self.set_defaults(**self._recipe_values)
 
         self._help_texts = {action.dest: action.help or "" for action in reversed(self._actions)}
         for action in self._actions:
@@ -538,8 +541,12 @@ class _Parser(HfArgumentParser):
         """Add the flags of a config, each to its group; HF's parser calls this."""
         types = get_type_hints(dtype)
         self._group(dtype._argument_group_name)  # comes before the groups of single flags
-        for name, field in flags_of(dtype).items():
+        for name, field_of_class in flags_of(dtype).items():
+            field = copy.copy(field_of_class)
             field.type = types[name]
+            if field.type in (bool, bool | None):
+                # A switch that the recipe turns on needs a --no_... flag, whatever its class says.
+                field.default = self._recipe_values[name]
             group = field.metadata["group"] or dtype._argument_group_name
             self._parse_dataclass_field(self._group(group), field)
 
@@ -805,7 +812,8 @@ def _add_three_way_switch(parser: argparse.ArgumentParser, field: "dataclasses.F
         action="store_false",
         dest=field.name,
         default=field.default,
-        help=argparse.SUPPRESS,  # the help of --name explains it
+        # Of the two flags, --help shows the one that changes the default.
+        help=field.metadata["help"] if field.default is True else argparse.SUPPRESS,
     )
 
 

@@ -22,9 +22,15 @@ def debugging() -> bool:
     return os.environ.get("LLMTRAIN_DEBUG", "") not in ("", "0")
 
 
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, or a fork of one."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())
+
+
 def can_show_bars() -> bool:
     """Return whether stderr is a terminal or a notebook; a log file would keep each frame."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return sys.stderr.isatty() or in_notebook()
 
 
 def say(label: str, text: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import traceback
 from collections.abc import Callable, Iterator
 
 from llmtrain.shipped import shipped_config
@@ -54,6 +55,14 @@ class ReportedElsewhereError(UserError):
     """This process ends because another one has failed, which prints the reason itself."""
 
 
+class FailedElsewhereError(Exception):
+    """Another rank has failed, and prints the traceback of its error. The message names the rank.
+
+    This is no :class:`UserError`, so code that handles one on the failed rank does not handle this
+    one here.
+    """
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message.
 
@@ -101,7 +110,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _explanation(error: BaseException) -> str | None:
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, FailedElsewhereError)):
         return str(error)
     if is_out_of_memory(error):
         return (
@@ -138,6 +147,17 @@ def _explain_network_error(message: str) -> str:
         f"the processes lost contact with each other ({message}); run llmtrain doctor on each "
         "machine to find the connection that fails."
     )
+
+
+def print_traceback_with_causes(error: BaseException) -> None:
+    """Print the traceback of an error on stderr, after those of the errors that led to it.
+
+    That includes errors that ``raise ... from None`` hides, because one line describes them.
+    """
+    for link in _chain(error, follow_context=True):
+        if link.__cause__ is None:
+            link.__suppress_context__ = False  # so that the chain goes on with the hidden error
+    traceback.print_exception(error)
 
 
 def hub_error(error: BaseException) -> str:

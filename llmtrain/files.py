@@ -164,7 +164,8 @@ def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
         target: the file to write, which may be the same.
         step: the last step whose lines are copied.
     """
-    lines = source.read_text().splitlines()
+    # A damaged disk may have changed bytes, so that they are no text.
+    lines = source.read_text(errors="replace").splitlines()
     _replace(target, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
 
 

@@ -55,6 +55,10 @@ _OFF_HINTS: dict[str, tuple[str, ...]] = {}
 _NULL_WORDS = frozenset({"null", "none", "~", ""})
 _OFF_WORDS = _NULL_WORDS | {"false", "no", "off", "0"}
 
+# The hints for the commands that use a model. The names are those of vLLM, llama.cpp, TRL and
+# transformers.
+_COMMAND_HINTS: dict[str, tuple[str, ...]] = {}
+
 # The hint for each value in lower case, by the name of the flag that does not take it.
 _VALUE_HINTS: dict[str, dict[str, str]] = {}
 
@@ -85,6 +89,22 @@ def hint_for(name: str, flags: Collection[str], value: str | None = None) -> str
     if hint_of_nearest is None:
         return None
     return f"if you mean {nearest}, {hint_of_nearest}"
+
+
+def command_hint(name: str, flags: Collection[str]) -> str | None:
+    """Return what to write instead of a flag that a command of ``llmtrain`` does not have.
+
+    Args:
+        name: the name of the flag, without dashes.
+        flags: the flags of the command, such as ``--max_new_tokens``.
+
+    Returns:
+        ``None`` if nothing is known about that name.
+    """
+    for hint in _COMMAND_HINTS.get(name, ()):
+        if flags_in(hint).issubset(flags):
+            return hint
+    return None
 
 
 def _nearest_name(name: str, flags: Collection[str]) -> str | None:
@@ -134,6 +154,11 @@ def known_names() -> list[str]:
     return list(_HINTS)
 
 
+def known_command_names() -> list[str]:
+    """Return all names that have a hint for commands."""
+    return list(_COMMAND_HINTS)
+
+
 def known_values() -> list[tuple[str, str]]:
     """Return all values that have a hint, each after the name of its flag."""
     return [(name, value) for name, hints in _VALUE_HINTS.items() for value in hints]
@@ -153,6 +178,13 @@ def _add(names: str, *hints: str, off: str | tuple[str, ...] = ()) -> None:
         _HINTS[name] = hints
         if off_hints:
             _OFF_HINTS[name] = off_hints
+
+
+def _add_for_commands(names: str, *hints: str) -> None:
+    """Add the hints of the commands for several names, which are separated by spaces."""
+    for name in names.split():
+        assert name not in _COMMAND_HINTS, name
+        _COMMAND_HINTS[name] = hints
 
 
 def _add_values(name: str, values: str, hint: str) -> None:
@@ -979,4 +1011,55 @@ _add_values(
 _add_values("ddp_comm_hook", "no", "use none")
 _add_values(
     "ddp_comm_hook", "powersgd power_sgd batched_power_sgd", "PowerSGD is not supported; use bf16"
+)
+
+# --- commands that use a model
+
+_add_for_commands(
+    "model m model_name_or_path model_name model_path pretrained ckpt checkpoint run out_dir",
+    "leave out the flag: the run or the model comes without one, such as runs/gpt",
+)
+_add_for_commands(
+    "p start text input_text", "use --prompt TEXT", "type it: each line of the input is a message"
+)
+_add_for_commands(
+    "f file i input input_file prompts prompts_file dataset dataset_name data",
+    "use --prompt_file FILE, with a prompt on each line",
+)
+_add_for_commands(
+    "n n_predict max_tokens max_length max_gen_len num_tokens length max_completion_length",
+    "use --max_new_tokens N",
+)
+_add_for_commands("temp t", "use --temperature T")
+_add_for_commands("s", "use --seed S")
+_add_for_commands("topk k", "use --top_k K")
+_add_for_commands(
+    "top_p min_p repetition_penalty repeat_penalty num_beams typical_p",
+    "this is not supported: tokens are sampled with --temperature and --top_k; vllm and llama.cpp "
+    "have more",
+)
+_add_for_commands(
+    "do_sample greedy", "use --temperature 0 for the likeliest token, above 0 to sample"
+)
+_add_for_commands(
+    "num_samples num_return_sequences best_of", "run it again with another --seed for another text"
+)
+_add_for_commands("sys system_prompt system_message sp", "use --system TEXT")
+_add_for_commands("enable_thinking reasoning", "use --no_thinking for answers without reasoning")
+_add_for_commands(
+    "o output output_file output_path output_dir out",
+    "use --to FOLDER",
+    "use --json, and redirect the output: > FILE",
+)
+_add_for_commands("task", "use --tasks TASK")
+_add_for_commands("fewshot n_shot num_shots", "use --num_fewshot N")
+_add_for_commands("merge_and_unload merge_lora", "use --merge")
+_add_for_commands("chat_template", "use --apply_chat_template")
+_add_for_commands(
+    "device cuda gpu n_gpu_layers ngl tensor_parallel_size",
+    "leave it out: a GPU is used if there is one",
+)
+_add_for_commands(
+    "dtype torch_dtype bf16 fp16 load_in_8bit load_in_4bit quantization",
+    "leave it out: the model keeps the precision that it was saved in",
 )

@@ -17,6 +17,8 @@ import llmtrain as lt
 
 Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
+NEW_MODEL_RATE = 1e-2  # peak learning rate for random weights
+
 DEFAULTS = lt.Settings(
     model=lt.ModelConfig(from_config="llama"),
     lora=lt.LoraConfig(),
@@ -27,15 +29,24 @@ DEFAULTS = lt.Settings(
         global_batch_size=8,
     ),
     chat=lt.ChatConfig(),
-    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=0.1, weight_decay=0.01),
+    optim=lt.OptimConfig(
+        max_steps=240, learning_rate=NEW_MODEL_RATE, warmup_steps=0.1, weight_decay=0.01
+    ),
     run=lt.RunConfig(output_dir="runs/finetune"),
 )
 
 
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
-    settings.default_epochs(3.0)
     model = settings.model
+    if model.model_name_or_path and settings.optim.learning_rate == NEW_MODEL_RATE:
+        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+        settings.optim.set_default(
+            "learning_rate",
+            2e-4 if has_adapter else 2e-5,
+            "default for a pretrained model",
+        )
+    settings.default_epochs(3.0)
     model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
@@ -66,14 +77,6 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
 def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
-    if settings.model.model_name_or_path:
-        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-        settings.optim.set_default(
-            "learning_rate",
-            2e-4 if has_adapter else 2e-5,
-            "default for a pretrained model",
-        )
-
     rows = tokenized(settings)  # before the process group exists
     accelerator = lt.start(settings)
     # The model is sharded over the processes if the accelerate config asks for it.

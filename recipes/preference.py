@@ -15,6 +15,8 @@ import llmtrain as lt
 
 Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
+USUAL_RATE = 1e-6  # peak learning rate of most losses, for all weights
+
 DEFAULTS = lt.Settings(
     model=lt.ModelConfig(),
     lora=lt.LoraConfig(),
@@ -26,7 +28,9 @@ DEFAULTS = lt.Settings(
     ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
-    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=0.1, weight_decay=0.0),
+    optim=lt.OptimConfig(
+        max_steps=100, learning_rate=USUAL_RATE, warmup_steps=0.1, weight_decay=0.0
+    ),
     run=lt.RunConfig(output_dir="runs/preference"),
 )
 
@@ -37,6 +41,13 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     By default the model is that of the newest fine-tuning run next to the run folder.
     """
     settings.default_epochs(1.0)
+    if settings.preference is not None and settings.optim.learning_rate == USUAL_RATE:
+        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+        settings.optim.set_default(
+            "learning_rate",
+            settings.preference.default_learning_rate(has_adapter),
+            f"default for --loss_type {settings.preference.loss_type}",
+        )
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
         model.model_name_or_path = lt.newest_model(
@@ -76,14 +87,6 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
 def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
-    if settings.preference is not None:
-        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-        settings.optim.set_default(
-            "learning_rate",
-            settings.preference.default_learning_rate(has_adapter),
-            f"default for --loss_type {settings.preference.loss_type}",
-        )
-
     rows = tokenized(settings)  # before the process group exists
     accelerator = lt.start(settings)
     # The model is sharded over the processes if the accelerate config asks for it.

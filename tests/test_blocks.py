@@ -147,6 +147,8 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         shutil.copy(tmp_path / "small.txt", tmp_path / name / "one.txt")
     write_chats(tmp_path / "chats.jsonl")
     write_pairs(tmp_path / "pairs.jsonl")
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
     (tmp_path / "my.yaml").write_text("n_layer: 1\nsave_steps: 4\n")
     environment = {
         "PATH": f"{BIN}:{os.environ['PATH']}",

@@ -85,15 +85,21 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         (["generate", "no/such/folder"], "no model could be loaded"),
         (
             ["generate", "x", "--temp", "1"],
-            "unrecognized arguments: --temp 1; see llmtrain generate",
+            "unknown flag --temp: use --temperature T; see llmtrain generate --help.",
         ),
         (["diff", "a", "b", "c"], "diff compares two runs"),
         (["diff", "a"], "diff compares two runs"),
         (
             ["init", "mine", "finetune"],
-            "unrecognized arguments: finetune; see llmtrain init --help",
+            "'finetune' is neither a flag nor the value of one; see llmtrain init --help",
         ),
-        (["generate", "x", "--debug"], "unrecognized arguments: --debug"),
+        (["generate", "x", "--debug"], "unknown flag --debug; see llmtrain generate --help"),
+        (["generate", "x", "--prompt-fil", "f"], "--prompt-fil - did you mean --prompt_file? see"),
+        (["generate", "x", "--input_file=f"], "unknown flag --input_file: use --prompt_file FILE"),
+        (["generate", "x", "--prompt_file", "no/such"], "no/such: No such file or directory."),
+        (["chat", "x", "--system_prompt", "Hi"], "--system_prompt: use --system TEXT"),
+        (["export", "x", "--output_dir", "y"], "--output_dir: use --to FOLDER"),
+        (["eval", "x", "--task", "y"], "--task: use --tasks TASK"),
         (["generate", "x", "--top_k", "many"], "invalid int value"),
         (["generate", "x", "--top_k", "-1"], "top_k -1 is out of range"),
     ],
@@ -232,6 +238,22 @@ def test_debugging_shows_where_an_error_arose(
         err.splitlines()[-1]
         == f"error: {tmp_path}/nowhere is not a folder; name the folder that holds the runs."
     )
+
+
+def test_debugging_shows_the_error_that_a_line_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("def choose():\n    return {}['depth']\n\nchoose()\n")
+    words = ["plan", str(recipe), "--gpu", "H100"]
+    status, _, err = ended(capsys, *words)
+    assert (status, err.count("\n")) == (2, 1)
+
+    monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
+    status, _, err = ended(capsys, *words)
+    assert status == 2
+    assert "in choose" in err
+    assert err.splitlines()[-1].startswith("error: ")
 
 
 def test_a_disk_that_refuses_is_a_line(

@@ -3,13 +3,15 @@
 import dataclasses
 import re
 import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
 
-from llmtrain.config import Config, configs_of, flag, parse, resolved
+from llmtrain.config import Config, configs_of, describe_flags, flag, parse, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -495,6 +497,29 @@ def test_help_shows_groups_and_the_recipe_s_defaults_and_keeps_a_percent_sign(ca
     assert "--no_soft" in text, "of a switch that is on, how to turn it off"
     assert "--soft" not in text
     assert "--secret" in help_text(capsys, monkeypatch, together(Toy()), flag="--help_all")
+
+
+def test_the_words_of_a_kernel_are_no_flags(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kernel.py", "-f", "kernel.json"])
+    with pytest.raises(UserError):
+        parse(together(Toy()))
+    kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
+    assert parse(together(Toy())).part0 == Toy()
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["soft", "loud", "stuffed"])  # by default True, False and None
+def test_a_switch_shows_the_flag_that_changes_what_the_recipe_sets(
+    capsys, monkeypatch, name: str, value: bool
+):
+    recipe = together(Toy(**{name: value}))
+    flag = f"--no_{name}" if value else f"--{name}"
+    text = help_text(capsys, monkeypatch, recipe)
+    assert re.findall(rf"--(?:no_)?{name}\b", text) == [flag]
+    described = [entry.name for group in describe_flags(recipe).values() for entry in group]
+    assert flag in described
+    assert getattr(parse(recipe, [flag]).part0, name) is not value
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.cli import build_parser
 from llmtrain.config import configs_of, flags_of, parse
 from llmtrain.errors import UserError
-from llmtrain.flag_hints import LAUNCHER_FLAGS, hint_for, known_names, known_values
+from llmtrain.flag_hints import (
+    LAUNCHER_FLAGS,
+    command_hint,
+    flags_in,
+    hint_for,
+    known_command_names,
+    known_names,
+    known_values,
+)
 from tests.launching import ROOT
 
 RECIPES = {
@@ -478,3 +487,17 @@ def test_the_page_of_questions_shows_the_error() -> None:
     shown = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
     assert shown
     assert error_of("finetune", *shown[1].split()) == shown[2]
+
+
+def test_a_hint_of_the_commands_names_flags_of_each_command_that_prints_it() -> None:
+    parser = build_parser()
+    (subparsers,) = [action for action in parser._actions if isinstance(action.choices, dict)]
+    printed = set()
+    for command in ("generate", "chat", "eval", "export"):
+        flags = set(subparsers.choices[command]._option_string_actions)
+        for name in known_command_names():
+            hint = command_hint(name, flags)
+            if hint and f"--{name}" not in flags:
+                printed.add(name)
+                assert flags_in(hint).issubset(flags), (command, name)
+    assert printed == set(known_command_names())

@@ -1,5 +1,6 @@
 """Rules about the structure of the package that neither a type checker nor import-linter checks."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ import llmtrain
 from llmtrain.training.step import train_step
 
 PACKAGE = Path(llmtrain.__file__).parent
+ROOT = PACKAGE.parent
 
 # Packages that make the processes, or start and teach about them.
 MAY_READ_RANKS = ("parallel", "launching", "lessons", "doctor", "commands")
@@ -39,3 +41,58 @@ def test_ranks_are_read_from_the_engine() -> None:
 
 def test_a_training_step_has_few_parameters() -> None:
     assert len(inspect.signature(train_step).parameters) <= 6
+
+
+# Functions that catch a ValueError, or any exception, and raise an error for the user instead, with
+# the call that may fail there. Any other code lets such an error pass: it may be a bug.
+RENAMING = {
+    "config_file.py:_read_yaml": "yaml.load",
+    "chat_template.py:template_text": "reads a file that the user names",
+    "pretraining.py:_encoded": "the tokenizer",
+    "readers.py:_read_jsonl": "json.loads",
+    "readers.py:_values_of_object": "json.loads",
+    "sources.py:_saved_value": "json.loads",
+    "sources.py:_load_splits": "datasets.load_dataset",
+    "tokenizer.py:load_tokenizer": "AutoTokenizer.from_pretrained",
+    "errors.py:as_user_error": "its callers each name the call",
+    "children.py:read_accelerate_config": "yaml.safe_load",
+    "config.py:parse_max_length": "int",
+    "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
+    "lora.py:add_lora": "peft.get_peft_model",
+    "probe.py:trying": "the forward pass of a class of transformers",
+    "weight_loading.py:_weight_files": "json.loads",
+    "heartbeat.py:beating": "only for a lost connection",
+    "subject.py:_load_recipe": "runs the user's own program",
+    "callbacks.py:context": "only if there is no memory left",
+}
+
+
+def renaming_functions() -> list[str]:
+    """Return the functions that turn errors of any origin into errors for the user."""
+    found = []
+    for path in sorted([*PACKAGE.rglob("*.py"), *ROOT.glob("recipes/*.py")]):
+        tree = ast.parse(path.read_text())
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef) and any(
+                isinstance(node, ast.ExceptHandler) and renames(node) for node in ast.walk(function)
+            ):
+                found.append(f"{path.name}:{function.name}")
+    return found
+
+
+def renames(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler catches errors of any origin, and raises one for the user."""
+    caught = {
+        node.id
+        for node in ast.walk(handler.type or ast.Name("Exception"))
+        if isinstance(node, ast.Name)
+    }
+    made = {
+        node.id for node in ast.walk(ast.Module(handler.body, [])) if isinstance(node, ast.Name)
+    }
+    is_broad = not caught.isdisjoint({"ValueError", "Exception", "BaseException"})
+    return is_broad and not made.isdisjoint({"UserError", "ArgumentTypeError"})
+
+
+def test_an_error_is_renamed_only_next_to_the_call_that_raises_it() -> None:
+    assert sorted(renaming_functions()) == sorted(RENAMING)

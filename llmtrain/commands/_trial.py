@@ -41,7 +41,8 @@ _IN_FLOAT64 = """
 import pathlib, runpy, sys, torch
 torch.set_default_dtype(torch.float64)
 sys.argv = sys.argv[1:]
-sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)  # as if Python had started it
+if not sys.flags.safe_path:  # as if Python had started it
+    sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

@@ -1,7 +1,8 @@
 """Chat with a model that was fine-tuned on conversations.
 
-Each line of the input is a message to the model, which remembers the conversation. An empty line
-or the end of the input ends the chat. With --json, each answer is one line of JSON.
+Each line of the input is a message to the model, which remembers the conversation. A message of
+several lines begins and ends with three double quotes. The end of the input (Ctrl-D) ends the chat.
+With --json, each answer is one line of JSON.
 """
 
 import argparse
@@ -13,6 +14,8 @@ from llmtrain.files import json_text
 
 GROUP = "Use a model"
 EXAMPLES = ("llmtrain chat runs/finetune",)
+
+_QUOTES = '"""'  # begin and end a message of several lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +37,19 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.system:
         system_messages.append({"role": "system", "content": arguments.system})
 
+    if sys.stdin.isatty() and not arguments.json:
+        note(f"{_QUOTES} begins and ends a message of several lines; Ctrl-D ends the chat")
+
     messages = list(system_messages)
     while True:
         is_first = len(messages) == len(system_messages)
-        line = _next_line(is_first, shows_prompt=not arguments.json)
-        if not line:
+        question = _next_message(is_first, shows_prompt=not arguments.json)
+        if question is None:
             break
+        if not question.strip():
+            continue
 
-        messages.append({"role": "user", "content": line})
+        messages.append({"role": "user", "content": question})
         dropped, prompt = model.fitting_prompt(
             messages,
             kept_messages=len(system_messages),
@@ -73,8 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(messages[-1]) if arguments.json else "", flush=True)
 
 
-def _next_line(is_first: bool, shows_prompt: bool) -> str:
-    """Return the next line of the input, without its end; nothing if there is no more.
+def _next_message(is_first: bool, shows_prompt: bool) -> str | None:
+    """Return the next message of the input; ``None`` if there is no more.
 
     Args:
         is_first: whether the conversation has no messages yet.
@@ -82,4 +90,16 @@ def _next_line(is_first: bool, shows_prompt: bool) -> str:
     """
     if sys.stdin.isatty() and shows_prompt:
         print("> " if is_first else "\n> ", end="", flush=True)
-    return sys.stdin.readline().rstrip("\n")
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    if not line.startswith(_QUOTES):
+        return line.rstrip("\n")
+
+    text = line.removeprefix(_QUOTES)
+    while not text.rstrip().endswith(_QUOTES):
+        line = sys.stdin.readline()
+        if not line:
+            break
+        text += line
+    return text.rstrip().removesuffix(_QUOTES).strip("\n")

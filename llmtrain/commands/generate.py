@@ -1,27 +1,182 @@
-"""Generate text with a trained model, and print it as it is generated."""
+"""Generate text with a trained model, and print it as it is generated.
+
+Without --prompt, the prompts come from --prompt_file or, if it is not a terminal, from the input,
+and each of them is answered in turn. A prompt is a line of text. A line may also be a JSON object
+with a "prompt", which is a text or a list of messages, or with "messages". The chat template
+renders messages. With --json, each result is one line of JSON: the object with the "text" added.
+"""
 
 import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmtrain.commands._sampling import add_model_arguments, load
+from llmtrain.console import note
+from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
+if TYPE_CHECKING:
+    from llmtrain.models.generation import Sampling, TextModel
+    from llmtrain.types import JsonObject
+
 GROUP = "Use a model"
-EXAMPLES = ('llmtrain generate runs/gpt --prompt "Return the"',)
+EXAMPLES = (
+    'llmtrain generate runs/gpt --prompt "Return the"',
+    "llmtrain generate runs/finetune --prompt_file prompts.jsonl --json",
+)
+
+
+class _Prompt(NamedTuple):
+    """A prompt of the user.
+
+    Attributes:
+        source: where it comes from, for messages, such as ``prompts.jsonl, line 3``.
+        content: the text to continue, or the messages to answer.
+        record: the JSON object that the result is added to.
+    """
+
+    source: str
+    content: str | list[Any]
+    record: "JsonObject"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", default="", help="text to continue (default: begin a new text)")
+    parser.add_argument("--prompt", help="text to continue (default: begin a new text)")
+    parser.add_argument(
+        "--prompt_file",
+        metavar="FILE",
+        help="file of prompts, one on each line: text or JSON (default: the input)",
+    )
     add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    prompts = _prompts(arguments)
     model, sampling = load(arguments)
-    pieces = model.stream(arguments.prompt, sampling)
-    if arguments.json:
-        print(json_text({"prompt": arguments.prompt, "text": "".join(pieces)}))
+    is_first = True
+    for prompt in prompts:
+        if not is_first and not arguments.json:
+            print()
+        is_first = False
+        _answer(model, prompt, sampling, arguments.json)
+
+
+def _answer(model: "TextModel", prompt: _Prompt, sampling: "Sampling", as_json: bool) -> None:
+    """Generate the continuation of a prompt, and print it."""
+    ids: str | list[int]
+    if isinstance(prompt.content, str):
+        ids = prompt.content
+    else:
+        model.check_chats()
+        ids = model.chat_prompt(prompt.content)
+        if len(ids) >= model.context:
+            note(
+                f"{prompt.source} has {len(ids):,} tokens, and the model's context is "
+                f"{model.context:,}; the beginning is cut off"
+            )
+
+    pieces = model.stream(ids, sampling)
+    if as_json:
+        print(json_text({**prompt.record, "text": "".join(pieces)}), flush=True)
         return
 
-    print(arguments.prompt, end="", flush=True)
+    if isinstance(prompt.content, str):
+        print(prompt.content, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
+
+
+def _prompts(arguments: argparse.Namespace) -> Iterable[_Prompt]:
+    """Return the prompts that the arguments or the input name; those of a file are checked first.
+
+    Raises:
+        UserError: if a file cannot be read, or holds no prompts.
+    """
+    if arguments.prompt is not None and arguments.prompt_file is not None:
+        raise UserError("--prompt and --prompt_file contradict each other; leave one of them out.")
+    if arguments.prompt_file is not None:
+        try:
+            with open(arguments.prompt_file, encoding="utf-8") as file:  # noqa: PTH123
+                prompts = list(_prompts_in(file, arguments.prompt_file))
+        except OSError as error:
+            raise UserError(f"--prompt_file {arguments.prompt_file}: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise UserError(f"--prompt_file {arguments.prompt_file} is not UTF-8 text.") from None
+        if not prompts:
+            raise UserError(f"--prompt_file {arguments.prompt_file} holds no prompts.")
+        return prompts
+
+    if arguments.prompt is None and not sys.stdin.isatty():
+        return _prompts_of_input()
+    prompt = arguments.prompt or ""
+    return [_Prompt("--prompt", prompt, {"prompt": prompt})]
+
+
+def _prompts_of_input() -> Iterator[_Prompt]:
+    """Yield the prompts of the input as they come, or an empty prompt if there are none."""
+    is_empty = True
+    for prompt in _prompts_in(sys.stdin, "the input"):
+        is_empty = False
+        yield prompt
+    if is_empty:
+        yield _Prompt("the input", "", {"prompt": ""})
+
+
+def _prompts_in(lines: Iterable[str], name: str) -> Iterator[_Prompt]:
+    """Yield the prompts in lines of text or JSON. Lines without text are left out.
+
+    Args:
+        lines: the lines.
+        name: the name of their source, for error messages.
+
+    Raises:
+        UserError: if a line of a .jsonl file is no JSON object with a prompt.
+    """
+    for number, line in enumerate(lines, start=1):
+        text = line.rstrip("\r\n")
+        if not text.strip():
+            continue
+        source = f"{name}, line {number}"
+        record = _json_object(text)
+        if record is not None and not record.keys().isdisjoint(("prompt", "messages")):
+            yield _Prompt(source, _content_of(record, source), record)
+        elif name.endswith((".jsonl", ".json")):
+            raise UserError(
+                f'{source} is not a JSON object with a "prompt" or with "messages"; prompts that '
+                "are lines of text go into a file with another ending, such as .txt."
+            )
+        else:
+            yield _Prompt(source, text, {"prompt": text})
+
+
+def _json_object(text: str) -> "JsonObject | None":
+    """Return the JSON object in a text; ``None`` if it is something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _content_of(record: "JsonObject", source: str) -> str | list[Any]:
+    """Return the text or the messages of a prompt.
+
+    Raises:
+        UserError: if the prompt is neither, or if its last message is already an answer.
+    """
+    content: Any = record["prompt"] if "prompt" in record else record["messages"]
+    if isinstance(content, str):
+        return content
+    is_conversation = isinstance(content, list) and all(
+        isinstance(message, dict) and "role" in message for message in content
+    )
+    if not is_conversation or not content:
+        raise UserError(f"{source}: a prompt is a text or a list of messages with a role.")
+    if content[-1]["role"] == "assistant":
+        raise UserError(
+            f"{source} ends with an answer of the assistant; end it with a message of the user."
+        )
+    return list(content)

@@ -35,8 +35,7 @@ FEWEST_FOR_PROCESSES = 2_000
 CHUNK_SIZE = 200  # conversations
 _CHUNKS_PER_PROCESS = 3  # that wait, are rendered or have been rendered
 _LENGTH = struct.Struct("<Q")  # comes before each message between processes
-# The first entry of sys.path is the working directory, which may hold anything.
-_COMMAND = "import sys; sys.path.pop(0); from llmtrain.data.parallel_rendering import work; work()"
+_COMMAND = "from llmtrain.data.parallel_rendering import work; work()"
 
 
 def render_all(
@@ -197,7 +196,8 @@ def _start_process() -> "subprocess.Popen[bytes]":
         "TOKENIZERS_PARALLELISM": "false",
     }
     return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
+        # -P keeps the working directory, which may hold anything, out of sys.path.
+        [sys.executable, "-P", "-c", _COMMAND],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 import yaml
 
+from llmtrain.console import in_notebook
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
 from llmtrain.types import JsonObject
@@ -146,7 +147,7 @@ def user_command() -> list[str]:
     Returns:
         An empty list if it is not known: in a notebook, or if the launcher cannot be seen.
     """
-    if "ipykernel" in sys.modules:
+    if in_notebook():
         return []
     if not has_launcher():
         return _as_typed(sys.orig_argv)

@@ -15,7 +15,12 @@ from typing import NoReturn
 import psutil
 
 from llmtrain.console import debugging, print_error, rank
-from llmtrain.errors import ReportedElsewhereError, explain
+from llmtrain.errors import (
+    FailedElsewhereError,
+    ReportedElsewhereError,
+    explain,
+    print_traceback_with_causes,
+)
 from llmtrain.launching.launcher import Launcher, check_launch, has_launcher
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
@@ -80,14 +85,19 @@ def _report(error: BaseException) -> int:
         return 0 if error.code is None else 1
 
     line = explain(error)
-    if line is None or debugging():
-        traceback.print_exc()
     if line is None:
+        traceback.print_exception(error)
         return 1
+    if debugging():
+        print_traceback_with_causes(error)
     if not isinstance(error, ReportedElsewhereError):
         if rank() != 0:
             time.sleep(_GRACE_SECONDS)
         print_error(line)
+    if isinstance(error, FailedElsewhereError):
+        # The launcher ends the rank that failed as soon as this one exits, perhaps in the middle of
+        # its traceback.
+        time.sleep(_GRACE_SECONDS)
     return 2
 
 

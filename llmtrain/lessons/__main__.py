@@ -1,10 +1,29 @@
 """A process of a lesson: ``torchrun --nproc-per-node N -m llmtrain.lessons NAME``."""
 
 import importlib
+import os
 import sys
 
+from llmtrain.errors import UserError
 from llmtrain.launching.process import launch
 
+
+def main() -> None:
+    """Run the lesson that the command line names.
+
+    Raises:
+        UserError: if the lesson needs another number of processes.
+    """
+    name = sys.argv[1]
+    lesson = importlib.import_module(f"llmtrain.lessons.{name}")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != lesson.PROCESSES:
+        raise UserError(
+            f"the lesson {name} needs {lesson.PROCESSES} processes, and {started} started; "
+            f"use: llmtrain learn {name}"
+        )
+    lesson.main()
+
+
 if __name__ == "__main__":
-    lesson = importlib.import_module(f"llmtrain.lessons.{sys.argv[1]}")
-    launch(lesson.main)
+    launch(main)

@@ -200,11 +200,7 @@ class ModelConfig(Config):
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
         self._check_attention()
-        self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
-        # Only a folder takes the time to import the types of transformers.
-        is_folder = self.from_config is not None and Path(self.from_config).is_dir()
-        if is_folder and not _is_model_type(str(self.from_config)):
-            self.from_config = _model_of_run(self.from_config, "from_config")
+        self.resolve_runs()
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -232,6 +228,17 @@ class ModelConfig(Config):
                 f"--attn_implementation {name}: name its commit as well, ORG/NAME@COMMIT with 40 "
                 "hexadecimal digits; otherwise a resumed run might compute something else."
             )
+
+    def resolve_runs(self) -> None:
+        """Let the names of runs and checkpoints refer to their model folders.
+
+        A program may set these fields after the config is made, so those who read them call this.
+        """
+        self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
+        # Only a folder takes the time to import the types of transformers.
+        is_folder = self.from_config is not None and Path(self.from_config).is_dir()
+        if is_folder and not _is_model_type(str(self.from_config)):
+            self.from_config = _model_of_run(self.from_config, "from_config")
 
     @property
     def row_length(self) -> int:
@@ -303,8 +310,11 @@ class ModelConfig(Config):
     def fit_max_length(self) -> None:
         """Lower the default ``max_length`` to the positions of the model, and log it.
 
+        The name of a run becomes that of its model folder.
+
         If the model is an adapter, it is merged into its base first, and the merged model is used.
         """
+        self.resolve_runs()
         self._merge_adapter()
         if self.max_length == "auto":
             return

@@ -114,6 +114,25 @@ class TextModel:
                 "this model has no chat template: it can only continue text; use llmtrain generate."
             )
 
+    def chat_prompt(self, messages: list[dict[str, Any]], thinking: bool = True) -> list[int]:
+        """Return the tokens of a conversation, up to the beginning of the next answer.
+
+        Args:
+            messages: the conversation, which ends with a question.
+            thinking: if false, ask the template for an answer without reasoning. Templates without
+                such a switch ignore this.
+
+        Raises:
+            UserError: if the chat template refuses the conversation.
+        """
+        template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
+        # as_user_error describes errors of the hub, unless it gets another function.
+        with as_user_error("the chat template refuses this", describe=first_line):
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **template_options
+            )
+        return self._encode(str(text))
+
     def fitting_prompt(
         self,
         messages: list[dict[str, str]],
@@ -127,24 +146,17 @@ class TextModel:
             messages: the conversation, which ends with a question.
             kept_messages: how many messages at its beginning are never dropped.
             answer_tokens: how many tokens to leave for the answer.
-            thinking: if false, ask the template for an answer without reasoning. Templates without
-                such a switch ignore this.
+            thinking: see :meth:`chat_prompt`.
 
         Returns:
             The number of dropped messages, which are questions with their answers, and the tokens
             of the prompt. If even the last question does not fit, the prompt with only that and the
             kept messages is returned, although it is too long.
         """
-        template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
         dropped = 0
         while True:
             remaining = [*messages[:kept_messages], *messages[kept_messages + dropped :]]
-            # as_user_error describes errors of the hub, unless it gets another function.
-            with as_user_error("the chat template refuses this", describe=first_line):
-                text = self.tokenizer.apply_chat_template(
-                    remaining, add_generation_prompt=True, tokenize=False, **template_options
-                )
-            ids = self._encode(str(text))
+            ids = self.chat_prompt(remaining, thinking)
             fits = len(ids) + answer_tokens <= self.context
             # Each question is dropped with its answer. The last question has no answer yet.
             messages_after_next_pair = len(messages) - kept_messages - dropped - 2

@@ -103,6 +103,7 @@ def load_model(
             The stream of weights raises it if a weight is missing. ``check`` of the result raises
             it if packed documents would attend to each other.
     """
+    config.resolve_runs()
     if lora is not None and not lora.lora_r:
         lora = None
     is_reward_model = preference is not None and preference.loss_type == "reward"

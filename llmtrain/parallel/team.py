@@ -2,13 +2,50 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import FailedElsewhereError, UserError, first_line
 
 T = TypeVar("T")
+
+
+class _Outcome(NamedTuple, Generic[T]):
+    """What an action of one rank has led to, as the other ranks receive it.
+
+    Attributes:
+        result: what the action returned; ``None`` if it failed.
+        failure: the error that the other ranks raise; ``None`` if the action succeeded.
+    """
+
+    result: T | None = None
+    failure: Exception | None = None
+
+
+def _fixable(error: Exception) -> UserError | None:
+    """Return the error as one that the user can fix, or ``None`` if it is a bug."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):  # its text names the file
+        fixable = UserError(f"{first_line(error).rstrip('.')}.")
+        fixable.__cause__ = error
+        return fixable
+    return None
+
+
+def _for_other_ranks(failure: Exception, rank: int) -> UserError | FailedElsewhereError:
+    """Return what the other ranks raise if this rank fails.
+
+    The error itself stays here: it may refer to objects that cannot be sent.
+    """
+    if isinstance(failure, UserError):
+        return UserError(str(failure))
+    name = type(failure).__name__
+    return FailedElsewhereError(
+        f"rank {rank} has failed: {name}: {first_line(failure).rstrip('.')}; its output has the "
+        "traceback."
+    )
 
 
 class Team(NamedTuple):
@@ -56,37 +93,40 @@ class Team(NamedTuple):
     def on_all(self, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank, and return the results of all ranks in rank order.
 
+        If the action fails on one rank, all ranks raise an error, so none of them waits for a rank
+        that has left.
+
         Raises:
-            UserError: on all ranks, if the action failed on one of them with an error that the user
-                can fix. So no rank waits for another one that has left.
+            UserError: on all ranks, if the failure is one that the user can fix.
+            FailedElsewhereError: on the ranks that did not fail, for any other failure. The rank
+                that failed raises the error itself, with its traceback.
         """
-        outcome: T | UserError
+        failure: Exception | None = None
+        outcome: _Outcome[T]
         try:
-            outcome = action()
-        except UserError as error:
-            outcome = error
-        except OSError as error:  # its text names the file
-            outcome = UserError(f"{first_line(error).rstrip('.')}.")
-        except ValueError as error:
-            outcome = UserError(f"the run folder: {first_line(error).rstrip('.')}.")
+            outcome = _Outcome(result=action())
+        except Exception as error:
+            failure = _fixable(error) or error
+            outcome = _Outcome(failure=_for_other_ranks(failure, self.rank))
 
         outcomes = [outcome]
         if self.group is not None:
             outcomes *= dist.get_world_size(self.group)
             dist.all_gather_object(outcomes, outcome, self.group)
 
-        results: list[T] = []
+        if failure is not None:
+            raise failure
         for outcome in outcomes:
-            if isinstance(outcome, UserError):
-                raise outcome
-            results.append(outcome)
-        return results
+            if outcome.failure is not None:
+                raise outcome.failure
+        return [cast(T, outcome.result) for outcome in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0, and return its result on all ranks.
 
         Raises:
             UserError: on all ranks, if the action failed with an error that the user can fix.
+            FailedElsewhereError: on all other ranks, if it failed with any other error.
         """
 
         def run_if_main() -> list[T]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from llmtrain._version import __version__
+from llmtrain.console import in_notebook
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.parallel.team import Team
@@ -339,7 +340,7 @@ def _extension_of(folder: Path, step: int) -> JsonObject:
 
 def _command() -> list[str]:
     """Return the command line without secrets; empty in a notebook, whose command says nothing."""
-    if "ipykernel" in sys.modules:
+    if in_notebook():
         return []
     return redacted(sys.argv)
 

@@ -4,9 +4,11 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from llmtrain.data.render import Rendered, Renderer
 from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, USER, chat, make
 from tests.data.test_shortcuts import assert_same, random_conversation
+from tests.launching import ROOT
 
 BAD = chat("a\ud83d", "b")
 
@@ -76,6 +79,18 @@ def test_the_results_are_those_of_one_process_in_order(started: list[Any]) -> No
         assert_same(compared(result), compared(expected))
     assert any(isinstance(result, BadRow) for _, _, result in results)
     assert_all_ended(started)
+
+
+def test_a_process_uses_the_package_of_the_one_that_started_it(
+    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llmtrain").mkdir()
+    (tmp_path / "llmtrain" / "__init__.py").write_text("raise SystemExit('another package')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    assert len(list(render_all(renderer(), iter(chats(40)), processes=2))) == 40
+    assert len(started) == 2
 
 
 def test_few_conversations_start_nothing(started: list[Any]) -> None:

@@ -1,9 +1,13 @@
+import io
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from llmtrain.cli import main
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
@@ -98,7 +102,7 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a chat template, which ends an answer at its end of turn."""
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     set_template(words, "chatml")
@@ -108,7 +112,12 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
         model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]}
     )
     write_model(path, files, DistributedTensors(model.state_dict()))
-    return TextModel(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def chatting(chat_folder: Path) -> TextModel:
+    return TextModel(str(chat_folder))
 
 
 def turns(count: int) -> list[dict[str, str]]:
@@ -165,3 +174,97 @@ def test_a_model_without_a_chat_template_says_what_it_can_do(folder, chatting):
     chatting.check_chats()
     with pytest.raises(UserError, match="use llmtrain generate"):
         TextModel(str(folder)).check_chats()
+
+
+@pytest.fixture
+def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """What a command prints, given its input."""
+
+    def output(words: list[str], text: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        main([*words, "--max_new_tokens", "6", "--temperature", "0"])
+        return capsys.readouterr().out
+
+    return output
+
+
+PROMPTS = [
+    {"id": 7, "prompt": "Hello"},
+    {"prompt": "two\nlines"},
+    {"prompt": [{"role": "user", "content": "Hi"}]},
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}], "n": 1},
+]
+
+
+def expected_text(model: TextModel, record: dict[str, Any]) -> str:
+    prompt = record.get("prompt") or record["messages"]
+    ids = prompt if isinstance(prompt, str) else model.chat_prompt(prompt)
+    return "".join(model.stream(ids, Sampling(max_new_tokens=6, temperature=0)))
+
+
+@pytest.mark.parametrize("source", ["file", "input"])
+def test_each_line_of_a_file_or_of_the_input_is_a_prompt(
+    source: str, chat_folder: Path, chatting: TextModel, output_of, tmp_path: Path
+) -> None:
+    lines = "\n".join(json.dumps(record) for record in PROMPTS)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f"{lines}\n\n")
+    words = ["generate", str(chat_folder), "--json"]
+    if source == "file":
+        printed = output_of([*words, "--prompt_file", str(path)], "")
+    else:
+        printed = output_of(words, path.read_text())
+    results = [json.loads(line) for line in printed.splitlines()]
+    expected = [{**record, "text": expected_text(chatting, record)} for record in PROMPTS]
+    assert results == expected
+
+
+def test_lines_of_text_are_prompts_and_an_empty_input_begins_a_text(
+    folder: Path, output_of, tmp_path: Path
+) -> None:
+    words = ["generate", str(folder)]
+    first = output_of([*words, "--prompt", "Hello"], "not read")
+    second = output_of([*words, "--prompt", "a {b}"], "")
+    assert output_of(words, "Hello\n\na {b}\n") == f"{first}\n{second}"
+    (tmp_path / "prompts.txt").write_text("Hello\r\na {b}")
+    assert (
+        output_of([*words, "--prompt_file", str(tmp_path / "prompts.txt")], "")
+        == f"{first}\n{second}"
+    )
+    assert output_of(words, "") == output_of([*words, "--prompt", ""], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no prompts."),
+        ("Hello\n", 'line 1 is not a JSON object with a "prompt"'),
+        ('{"text": "a"}', 'line 1 is not a JSON object with a "prompt"'),
+        ('{"prompt": 3}', "line 1: a prompt is a text or a list of messages"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1 ends with an answer"),
+    ],
+)
+def test_a_file_without_prompts_is_refused_before_a_model_is_loaded(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["generate", "no/model", "--prompt_file", str(tmp_path / "prompts.jsonl")])
+    assert says in capsys.readouterr().err
+
+
+def test_a_message_may_have_blank_lines_and_an_empty_line_is_none(
+    chat_folder: Path, chatting: TextModel, output_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    original = TextModel.fitting_prompt
+
+    def recording(model: TextModel, messages: list[dict[str, str]], **options: Any) -> Any:
+        asked.append(messages[-1]["content"])
+        return original(model, messages, **options)
+
+    monkeypatch.setattr(TextModel, "fitting_prompt", recording)
+    text = 'a\n\n"""\nb\n\nc\n"""\n"""d"""\n"""e\nf"""\n'
+    printed = output_of(["chat", str(chat_folder), "--json"], text)
+    assert asked == ["a", "b\n\nc", "d", "e\nf"]
+    assert len(printed.splitlines()) == 4

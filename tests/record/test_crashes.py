@@ -154,8 +154,8 @@ shutil_rmtree = shutil.rmtree
 
 def test_lines_of_a_ledger_that_are_no_readings_are_dropped(tmp_path: Path) -> None:
     ledger = tmp_path / "metrics.jsonl"
-    ledger.write_text(
-        '{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n{"step": 2}\n{"step": 3}\n{"ste'
+    ledger.write_bytes(
+        b'{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n\xff\n{"step": 2}\n{"step": 3}\n{"ste'
     )
     files.drop_lines_after(ledger, 2)
     assert ledger.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -4,6 +4,7 @@ them cannot. `team_ranks.py FOLDER` writes what was seen.
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def refused(action: Callable[[], None]) -> str:
     return "not refused"
 
 
+def seen_of_bug_on_rank_1(team: Team) -> list[str]:
+    """Return the error that this rank gets, and the innermost function of its traceback."""
+
+    def action() -> None:
+        if team.rank == 1:
+            raise ValueError("bad number")
+
+    try:
+        team.on_all(action)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return [f"{type(error).__name__}: {error}", frames[-1].name]
+    return []
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, root = dist.get_rank(), Path(sys.argv[1])
@@ -106,6 +122,7 @@ def main() -> None:
     found["files on one disk"] = sorted(
         path.name for path in (root / "elsewhere").rglob("*.safetensors")
     )
+    found["bug"] = seen_of_bug_on_rank_1(Team.everyone())
     (root / f"found-{rank}.json").write_text(json.dumps(found))
 
 

@@ -1,5 +1,6 @@
 """Fine-tuning as whole runs in real processes."""
 
+import copy
 import io
 import json
 import runpy
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
+from recipes import finetune
 from tests.families import FAMILIES
 from tests.forked import run_forked
 from tests.launching import (
@@ -295,6 +297,27 @@ def dry_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> Iterator[Callable[
 
     yield dry_run
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rate"), [({}, 2e-5), ({"learning_rate": 3e-4}, 3e-4), ({"lora_r": 4}, 2e-4)]
+)
+def test_settings_made_as_objects_know_a_run_and_the_rate_of_its_model(
+    chosen: dict[str, float], rate: float, base: Path, chats: Path
+) -> None:
+    settings = copy.deepcopy(finetune.DEFAULTS)
+    settings.model.model_name_or_path = str(base)
+    settings.data.dataset = [str(chats)]
+    for name, value in chosen.items():
+        config = settings.lora if name == "lora_r" else settings.optim
+        setattr(config, name, value)
+    rows = finetune.tokenized(settings)
+    assert settings.model.model_name_or_path == str(base / "model")
+    assert settings.optim.learning_rate == rate
+
+    settings.model.model_name_or_path = str(base)
+    finetune.build(settings, rows, "no")
+    assert settings.model.model_name_or_path == str(base / "model")
 
 
 def test_text_is_trained_on_as_text(dry_run: Callable[..., str], text_file: Path) -> None:

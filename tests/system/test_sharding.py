@@ -291,6 +291,12 @@ def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> 
         assert seen["one disk"]
         assert seen["files on one disk"] == ["model.safetensors", "state.safetensors"]
 
+    bug_of_other, _ = read_json(tmp_path / "found-0.json")["bug"]
+    assert bug_of_other.startswith(
+        "FailedElsewhereError: rank 1 has failed: ValueError: bad number"
+    )
+    assert read_json(tmp_path / "found-1.json")["bug"] == ["ValueError: bad number", "action"]
+
 
 HALF, WHOLE = (30, 60) if LONG_FORM else (8, 16)
 LONG = [
