@@ -144,6 +144,7 @@ def _listed(history: History) -> JsonObject:
         "max_steps": history.settings.get("max_steps"),
         **losses,
         "age": round(history.seconds_since_write(), 1),
+        "lost": history.losses_of_all_checkpoints(),
     }
 
 
@@ -159,6 +160,9 @@ def _print_table(runs: list[JsonObject]) -> None:
             losses += f"{_format_loss(run[key]):>10}"
         age = duration_text(run["age"])
         print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}")
+    for run in runs:
+        for loss in run["lost"]:
+            say("lost", f"{run['run']}: {loss}")
 
 
 # --- check

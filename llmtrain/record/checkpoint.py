@@ -188,8 +188,26 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+class AllDamagedError(UserError):
+    """A run has saved checkpoints, and none of them is intact.
+
+    Attributes:
+        checkpoints: the names of the damaged checkpoints, the newest first.
+    """
+
+    def __init__(self, folder: Path, checkpoints: list[str]) -> None:
+        super().__init__(
+            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start a "
+            "new run."
+        )
+        self.checkpoints = checkpoints
+
+
 def newest_valid(
-    folder: Path, set_aside: bool = False, fingerprint: str | None = None
+    folder: Path,
+    set_aside: bool = False,
+    fingerprint: str | None = None,
+    known_losses: Collection[str] = (),
 ) -> Path | None:
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
@@ -197,11 +215,12 @@ def newest_valid(
         folder: the run's ``checkpoints`` folder.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
+        known_losses: names of damaged checkpoints after whose loss the run has started again.
 
     Raises:
-        UserError: if there are checkpoints, and none is intact: starting from the beginning would
-            hide the loss. Also if the newest is in a newer format: an older one would silently
-            repeat its steps.
+        AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
+            would hide the loss.
+        UserError: if the newest is in a newer format: an older one would silently repeat its steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -211,16 +230,21 @@ def newest_valid(
 
         say("resume", f"{path.name} is damaged: {fault}")
         if set_aside:
-            aside = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
 
-    if candidates or [*folder.glob("damaged-*")]:
-        raise UserError(
-            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start a "
-            "new run."
-        )
+    damaged = {*checkpoints(folder), *folder.glob("damaged-*")}
+    new_losses = sorted({path.name for path in damaged} - {*known_losses}, reverse=True)
+    if new_losses:
+        raise AllDamagedError(folder, new_losses)
     return None
+
+
+def _free_name(path: Path) -> Path:
+    """Return a path, with -2, -3, ... at its end if it exists."""
+    names = itertools.chain(
+        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    )
+    return next(name for name in names if not name.exists())
 
 
 def find_fault(path: Path, fingerprint: str | None = None) -> str | None:

@@ -134,6 +134,10 @@ class History(NamedTuple):
         times = [*earlier] if isinstance(earlier, list) else []
         return times + [str(start.get("time")) for start in self.starts]
 
+    def losses_of_all_checkpoints(self) -> list[str]:
+        """Return what is known of each time that the run lost all checkpoints and began again."""
+        return [str(event.get("text")) for event in self.events if event.get("kind") == "lost"]
+
     def series(self, key: str) -> dict[int, float]:
         """Return a metric by step."""
         return {
@@ -194,7 +198,7 @@ class History(NamedTuple):
             line += "; no process holds its lock: it was killed"
             if self._is_elsewhere:
                 line += f", or it runs on {self.status.get('host')}"
-        return line
+        return "; ".join([line, *self.losses_of_all_checkpoints()])
 
     @property
     def _is_elsewhere(self) -> bool:

@@ -296,6 +296,7 @@ def run_record(
         "from": str(resume_point.checkpoint) if resume_point.checkpoint else None,
         # How often the launcher has restarted the run (--max_restarts).
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "lost_checkpoints": resume_point.lost_checkpoints,
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": _command(),
         "host": platform.node(),

@@ -57,7 +57,8 @@ def choose_folder(
 
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
-            run is complete, or if a newer llmtrain has written it.
+            run is intact, or if a newer llmtrain has written it. A restart by Slurm or a launcher
+            begins such a run again, once.
     """
     point = ResumePoint(
         folder=Path(output_dir),
@@ -92,7 +93,9 @@ def choose_folder(
             unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint, run_id)
             if unfinished is not None:
                 with unfinished.lock:
-                    yield _continued(point, folder, unfinished.record, fingerprint)
+                    yield _continued(
+                        point, folder, unfinished.record, fingerprint, was_restarted=was_restarted
+                    )
                 return
     raise AssertionError("there is always a next name")
 
@@ -141,7 +144,11 @@ def _as_json(fingerprint: JsonObject) -> JsonObject:
 
 
 def _continued(
-    point: ResumePoint, folder: Path, record: JsonObject, fingerprint: JsonObject
+    point: ResumePoint,
+    folder: Path,
+    record: JsonObject,
+    fingerprint: JsonObject,
+    was_restarted: bool,
 ) -> ResumePoint:
     """Return where an unfinished run continues: at its newest checkpoint, if it has one.
 
@@ -150,13 +157,31 @@ def _continued(
         folder: the folder of the unfinished run.
         record: its ``run.json``.
         fingerprint: the fingerprint of this run.
+        was_restarted: whether Slurm or the launcher has restarted this command. Then nobody reads
+            an error, so a run that has lost all its checkpoints begins again. If it happens a
+            second time, the disk is at fault, and the run ends.
+
+    Raises:
+        UserError: if the run has checkpoints, and none is intact.
     """
     point = point._replace(folder=folder, run_id=record["run_id"])
-    newest = checkpoint.newest_valid(
-        folder / "checkpoints",
-        set_aside=True,
-        fingerprint=digest(fingerprint),
-    )
+    known_losses = [
+        name for start in record["starts"] for name in start.get("lost_checkpoints", [])
+    ]
+    try:
+        newest = checkpoint.newest_valid(
+            folder / "checkpoints",
+            set_aside=True,
+            fingerprint=digest(fingerprint),
+            known_losses=known_losses,
+        )
+    except checkpoint.AllDamagedError as error:
+        if not was_restarted or known_losses:
+            raise
+        return point._replace(
+            reason="restarted, without an intact checkpoint; starts again",
+            lost_checkpoints=tuple(error.checkpoints),
+        )
     if newest is None:
         return point._replace(reason="unfinished, without a checkpoint yet; starts again")
 

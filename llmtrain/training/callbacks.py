@@ -1,6 +1,7 @@
 """Everything that happens around a step, in the order in which it is called."""
 
 import contextlib
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llmtrain.console import say
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
+from llmtrain.launching.launcher import has_launcher
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.heartbeat import Heartbeat
@@ -537,6 +539,8 @@ class Finish(LoopCallback):
             f"{reason}: step {self.run.step} is saved in {folder}; "
             f"resume with the same command{flags}",
         )
+        if has_launcher() and self.run.stop_signal in (signal.SIGTERM, signal.SIGINT):
+            say("launcher", "a traceback of the launcher may follow; it only reports the signal")
 
 
 # In the order in which they are called: replicas are compared before a checkpoint is made of them,

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -409,11 +410,24 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         contexts.enter_context(_failures_recorded(run))
         run.metrics.start(trackers, tracked)
         _record_addresses(run)
+        _record_loss(run)
         yield
 
         run.writer.set_status(run.outcome.state, run.step, run.outcome.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
+
+
+def _record_loss(run: Run) -> None:
+    """Record an event if the run starts again because none of its checkpoints is intact."""
+    damaged = run.resume_point.lost_checkpoints
+    if damaged:
+        last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
+        run.record_event(
+            "lost",
+            f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
+            f"checkpoint was intact ({', '.join(damaged)})",
+        )
 
 
 @contextlib.contextmanager

@@ -207,9 +207,10 @@ def test_a_signal_to_every_process_at_once_and_again_still_saves(
                     os.kill(target, number)
         psutil.wait_procs([worker], timeout=30)
     finally:
-        wait(process)
+        ended = wait(process)
     status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
+    assert "a traceback of the launcher may follow" in ended.out
     assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
 
 

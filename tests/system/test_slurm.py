@@ -1,88 +1,151 @@
-"""The batch script, with stand-ins for Slurm's own commands that start the real processes."""
+"""The batch script, on a real Slurm of two nodes on this machine."""
 
-import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launching import (
-    BIN,
-    ROOT,
-    TINY,
-    begin,
-    long_form,
-    read_json,
-    run,
-    wait,
-    wait_for_readings,
-)
+from tests.launching import TINY, long_form, metrics, read_json
+from tests.slurm import NODES, SCRIPT, Cluster, Job, UnavailableError, slurm_cluster
+from tests.waiting import wait_until
 
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-pids=()
-for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
-trap 'kill -TERM "${pids[@]}"' TERM
-status=0
-for pid in "${pids[@]}"; do
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done
-done
-exit $status
-"""
-SCONTROL = """#!/bin/bash
-case "$1" in
-show) printf '127.0.0.1\\nsecond\\n' ;;
-requeue) echo "requeued $2" ;;
-esac
-"""
+FLAGS = [*TINY, "--logging_steps", "1"]
+LONGER_THAN_THE_TEST = "1000"
+
+
+@pytest.fixture(scope="module")
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    try:
+        with slurm_cluster(tmp_path_factory.mktemp("slurm")) as running:
+            yield running
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> dict[str, str]:
-    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}:{BIN}:/usr/bin:/bin"
-    return {
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "machine[1-2]",
-        "SLURM_JOB_ID": "4321",
-        "PATH": path,
-    }
+def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    yield running_cluster
+    running_cluster.cancel_all()
+
+
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    text_file: Path,
+    options: list[str],
+    *,
+    steps: int = 60,
+    save_steps: int = 1000,
+    pause: str = "0.3",
+) -> Job:
+    folder.mkdir(exist_ok=True)
+    (folder / "pause").write_text(pause)
+    flags = ["--max_steps", str(steps), "--save_steps", str(save_steps)]
+    return cluster.submit(folder, options, [*FLAGS, *flags, "--dataset", str(text_file)])
+
+
+def wait_for_steps(job: Job, count: int) -> None:
+    path = job.run_folder / "metrics.jsonl"
+
+    def are_made() -> bool:
+        return path.exists() and len(metrics(job.run_folder)) >= count
+
+    wait_until(are_made, 90)
+
+
+def checkpoints(job: Job) -> list[int]:
+    paths = (job.run_folder / "checkpoints").glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in paths)
+
+
+def status(job: Job) -> dict:
+    return read_json(job.run_folder / "status.json")
 
 
 @long_form
-def test_the_batch_script_is_told_before_the_end_saves_is_requeued_and_goes_on(
-    slurm: dict[str, str], text_file: Path, tmp_path: Path
+def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
+    cluster: Cluster, text_file: Path, tmp_path: Path
 ) -> None:
-    command = [
-        "bash",
-        "-c",
-        f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm",
-        "batch",
-        *TINY,
-    ]
-    command += ["--dataset", str(text_file), "--max_steps", "40", "--save_steps", "40"]
-    for name in ("recipes", "accelerate_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    folder = tmp_path / "runs" / "job-4321"
-    process = begin(command, env=slurm)
-    try:
-        wait_for_readings(process, folder, 3)
-        process.send_signal(signal.SIGUSR1)  # to the script alone, as --signal=B: does
-    finally:
-        ended = wait(process)
-    assert "requeued 4321" in ended.out
-    status = read_json(folder / "status.json")
-    assert (read_json(folder / "run.json")["processes"], status["state"]) == (2, "preempted")
-    assert (folder / "checkpoints" / f"step-{status['step']:08d}").is_dir()
-    ended = run(command, env=slurm).assert_ok()
-    assert "requeued" not in ended.out
-    assert [start["step"] for start in read_json(folder / "run.json")["starts"]] == [
-        0,
-        status["step"],
-    ]
-    assert read_json(folder / "status.json")["state"] == "finished"
+    job = submit(cluster, tmp_path, text_file, ["--nodes=2"], steps=100, save_steps=2)
+    wait_for_steps(job, 3)
+    # To the script alone, as --signal=B:USR1@120 does.
+    cluster.call("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait_until_requeued()
+
+    step = status(job)["step"]
+    assert status(job)["state"] == "preempted"
+    assert checkpoints(job)[-1] == step
+    assert f"asked to stop by SIGUSR1: step {step} is saved" in job.log
+    assert f"requeue after step-{step:08d}" in job.log
+    assert "Traceback" not in job.log
+    assert "srun: error" not in job.log
+
+    job.begin_now()
+    wait_for_steps(job, step + 6)
+    cluster.kill_node(NODES[1])
+    job.wait_until_requeued(times=2)
+    step_after_death = checkpoints(job)[-1]
+
+    cluster.start_node(NODES[1])
+    wait_until(cluster.is_idle, 60)
+    (tmp_path / "pause").write_text("0")
+    job.begin_now()
+    job.wait_for_state("COMPLETED")
+    record = read_json(job.run_folder / "run.json")
+    assert [start["step"] for start in record["starts"]] == [0, step, step_after_death]
+    assert step < step_after_death
+    assert record["processes"] == 2
+    assert status(job)["state"] == "finished"
+
+
+@long_form
+def test_a_job_is_requeued_at_its_time_limit_if_it_has_made_progress(
+    cluster: Cluster, text_file: Path, tmp_path: Path
+) -> None:
+    options = ["--nodes=1", "--time=1", "--signal=B:USR1@15"]
+    saves = submit(cluster, tmp_path / "saves", text_file, options, steps=5000)
+    # These two neither finish their step nor save when they are asked to, so Slurm kills them.
+    hangs = submit(
+        cluster,
+        tmp_path / "hangs",
+        text_file,
+        options,
+        save_steps=1,
+        pause=LONGER_THAN_THE_TEST,
+    )
+    makes_nothing = submit(
+        cluster, tmp_path / "nothing", text_file, options, pause=LONGER_THAN_THE_TEST
+    )
+
+    saves.wait_until_requeued()
+    assert status(saves)["state"] == "preempted"
+    assert checkpoints(saves) == [status(saves)["step"]]
+    assert f"requeue after step-{status(saves)['step']:08d}" in saves.log
+
+    hangs.wait_until_requeued()
+    assert checkpoints(hangs) == [1]
+    assert "DUE TO TIME LIMIT" in hangs.log
+
+    makes_nothing.wait_for_state("TIMEOUT")
+    assert "not requeued: the run has saved no checkpoint" in makes_nothing.log
+
+
+@long_form
+def test_two_tasks_on_a_node_are_two_processes_and_scancel_saves_and_ends_the_job(
+    cluster: Cluster, text_file: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, text_file, ["--nodes=1", "--ntasks-per-node=2"])
+    wait_for_steps(job, 3)
+    cluster.call("scancel", job.id)
+    job.wait_for_state("CANCELLED")
+
+    step = status(job)["step"]
+    assert read_json(job.run_folder / "run.json")["processes"] == 2
+    assert status(job)["state"] == "preempted"
+    assert checkpoints(job) == [step]
+    assert "requeue" not in job.log
+    assert job.field("Restarts") == "0"
 
 
 ACCELERATE = """#!/bin/bash
@@ -90,56 +153,37 @@ echo "accelerate $*"
 """
 
 
-@pytest.mark.parametrize(
-    ("allocated", "processes"),
-    [
-        ({"SLURM_GPUS_ON_NODE": "2"}, 4),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 6),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8a2f1c7e,MIG-0b1d"}, 4),
-        ({"SLURM_GPUS_ON_NODE": "8", "GPUS": "2"}, 4),
-        ({"SLURM_GPUS_ON_NODE": "0"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 2),
-        ({}, 2),
-    ],
-    ids=str,
-)
-def test_each_machine_starts_a_process_for_each_gpu_that_slurm_has_allocated(
-    allocated: dict[str, str], processes: int, slurm: dict[str, str], tmp_path: Path
+@long_form
+def test_each_machine_starts_a_process_for_each_gpu_or_task(
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     (tmp_path / "accelerate").write_text(ACCELERATE)
     (tmp_path / "accelerate").chmod(0o755)
-    script = ROOT / "accelerate_configs" / "multi_node.slurm"
-    ended = subprocess.run(
-        ["bash", script],
-        cwd=tmp_path,
-        env={**slurm, **allocated},
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
-    starts = [line for line in ended.stdout.splitlines() if line.startswith("accelerate launch")]
-    assert len(starts) == 2, ended.stderr
-    assert all(f"--num_machines 2 --num_processes {processes} " in start for start in starts)
-
-
-@long_form
-def test_a_machine_with_two_allocated_gpus_starts_two_processes(
-    slurm: dict[str, str], text_file: Path, tmp_path: Path
-) -> None:
-    for name in ("recipes", "accelerate_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    script = f"cd {tmp_path}; . {ROOT}/accelerate_configs/multi_node.slurm"
-    command = ["bash", "-c", script, "batch", *TINY, "--dataset", str(text_file)]
-    run(command, env={**slurm, "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}).assert_ok()
-    folder = tmp_path / "runs" / "job-4321"
-    assert read_json(folder / "run.json")["processes"] == 2
-    assert read_json(folder / "status.json")["state"] == "finished"
+    no_gres = "unset SLURM_GPUS_ON_NODE; export CUDA_VISIBLE_DEVICES="
+    cases = [
+        (["--gpus-per-node=2"], "", 4),
+        (["--gpus-per-node=4"], "GPUS=3", 6),
+        (["--ntasks-per-node=3", "--gpus-per-node=2"], "", 4),
+        (["--ntasks-per-node=2"], "", 4),
+        ([], f"{no_gres}0,1,2", 6),
+        ([], f"{no_gres}GPU-8a2f1c7e,MIG-0b1d", 4),
+        ([], f"{no_gres}NoDevFiles", 2),
+        ([], "", 2),
+    ]
+    jobs = []
+    for options, setup, _ in cases:
+        lines = f"PATH={tmp_path}:$PATH; {setup}"
+        jobs.append(cluster.submit(tmp_path, ["--nodes=2", *options], setup=lines))
+    for job, case in zip(jobs, cases, strict=True):
+        job.wait_for_state("COMPLETED")
+        starts = [line for line in job.log.splitlines() if line.startswith("accelerate launch")]
+        assert len(starts) == 2, (case, job.log)
+        for start in starts:
+            assert f"--num_machines 2 --num_processes {case[2]} " in start, case
 
 
 def test_the_batch_script_asks_to_be_told_before_the_end() -> None:
-    script = ROOT / "accelerate_configs" / "multi_node.slurm"
-    subprocess.run(["bash", "-n", script], check=True, timeout=10)
-    directives = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=10)
+    directives = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
     for start in ("#SBATCH --signal=B:USR1@", "#SBATCH --requeue", "#SBATCH --time="):
         assert any(line.startswith(start) for line in directives), start

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
@@ -176,6 +177,44 @@ def test_a_run_begun_from_a_named_checkpoint_goes_on_when_it_is_started_again(
     assert begin(steps=(40,), crash=True, resume_from_checkpoint="never") == ("run-3", 0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert begin(resume_from_checkpoint="never") == ("run-2", 30)
+
+
+def damage_all(folder: Path) -> None:
+    for path in folder.glob("checkpoints/step-*/model/model.safetensors"):
+        path.write_bytes(b"")
+
+
+def test_a_restarted_run_without_an_intact_checkpoint_starts_again_once(
+    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    begin(steps=(10, 20), crash=True)
+    damage_all(folder)
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
+        begin()  # a person reads this
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert begin(crash=True) == ("run", 0)
+    assert begin(steps=(10,), crash=True) == ("run", 0)  # nothing new is lost
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert begin(steps=(20,), crash=True) == ("run", 10)
+
+    aside = ["damaged-step-00000020", "damaged-step-00000010"]
+    assert all((folder / "checkpoints" / name).is_dir() for name in aside)
+    starts = read_json(folder / "run.json")["starts"]
+    assert [start["lost_checkpoints"] for start in starts] == [[], aside, [], []]
+    capsys.readouterr()
+    for arguments in ([str(tmp_path)], ["check", str(folder)]):
+        with contextlib.suppress(SystemExit):
+            main(["runs", *arguments])
+        assert "steps 1 to 20 were lost" in capsys.readouterr().out
+
+    damage_all(folder)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
+            begin()
+    assert (folder / "checkpoints" / "damaged-step-00000020-2").is_dir()
 
 
 @pytest.fixture

@@ -1,0 +1,301 @@
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all state in one folder.
+
+It needs the Debian packages slurm-wlm and munge, and the rights of root. The nodes have addresses of
+the loopback interface as names, so that the processes of a run find each other by them.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.launching import BIN, ROOT, WARNING_FILTERS
+from tests.waiting import wait_until
+
+NODES = ("127.0.0.1", "127.0.0.2")
+SCRIPT = ROOT / "accelerate_configs" / "multi_node.slurm"
+
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+FirstJobId={first_job}
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout=6
+KillWait=10
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 Gres=gpu:4
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 Gres=gpu:4
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
+"""
+
+
+class UnavailableError(Exception):
+    """Slurm cannot run here."""
+
+
+@dataclass
+class Cluster:
+    """A running Slurm.
+
+    Attributes:
+        folder: holds its configuration, its state and its logs.
+        daemons: the running daemons by name: munged, slurmctld, and each slurmd by its node.
+    """
+
+    folder: Path
+    daemons: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": ",".join(WARNING_FILTERS),
+        }
+
+    def call(self, *command: str, cwd: Path = ROOT) -> str:
+        """Run one of Slurm's commands, and return what it prints."""
+        result = subprocess.run(
+            command,
+            cwd=cwd,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert result.returncode == 0, (command, result.stdout, result.stderr)
+        return result.stdout
+
+    def submit(
+        self,
+        folder: Path,
+        options: Sequence[str],
+        flags: Sequence[str] = (),
+        setup: str = "",
+    ) -> "Job":
+        """Submit multi_node.slurm, with the recipe slow_gpt.py, from a folder of a test.
+
+        Args:
+            folder: the folder in which the job runs.
+            options: options of sbatch.
+            flags: flags of the recipe.
+            setup: lines of the script that set up its environment.
+        """
+        for name in ("recipes", "accelerate_configs", "tests"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        script = folder / SCRIPT.name
+        text = SCRIPT.read_text()
+        text = text.replace("RECIPE=recipes/gpt.py", "RECIPE=tests/system/slow_gpt.py")
+        script.write_text(text.replace("# module load cuda", setup))
+        output = self.call("sbatch", "--parsable", *options, str(script), *flags, cwd=folder)
+        return Job(self, folder, output.strip())
+
+    def start_node(self, node: str) -> None:
+        self.daemons[node] = self._begin("slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """Kill everything that runs on a node, as a power cut does."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURMD_NODENAME") != node:
+                    continue
+                for ancestor in process.parents():
+                    if ancestor.name().startswith("slurmstepd"):
+                        ancestor.kill()
+                process.kill()
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """Yield the processes of this cluster: its daemons, and all that they have started."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                # slurmstepd hides its environment, but keeps the folder in which slurmd runs.
+                if process.name().startswith("slurmstepd"):
+                    is_ours = process.cwd() == str(self.folder)
+                else:
+                    is_ours = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if is_ours:
+                    yield process
+
+    def _begin(self, name: str, *arguments: str) -> subprocess.Popen:
+        program = shutil.which(name, path=f"/usr/sbin:{os.environ['PATH']}")
+        assert program is not None
+        with (self.folder / "daemons.log").open("ab") as log:
+            return subprocess.Popen(
+                [program, *arguments],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _start(self) -> None:
+        for name in ("munge", "state"):
+            (self.folder / name).mkdir(mode=0o700)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(random.randbytes(1024))
+        key.chmod(0o600)
+        self._write_config()
+
+        munge_files = {
+            name: self.folder / "munge" / name for name in ("socket", "pid", "log", "seed")
+        }
+        self.daemons["munged"] = self._begin(
+            "munged",
+            "--foreground",
+            "--force",  # the folders above this one may be writable for a group
+            f"--key-file={key}",
+            f"--socket={munge_files['socket']}",
+            f"--pid-file={munge_files['pid']}",
+            f"--log-file={munge_files['log']}",
+            f"--seed-file={munge_files['seed']}",
+        )
+        wait_until(munge_files["socket"].exists)
+        self.daemons["slurmctld"] = self._begin("slurmctld", "-D", "-c")
+        for node in NODES:
+            self.start_node(node)
+        wait_until(self.is_idle, 30)
+
+    def _write_config(self) -> None:
+        with contextlib.ExitStack() as sockets:
+            ports = []
+            for _ in range(3):
+                server = sockets.enter_context(socket.socket())
+                server.bind(("127.0.0.1", 0))
+                ports.append(server.getsockname()[1])
+        config = CONFIG.format(
+            folder=self.folder,
+            host=socket.gethostname().partition(".")[0],
+            ports=ports,
+            nodes=NODES,
+            # The port of a run follows from the id of its job.
+            first_job=random.SystemRandom().randrange(1, 10_000) * 20,
+        )
+        (self.folder / "slurm.conf").write_text(config)
+        gres = f"NodeName={','.join(NODES)} Name=gpu File={self.folder}/gpu[0-3]\n"
+        for number in range(4):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(gres)
+
+    def is_idle(self) -> bool:
+        """Return whether all nodes answer and are free."""
+        try:
+            states = self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
+        except AssertionError:  # slurmctld does not answer yet
+            return False
+        return states == ["idle"] * len(NODES)
+
+    def cancel_all(self) -> None:
+        """End all jobs, without time to save."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            self.call("scancel", "--user=root", "--state=RUNNING", "--signal=KILL", "--full")
+            self.call("scancel", "--user=root")
+
+    def _end(self) -> None:
+        """End all jobs and daemons."""
+        self.cancel_all()
+        for daemon in reversed(self.daemons.values()):
+            daemon.terminate()
+        for daemon in self.daemons.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(timeout=5)
+        for process in [*self.processes()]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+@dataclass
+class Job:
+    """A job of :class:`Cluster`, submitted from a folder of a test."""
+
+    cluster: Cluster
+    submitted_from: Path
+    id: str
+
+    @property
+    def run_folder(self) -> Path:
+        return self.submitted_from / "runs" / f"job-{self.id}"
+
+    @property
+    def log(self) -> str:
+        path = self.submitted_from / f"slurm-{self.id}.out"
+        return path.read_text() if path.exists() else ""
+
+    def field(self, name: str) -> str:
+        """Return a field of ``scontrol show job``, such as JobState or Restarts."""
+        words = self.cluster.call("scontrol", "show", "job", self.id).split()
+        return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
+
+    def wait_for_state(self, state: str, seconds: float = 120) -> None:
+        """Wait until the job is in a state, such as PENDING, and fail if it has ended in another."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+        def has_arrived() -> bool:
+            current = self.field("JobState")
+            assert current == state or current not in ends, f"{current}, not {state}\n{self.log}"
+            return current == state
+
+        wait_until(has_arrived, seconds)
+
+    def wait_until_requeued(self, times: int = 1) -> None:
+        wait_until(lambda: self.field("JobState") != "PENDING", 30)
+        self.wait_for_state("PENDING")
+        assert self.field("Restarts") == str(times)
+
+    def begin_now(self) -> None:
+        """Start a requeued job, which Slurm would let wait for two minutes."""
+        time.sleep(2)  # slurmd takes a start in the second of the last end for a part of that
+        self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start Slurm with all its files in a folder, and end everything that it has started."""
+    path = f"/usr/sbin:{os.environ['PATH']}"
+    missing = [
+        name for name in ("munged", "slurmctld", "slurmd") if not shutil.which(name, path=path)
+    ]
+    if missing:
+        raise UnavailableError(f"a real Slurm needs {missing[0]}: apt-get install slurm-wlm munge")
+    if os.geteuid() != 0:
+        raise UnavailableError("a real Slurm needs the rights of root")
+    cluster = Cluster(folder)
+    try:
+        try:
+            cluster._start()
+        except AssertionError:
+            lines = (folder / "daemons.log").read_text().splitlines()
+            raise UnavailableError(f"Slurm does not start here: {lines[-1:]}") from None
+        yield cluster
+    finally:
+        cluster._end()
