@@ -11,6 +11,7 @@ import llmtrain as lt
 from benchmarks.gpu.call import Call
 from benchmarks.gpu.rows import packed_rows
 from llmtrain.models import attention_gpu
+from llmtrain.models.attention import causal_attention
 from llmtrain.models.documents import Documents
 from llmtrain.models.loss import linear_nll
 from llmtrain.training.muon import orthogonal
@@ -32,6 +33,7 @@ def judge(call: Call) -> None:
     try:
         judge_found_inf(call)
         judge_muon(call)
+        judge_plain_attention(call)
         judge_packed_attention(call)
         judge_loss(call)
         judge_packed_model(call)
@@ -81,6 +83,33 @@ def judge_muon(call: Call) -> None:
         )
 
 
+def judge_plain_attention(call: Call) -> None:
+    """Judge attention over rows of one document, forward and backward, by the same in float64."""
+    size = call.sizes.gpt2
+    torch.manual_seed(0)
+    shape = (3, 2, size.heads, size.block, size.width // size.heads)
+    qkv = torch.randn(shape).bfloat16().float()
+    upstream = torch.randn(shape[1:]).bfloat16().float()
+    mask = torch.ones(size.block, size.block, dtype=torch.bool).tril()
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / shape[-1] ** 0.5
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+    exact = _output_and_gradient(dense, qkv.double(), upstream.double())
+    for dtype in _dtypes(call):
+        outcome = _output_and_gradient(
+            causal_attention, qkv.to(call.device, dtype), upstream.to(call.device, dtype)
+        )
+        errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
+        call.journal.judge(
+            f"attention over plain rows in {dtype}, forward and backward, by float64",
+            max(errors) < _BOUNDS[dtype],
+            forward=errors[0],
+            backward=errors[1],
+        )
+
+
 def judge_packed_attention(call: Call) -> None:
     """Judge attention over packed rows, forward and backward, by dense attention in float64."""
     size = call.sizes.check
@@ -121,7 +150,6 @@ def _packed_kernels(
     on_device = documents.to(call.device)
     kernels: list[tuple[str, torch.dtype, Attention]] = []
     if not call.on_gpu:
-        from llmtrain.models.attention import causal_attention
 
         def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return causal_attention(q, k, v, on_device)

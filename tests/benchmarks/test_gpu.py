@@ -21,6 +21,7 @@ from tests.launching import ROOT, long_form
 VERDICTS_OF_PASSES = {
     "fused AdamW takes found_inf",
     "Muon's update in torch.float32, by float64",
+    "attention over plain rows in torch.float32, forward and backward, by float64",
     "blocks over packed rows in torch.float32, forward and backward, by float64",
     "the loss of V 512 in torch.float32, forward and backward, by float64",
     "the loss of V 501 in torch.float32, forward and backward, by float64",
@@ -73,15 +74,21 @@ def test_a_gradient_with_a_wrong_sign_is_wrong(call: Call, monkeypatch: pytest.M
 
 
 def test_attention_that_leaks_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    import llmtrain.models.attention
+    correct = passes.causal_attention
 
-    correct = llmtrain.models.attention.causal_attention
-
-    def faulty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: object) -> torch.Tensor:
+    def faulty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
         return correct(q, k, v)
 
-    monkeypatch.setattr(llmtrain.models.attention, "causal_attention", faulty)
+    monkeypatch.setattr(passes, "causal_attention", faulty)
     passes.judge_packed_attention(call)
+    assert len(wrong(call)) == 1
+
+
+def test_attention_that_sees_what_follows_is_wrong(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "causal_attention", passes.F.scaled_dot_product_attention)
+    passes.judge_plain_attention(call)
     assert len(wrong(call)) == 1
 
 
