@@ -89,9 +89,13 @@ def _yaml_of(value: Any) -> str:
     """Return a value as YAML in one line."""
     if value is None or value == []:
         return "null"  # a flag takes no empty list
+    texts = value if isinstance(value, list) else [value]
+    has_line_break = any("\n" in text for text in texts if isinstance(text, str))
     text: str = yaml.safe_dump(
         value,
         default_flow_style=True,
+        # In double quotes a line break is written as \n. Otherwise it would take several lines.
+        default_style='"' if has_line_break else None,
         allow_unicode=True,
         width=float("inf"),
     )

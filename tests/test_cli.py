@@ -1,3 +1,4 @@
+import ast
 import errno
 import json
 import math
@@ -270,9 +271,19 @@ def test_a_disk_that_refuses_is_a_line(
     assert "No space left on device; free some space" in err
 
 
-def test_every_command_prints_json(capsys: pytest.CaptureFixture) -> None:
-    for name in COMMANDS:
-        assert "--json" in ended(capsys, name, "--help")[1], name
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_reads_the_flag_for_json(name: str) -> None:
+    """Every parser takes --json, so a command that forgets it would print text for programs."""
+    tree = ast.parse((ROOT / "llmtrain" / "commands" / f"{name}.py").read_text())
+    reads = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "json"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "arguments"
+    ]
+    assert reads
 
 
 def test_json_of_what_is_written_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -47,6 +47,7 @@ class DataMetadata:
         overlong_lengths: the shortest, the median and the longest training conversation that is
             longer than ``--max_length``, as :class:`llmtrain.data.lengths.OverlongLengths`; empty
             if there is none.
+        cache_entry: the name of the rows' folder in the cache; empty for rows that the recipe made.
     """
 
     dataset: str
@@ -74,6 +75,7 @@ class DataMetadata:
     covering_length: int = 0
     length_histogram: list[int] = field(default_factory=list)
     overlong_lengths: list[int] = field(default_factory=list)
+    cache_entry: str = ""
 
 
 def metadata_of(

@@ -83,6 +83,7 @@ def tokenize(
     # The cache entry may have been made from other files with the same content.
     rows.metadata.dataset = " ".join(config.dataset)
     rows.metadata.tokenizer = request.spec
+    rows.metadata.cache_entry = folder.name
     rows.new_tokens = request.new_tokens
     rows.eval_names = [source.name for source in request.eval or request.train]
     if config.mixture:

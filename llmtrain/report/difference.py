@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llmtrain.record.history import History
 from llmtrain.report.comparison import QUANTITIES, Tolerance, differences
 from llmtrain.report.identity import METADATA, flat_record, groups_by_setting, tolerance_between
+from llmtrain.report.row_difference import describe_row_difference
 from llmtrain.types import Json, JsonObject
 
 
@@ -321,6 +322,8 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
         b = metadata_b.get(key)
         if a is not None and b is not None and a != b:
             text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
+            if key == "data_sha256":
+                text = describe_row_difference(run_a, run_b) or text
             different.append(MetadataDifference(groups=(group,), text=text))
     return different
 

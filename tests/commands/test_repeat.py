@@ -96,12 +96,16 @@ def test_settings_are_read_as_they_are_printed() -> None:
         Entry("rate", 1e-05, "help", False),
         Entry("prompts", ["a", "b: c"], "help", True),
         Entry("nothing", [], "help", False),
+        Entry("run_name", "two\nlines\n", "help", True),
+        Entry("sample_prompts", ["a: 'b'\n\n c", "d\te"], "help", False),
     ]
     assert settings_in(text_of({"title": entries})) == {
         "name": Setting("a: #b", True),
         "rate": Setting(1e-05, False),
         "prompts": Setting(["a", "b: c"], True),
         "nothing": Setting(None, False),
+        "run_name": Setting("two\nlines\n", True),
+        "sample_prompts": Setting(["a: 'b'\n\n c", "d\te"], False),
     }
 
 

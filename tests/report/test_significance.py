@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from scipy import stats
 
 from llmtrain.report.significance import (
     Sample,
@@ -14,8 +15,6 @@ from llmtrain.report.significance import (
     unpaired_test,
 )
 from tests.launching import ROOT
-
-stats = pytest.importorskip("scipy.stats")
 
 
 def losses(n: int, mean: float = 2.0, deviation: float = 0.1, seed: int = 0) -> list[float]:
