@@ -11,7 +11,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -171,7 +171,7 @@ class MemoryAdvice(LoopCallback):
                 raise
             rows = self.run.layout.micro_batch
             raise UserError(
-                f"out of memory with {rows} rows at a time: {self._advice(rows)}"
+                f"out of memory with {pluralize(rows, 'row')} at a time: {self._advice(rows)}"
             ) from None
 
     def _advice(self, rows: int) -> str:
