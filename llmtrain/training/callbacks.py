@@ -135,8 +135,9 @@ class LoopContext:
     def saves_after(self, info: StepInfo) -> bool:
         """Return whether a checkpoint is made after a step.
 
-        A run that was asked to stop saves after any step. The last step of a run is due for every
-        ``--save_steps`` except 0.
+        That is the case when ``--save_steps`` is due, which the last step always is unless it is 0;
+        after any step if the run was asked to stop; and at each evaluation of a run that keeps its
+        best checkpoint.
         """
         settings = self.run.settings
         may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
