@@ -152,8 +152,11 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         is_valid = minimum <= value < math.inf  # False for NaN
-        if not is_valid:
-            raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
+        if is_valid:
+            continue
+        if math.isnan(value) or value == math.inf:
+            raise UserError(f"--{name} {value} is out of range: it must be a finite number.")
+        raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
 def configs_of(settings: Any) -> dict[str, Config]:
@@ -309,7 +312,7 @@ def _read_command_line(parser: "_Parser", argv: list[str]) -> tuple[_Given, list
 
 def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
     """Return what a YAML file sets, and what is wrong with it."""
-    content = config_file.read(path, parser.keys)
+    content = config_file.read(path, parser.keys, parser.list_keys)
     values, problems_of_values = parser.explicit_values(content.words)
     given = _Given(
         values=values,
@@ -591,6 +594,12 @@ class _Parser(HfArgumentParser):
         """The keys that a YAML file may have, in alphabetical order."""
         special = ("--config", "--help_all", "--help", "--print_config")
         return [option.removeprefix("--") for option in self.flags if option not in special]
+
+    @property
+    def list_keys(self) -> list[str]:
+        """Those of them whose value may be a list."""
+        actions = [self._option_string_actions[f"--{key}"] for key in self.keys]
+        return [key for key, action in zip(self.keys, actions, strict=True) if action.nargs == "+"]
 
     def settings_by_group(self) -> dict[str, list[argparse.Action]]:
         """Return the flags that are settings, one for each setting, by the title of their group."""

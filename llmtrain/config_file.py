@@ -116,7 +116,7 @@ class Content(NamedTuple):
     problems: list[str]
 
 
-def read(path: str, names: Collection[str]) -> Content:
+def read(path: str, names: Collection[str], list_names: Collection[str]) -> Content:
     """Read the flags in a YAML file.
 
     Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
@@ -125,6 +125,7 @@ def read(path: str, names: Collection[str]) -> Content:
     Args:
         path: the path of the file.
         names: the keys that the file may have.
+        list_names: those of them whose value may be a list.
 
     Raises:
         UserError: if the file cannot be read.
@@ -148,9 +149,14 @@ def read(path: str, names: Collection[str]) -> Content:
         if _is_null(value_node):  # null keeps the recipe's default
             continue
         try:
-            content.words.extend(_flag_words(key, value_node))
+            words = _flag_words(key, value_node)
         except UserError as error:
             content.problems.append(str(error))
+            continue
+        if len(words) > 1 and key not in list_names:
+            content.problems.append(f"'{key}' takes a single value, not a list.")
+            continue
+        content.words.extend(words)
     return content
 
 

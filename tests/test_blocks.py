@@ -4,12 +4,16 @@ another test runs, and what is of tools that are not here."""
 import ast
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+import llmtrain as lt
+from llmtrain.cli import build_parser
 from tests.launching import BIN, ROOT, long_form, run, write_chats, write_pairs, write_text
+from tests.test_tutorials import JOURNEYS, RECIPES
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = {
@@ -180,3 +184,228 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert ended.status == expected, (
             f"{page.name}: {words}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
         )
+
+
+# --- commands that no test runs as they stand
+
+PROGRAMS = ("llmtrain", "python", "accelerate", "torchrun", "make")
+# Commands that show a mistake, or print and end.
+ENDS_EARLY = ("--n_layers 3", "--lr 2e-5", "--help", "--version", "--print_config")
+# Tutorials whose sh blocks test_tutorials.py runs.
+RUN_AS_THEY_STAND = {name for names in JOURNEYS.values() for name in names}
+# Pages whose `$` lines are run by the test of the page.
+RUN_WITH_OUTPUT = {"inspecting-runs.md": "test_pages.py", "ddp.md": "test_lessons.py"}
+# Page -> why its commands in sh blocks, and those above an output, are not run; and the commands.
+NOT_RUN: dict[str, tuple[str, list[str]]] = {
+    "README.md": (
+        "the same commands, with a base of the test, are in test_finetune.py and test_chatting.py",
+        [
+            "accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16",
+            "llmtrain chat runs/finetune",
+        ],
+    ),
+    "fsdp.md": (
+        "several machines, as in test_two_machines.py",
+        [
+            "accelerate launch --config_file accelerate_configs/hsdp.yaml --machine_rank 0 --main_process_ip 10.231.0.1 recipes/gpt.py",
+            "accelerate launch --config_file accelerate_configs/hsdp.yaml --machine_rank 1 --main_process_ip 10.231.0.1 recipes/gpt.py",
+        ],
+    ),
+    "planning.md": (
+        "large models, as in test_plan.py",
+        [
+            'llmtrain plan recipes/finetune.py --from_config llama --tokenizer byte --config_overrides "hidden_size=4096,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,intermediate_size=14336,vocab_size=128256" --global_batch_size 128 --max_length 4096 --max_steps 1000 --processes 8 --device h100-80gb --gradient_checkpointing --sync_each_batch',
+            "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --processes 8 --device h100-80gb",
+            "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device h100-80gb",
+        ],
+    ),
+    "reliability.md": (
+        "a run that was killed, as in test_kills.py",
+        [
+            "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml recipes/gpt.py --output_dir runs/moved",
+        ],
+    ),
+    "batch-size.md": (
+        "the runs above it are long; test_diff.py compares others",
+        [
+            "llmtrain diff runs/b8 runs/b32",
+        ],
+    ),
+    "clouds.md": (
+        "a part of a sentence: the recipes as modules, which test_install.py starts",
+        [
+            "python -m llmtrain.recipes.finetune",
+            "accelerate launch -m llmtrain.recipes.finetune",
+        ],
+    ),
+    "compare-seeds.md": (
+        "many runs; test_repeat.py and test_compare.py make short ones",
+        [
+            "llmtrain repeat 5 recipes/gpt.py --config small.yaml",
+            "llmtrain repeat 5 recipes/gpt.py --config small.yaml --weight_decay 0.2 --output_dir runs/decay",
+            "llmtrain compare runs/gpt-seed-* runs/decay-seed-*",
+            "llmtrain repeat 8 recipes/gpt.py --config small.yaml",
+            "llmtrain repeat 8 recipes/gpt.py --config small.yaml --weight_decay 0.2 --output_dir runs/decay",
+            "llmtrain report runs/gpt-seed-* runs/slow-seed-* --output both.html",
+        ],
+    ),
+    "data.md": (
+        "data of the reader; test_readers.py, test_columns.py and test_sources.py read such",
+        [
+            "python recipes/finetune.py --dataset qa.jsonl --columns prompt=question completion=answer",
+            "python recipes/finetune.py --dataset train.jsonl --eval_dataset val.jsonl hard.jsonl",
+            "python recipes/finetune.py --dataset NAME --dataset_train_split train_sft --dataset_test_split test_sft",
+            "python recipes/finetune.py --dataset saved --dataset_test_split test",
+        ],
+    ),
+    "debugging-hangs.md": (
+        "a hang, as in test_faults.py",
+        [
+            "llmtrain runs --finished runs/hang",
+            "accelerate launch --config_file accelerate_configs/multi_gpu.yaml recipes/gpt.py --ddp_timeout 120",
+        ],
+    ),
+    "export.md": (
+        "another program, and an upload, which test_publish.py makes to a stand-in",
+        [
+            "python llama.cpp/convert_hf_to_gguf.py runs/finetune/model --outfile model.gguf",
+            "accelerate launch recipes/finetune.py --dataset chats.jsonl --push_to_hub NAME/MODEL",
+        ],
+    ),
+    "faq.md": (
+        "an error message, as in test_flag_hints.py",
+        [
+            "python recipes/finetune.py --lr 2e-5 --bf16",
+        ],
+    ),
+    "fine-tuning.md": (
+        "4-bit weights need a GPU",
+        [
+            "accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --load_in_4bit",
+        ],
+    ),
+    "inspecting-runs.md": (
+        "several runs in a loop, as in test_runs.py",
+        [
+            "python recipes/gpt.py --learning_rate $rate --seed $seed --output_dir runs/sweep/rate-$rate-seed-$seed",
+            "llmtrain runs runs/sweep --sort eval_loss",
+            "llmtrain report runs/sweep/* --output sweep.html",
+            "llmtrain runs --finished runs/one && ./evaluate.sh",
+        ],
+    ),
+    "machines.md": (
+        "several machines, as in test_two_machines.py",
+        [
+            "accelerate launch --config_file accelerate_configs/multi_node.yaml --machine_rank 0 --main_process_ip 10.231.0.1 recipes/gpt.py",
+            "accelerate launch --config_file accelerate_configs/multi_node.yaml --machine_rank 1 --main_process_ip 10.231.0.1 recipes/gpt.py",
+            "llmtrain doctor --num_machines 2 --machine_rank 0 --main_process_ip 10.231.0.1",
+        ],
+    ),
+    "metric.md": (
+        "scripts of the reader; test_own_recipe.py runs the code of the page",
+        [
+            "python accuracy.py --dataset chats.jsonl --max_steps 20 --eval_steps 20 --report_to none",
+            "python accuracy.py --dataset chats.jsonl --load_best_model_at_end --metric_for_best_model eval/accuracy",
+            'python accuracy.py --dataset chats.jsonl --sample_prompts "What is the capital of France?"',
+        ],
+    ),
+    "report.md": (
+        "runs of another page, as in test_report.py",
+        [
+            "llmtrain report runs/gpt-seed-* runs/slow-seed-* --output both.html",
+        ],
+    ),
+    "trackers.md": (
+        "needs the tracker's package, as in test_trackers.py",
+        [
+            "python recipes/gpt.py --report_to mlflow",
+            "python recipes/gpt.py --report_to trackio --output_dir runs/gpt",
+        ],
+    ),
+    "many-gpus.md": (
+        "several machines or GPUs, as in test_two_machines.py and test_launch.py",
+        [
+            "llmtrain diff runs/one runs/two",
+            "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/gpt.py",
+            "torchrun --standalone --nproc-per-node 3 recipes/gpt.py --config my.yaml",
+            "accelerate launch --config_file accelerate_configs/multi_node.yaml --machine_rank 0 --main_process_ip 10.231.0.1 recipes/gpt.py --config my.yaml --output_dir runs/machines",
+        ],
+    ),
+    "own-recipe.md": (
+        "scripts of the reader; test_own_recipe.py runs the code of the page",
+        [
+            "python smoothed.py --report_to none --output_dir runs/smoothed",
+            "python zloss.py --max_steps 5 --report_to none",
+            "python offsets.py --report_to none --output_dir runs/offsets",
+            "accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no sharded.py --report_to none --max_steps 20",
+        ],
+    ),
+    "see-ddp.md": (
+        "lessons, which test_lessons.py runs",
+        [
+            "llmtrain learn overlap",
+            "llmtrain learn late",
+        ],
+    ),
+    "survive-failure.md": (
+        "kills, signals and a full disk, as in test_kills.py, test_faults.py and test_crashes.py",
+        [
+            "python recipes/gpt.py --config my.yaml --output_dir runs/killed &",
+            "llmtrain runs",
+            "llmtrain diff runs/straight runs/killed",
+            "python recipes/gpt.py --config my.yaml --output_dir runs/preempted &",
+            "llmtrain runs --finished runs/preempted",
+            "llmtrain diff runs/straight runs/preempted",
+            "python recipes/gpt.py --config my.yaml --output_dir disk/full &",
+            "llmtrain runs check disk/full",
+            "python recipes/gpt.py --config my.yaml --output_dir disk/full",
+            "llmtrain runs check runs/hours",
+        ],
+    ),
+}
+
+
+def commands_not_run(page: Path) -> list[str]:
+    """The commands of a page that neither this module nor a test of the page runs as they stand."""
+    found = []
+    for language, text in re.findall(
+        r"^```(\w*)[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        is_run = language == "sh" and page.name in RUN_AS_THEY_STAND
+        if is_run or language not in ("sh", ""):
+            continue
+        for line in text.replace("\\\n", " ").splitlines():
+            if language == "" and (not line.startswith("$ ") or page.name in RUN_WITH_OUTPUT):
+                continue
+            command = " ".join(re.sub(r"(^|\s)#.*", "", line.removeprefix("$ ")).split())
+            if command.startswith(PROGRAMS):
+                found.append(command)
+    run_here = set(commands(page))
+    return [command for command in dict.fromkeys(found) if command not in run_here]
+
+
+def test_every_command_is_run_or_listed_with_the_reason() -> None:
+    found = {page.name: commands_not_run(page) for page in PAGES}
+    listed = {page: words for page, (_, words) in NOT_RUN.items()}
+    assert {page: words for page, words in found.items() if words} == listed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_has_flags_that_exist(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my.yaml", "small.yaml"):
+        (tmp_path / name).write_text("n_layer: 1\n")
+    for command in [*commands(page), *commands_not_run(page)]:
+        if any(part in command for part in ENDS_EARLY):
+            continue
+        # Variables of the shell stand for numbers, and a tracker need not be installed.
+        made = re.sub(r"--report_to \w+", "--report_to none", re.sub(r"\$\w+", "1", command))
+        words = shlex.split(re.split(r" (?:&&|\||;|&|>|<)(?: |$)", f"{made} ")[0])
+        recipes = [word for word in words if word in RECIPES]
+        if words and words[0] == "llmtrain":
+            build_parser().parse_args(words[1:])
+        elif recipes and words[0] in ("python", "accelerate", "torchrun"):
+            flags = words[words.index(recipes[0]) + 1 :]
+            lt.parse(RECIPES[recipes[0]].DEFAULTS, flags)

@@ -285,6 +285,16 @@ def test_a_yaml_word_reaches_a_text_setting_as_it_is_written(tmp_path, word):
     assert from_yaml(tmp_path, f"name: {word}").name == word
 
 
+def test_a_value_that_is_not_finite_is_not_called_too_small():
+    for value, reason in (
+        ("inf", "a finite number"),
+        ("-inf", "at least 0"),
+        ("nan", "a finite number"),
+    ):
+        message = complaint(parsed, OptimConfig(), argv=[f"--weight_decay={value}"])
+        assert message.endswith(f"is out of range: it must be {reason}.")
+
+
 def test_coerced_values_have_the_type_of_their_field(tmp_path):
     config = from_yaml(tmp_path, "size: 7\nrate: 2\nloud: true\nshifts: [4]\nname: 3\n")
     assert [
@@ -317,7 +327,8 @@ def test_names_may_be_written_with_dashes(tmp_path):
         ("size: large", "toy.yaml: --size"),
         ("size: 2.5", "toy.yaml: --size"),
         ("size: true", "toy.yaml: --size"),
-        ("size: [1, 2]", "toy.yaml"),
+        ("size: [1, 2]", "toy.yaml: 'size' takes a single value, not a list."),
+        ("loud: [true, false]", "toy.yaml: 'loud' takes a single value, not a list."),
         ("size: []", "toy.yaml: --size"),
         ("parts: []", "toy.yaml: --parts"),
         ("loud: perhaps", "toy.yaml: --loud"),

@@ -33,7 +33,7 @@ def lines_that_read_ranks() -> list[str]:
 
 
 def test_ranks_are_read_from_the_engine() -> None:
-    """Else an engine that changes the number of processes during a run would leave copies behind."""
+    """Accelerate and torch do not know which ranks share a model."""
     assert READS_RANKS.search("if accelerator.is_main_process:")
     assert READS_RANKS.search("rank = dist.get_rank()")
     assert lines_that_read_ranks() == []

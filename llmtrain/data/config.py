@@ -39,7 +39,8 @@ class BatchConfig(Config):
     def fit_micro_batch(self, row_tokens: int) -> None:
         """Lower the default micro-batch to 4,096 tokens, and log it.
 
-        It becomes a power of two, which divides most numbers of rows.
+        A default that is lowered becomes a power of two, because most global batches are multiples
+        of one.
 
         Args:
             row_tokens: the number of positions of a row.

@@ -331,7 +331,8 @@ def _label(record: Fields) -> bool:
     """Return the label of a single answer. CSV files hold it as text."""
     label = record.get("label")
     if isinstance(label, str):
-        label = {"true": True, "false": False}.get(label.lower(), label)
+        words = {"true": True, "false": False, "1": True, "0": False}
+        label = words.get(label.lower(), label)
     if label not in (True, False):
         raise BadRow(f"field 'label' is {label!r:.40}, not true or false")
     return bool(label)

@@ -563,7 +563,9 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
             compares two.
     """
     first = next(source.records(None), None)
-    fields = first.fields if first is not None else {}
+    if first is None:
+        raise UserError(f"{source.flag} {source.name} holds no records.")
+    fields = first.fields
     format = detect_format(fields, preference=True)
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"

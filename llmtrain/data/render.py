@@ -410,7 +410,7 @@ class Renderer:
         return max(questions, default=0)
 
     def cut(self, document: Document, width: int) -> Document:
-        """Return the first ``width`` tokens of a document, without the ends of its turns."""
+        """Return the first ``width`` tokens of a document; see :func:`cut`."""
         return cut(document, width, self.encoder)
 
     # --- from a turn to its prompt and its target
@@ -820,7 +820,10 @@ def _document(ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[TurnEnd]) 
 
 
 def cut(document: Document, width: int, encoder: TextEncoder) -> Document:
-    """Return the first ``width`` tokens of a document, without the ends of its turns."""
+    """Return the first ``width`` tokens of a document.
+
+    The result has no ``turn_ends``, so its turns count neither as turns nor as ended.
+    """
     ids = document.ids[:width]
     loss_mask = document.loss_mask[:width]
     target_ids = ids[loss_mask & ~np.isin(ids, encoder.control_ids)].tolist()

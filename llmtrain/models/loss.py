@@ -16,7 +16,7 @@ from llmtrain.types import IGNORED
 def targets_of(labels: Tensor) -> Tensor:
     """Return the targets of all positions but the last: [B, T] -> [B, T - 1].
 
-    This is the only place where labels are shifted.
+    Labels have the positions of their tokens. Every loss shifts them here, and no data do.
     """
     return labels[:, 1:]
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether the ranks share a model, instead of each holding a full copy."""
+    """Return whether the weights are sharded or split between ranks.
+
+    Accelerate then runs in its mode for FSDP2, also with tensor parallelism or pipeline stages, and
+    for a single rank with LLMTRAIN_SHARD_ALONE.
+    """
     return bool(accelerator.is_fsdp2)
 
 

@@ -16,7 +16,7 @@ class Ranks:
     Ranks that share a model (tensor parallelism, pipelines) compute on the same rows. Together they
     are one data-parallel rank.
 
-    Read a number here when you need it, and keep no copy: it may change during a run.
+    Ask it instead of Accelerate, which does not know which ranks share a model.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -396,13 +396,31 @@ def _named_checkpoint(
             )
             part = key.replace("_", " ")
             article = "" if key in _PLURAL_KEYS else "a "
-            raise UserError(f"{flag} has {article}different {part}: {reason}.")
+            raise UserError(
+                f"{flag} has {article}different {part}: {reason}; {_remedy(key, path)}."
+            )
 
     if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
         old_exchange = named_fingerprint.get("gradient_exchange") or "exact"
         new_exchange = fingerprint.get("gradient_exchange") or "exact"
         say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
     return named, named_fingerprint
+
+
+def _remedy(key: str, path: Path) -> str:
+    """Return what to do about a checkpoint that differs from this run in a key of the fingerprint.
+
+    Args:
+        key: the key.
+        path: the run or the checkpoint, as the user has named it.
+    """
+    same = f"resume with the same {key.replace('_', ' ')}"
+    if key == "data":
+        return (
+            f"{same}, or start a new run from its model: recipes/finetune.py --model_name_or_path "
+            f"{path}"
+        )
+    return f"{same}, or leave out --resume_from_checkpoint to start a new run"
 
 
 def _resumed_from(

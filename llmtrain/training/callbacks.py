@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 
-from llmtrain.console import say
+from llmtrain.console import pluralize, say
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.launching.launcher import has_launcher
@@ -137,8 +137,9 @@ class LoopContext:
     def saves_after(self, info: StepInfo) -> bool:
         """Return whether a checkpoint is made after a step.
 
-        A run that was asked to stop saves after any step. The last step of a run is due for every
-        ``--save_steps`` except 0.
+        That is the case when ``--save_steps`` is due, which the last step always is unless it is 0;
+        after any step if the run was asked to stop; and at each evaluation of a run that keeps its
+        best checkpoint.
         """
         settings = self.run.settings
         may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
@@ -173,7 +174,7 @@ class MemoryAdvice(LoopCallback):
                 raise
             rows = self.run.layout.micro_batch
             raise UserError(
-                f"out of memory with {rows} rows at a time: {self._advice(rows)}"
+                f"out of memory with {pluralize(rows, 'row')} at a time: {self._advice(rows)}"
             ) from None
 
     def _advice(self, rows: int) -> str:

@@ -1,4 +1,4 @@
-"""The training loop. Its only state is the step; everything around a step is a callback."""
+"""The training loop. What happens around a step is a callback; the state is that of the run."""
 
 import contextlib
 import functools

@@ -415,13 +415,13 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         b"",
         {},
-        "a.jsonl is not preference data: its first record has no fields. Records need prompt, chosen",
+        "a.jsonl holds no records.",
     ),
     "an empty table": (
         "a.csv",
         b"prompt,chosen,rejected\n",
         {},
-        "a.csv is not preference data: its first record has no fields",
+        "a.csv holds no records.",
     ),
     "no parquet": ("a.parquet", GOOD, {}, "a.parquet is not a parquet file"),
     "too many columns": (
@@ -607,6 +607,7 @@ def test_every_format_of_pairs_gives_the_same_rows(
     [
         *itertools.product(("jsonl", "parquet"), (bool, int, float), (False, True)),
         ("csv", bool, False),
+        ("csv", int, False),
     ],
 )
 def test_every_format_of_examples_gives_the_same_rows(

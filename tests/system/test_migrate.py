@@ -1,11 +1,14 @@
 """docs/guides/migrate.md: four files, the same losses. LLMTRAIN_WRITE_DOCS=1 writes them into the page."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
+from recipes import finetune
 from tests.launching import PYTHON, ROOT, accelerate, long_form, run, series, torchrun
 
 PAGE = ROOT / "docs" / "guides" / "migrate.md"
@@ -58,3 +61,15 @@ def test_four_steps_from_a_loop_of_ones_own_have_the_same_losses(tmp_path: Path)
     else:  # another Python's documentation has other words here and there
         listed = {int(number): float(loss) for number, loss in LOSS.findall(shown[1])}
         assert listed == pytest.approx(plain, abs=0.1)
+
+
+def test_the_page_names_each_default_that_changes_numbers_of_a_script() -> None:
+    """The script on the page sets the epochs and the learning rate itself."""
+    page = PAGE.read_text()
+    trainer = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    ours = vars(finetune.DEFAULTS.optim)
+    shared = ours.keys() & trainer.keys() - {"optim", "max_steps", "num_train_epochs"}
+    different = {name for name in shared if ours[name] != trainer[name]} - {"learning_rate"}
+    assert {"lr_scheduler_type", "adam_beta2"} <= different
+    for name in different:
+        assert f"`--{name} " in page or f" --{name} " in page, name

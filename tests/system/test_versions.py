@@ -5,6 +5,7 @@ import re
 from importlib.metadata import version
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from tests.environments import environment_with
@@ -52,6 +53,16 @@ def test_the_page_of_versions_has_those_of_setup_cfg() -> None:
 
     assert on_page == {name: allowed[name] for name in on_page}
     assert {"Python", "torch", "transformers", "accelerate", "datasets", "peft"} <= on_page.keys()
+
+
+def test_the_page_of_versions_has_the_pythons_of_the_workflow() -> None:
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
+    (row,) = re.findall(r"^\| Python .*", page, re.MULTILINE)
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    matrices = [job.get("strategy", {}).get("matrix", {}) for job in workflow["jobs"].values()]
+    pythons = {python for matrix in matrices for python in matrix.get("python", [])}
+    assert pythons
+    assert set(re.findall(r"3\.\d+", row)) == pythons
 
 
 @long_form

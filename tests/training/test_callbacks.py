@@ -61,7 +61,10 @@ def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, exp
     engine = SimpleNamespace(is_sharded=False)
     context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
     with (
-        pytest.raises(UserError, match=f"one row is too much. {expected} make the model smaller"),
+        pytest.raises(
+            UserError,
+            match=f"with 1 row at a time: one row is too much. {expected} make the model smaller",
+        ),
         MemoryAdvice(context).context(),
     ):
         raise torch.OutOfMemoryError

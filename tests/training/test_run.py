@@ -413,6 +413,14 @@ def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
     with pytest.raises(UserError, match=r"a different model: width 4 there, 5 here") as error:
         begin({**FINGERPRINT, "model": {"width": 5}}, resume_from_checkpoint=str(tmp_path / "run"))
     assert "\n" not in str(error.value)
+    assert str(error.value).endswith(
+        "; resume with the same model, or leave out --resume_from_checkpoint to start a new run."
+    )
+    with pytest.raises(
+        UserError, match=r"different data: .*; resume with the same data, or start a"
+    ) as error:
+        begin({**FINGERPRINT, "data": "other"}, resume_from_checkpoint=str(tmp_path / "run"))
+    assert f"--model_name_or_path {tmp_path / 'run'}." in str(error.value)
     assert (
         begin({**FINGERPRINT, "optimizer": {}}, resume_from_checkpoint=str(tmp_path / "run"))[1]
         == 10
