@@ -172,7 +172,7 @@ def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
         # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         os.environ[_OWN_WORKSPACE] = "1"
-    elif not is_deterministic and os.environ.pop(_OWN_WORKSPACE, None):
+    elif not is_deterministic and os.environ.pop(_OWN_WORKSPACE, ""):
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
