@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 import re
 import shutil
 import sys
@@ -24,6 +25,7 @@ from llmtrain.errors import UserError
 
 _UNSET = object()
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
+_CONFIG_VARIABLE = "LLMTRAIN_CONFIG"  # names a YAML file of flags, in the environment
 _FLAG = re.compile(r"-+[^\W\d]")  # the beginning of a flag, unlike that of a number below 0
 S = TypeVar("S")
 
@@ -39,8 +41,8 @@ class Config:
     Attributes:
         affects: the parts of a run that its flags change, unless a flag names others. They are the
             words that :func:`flag` lists, separated by spaces.
-        origins: where each flag that the user set comes from: ``command line``, or the path of a
-            YAML file.
+        origins: where each flag that the user set comes from: ``command line``, the path of a YAML
+            file, or an environment variable.
         spellings: how the user wrote each flag, such as ``--no_packing`` for ``packing``. It also
             has the flags of other configs, which messages may name.
         derived: the setting that has decided the value of another one, such as
@@ -103,6 +105,7 @@ def flag(
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     alias: str | None = None,
+    variable: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a command-line flag.
 
@@ -132,6 +135,8 @@ def flag(
         parse: turns the word on the command line into the value, or raises
             ``argparse.ArgumentTypeError``. By default, the type of the field does.
         alias: another name of the flag, which ``--help`` does not show.
+        variable: an environment variable that sets the flag if neither ``--config`` nor the command
+            line does. It has the words that would follow the flag, separated by spaces or commas.
     """
     metadata = {
         "help": help.replace("%", "%%"),
@@ -141,6 +146,7 @@ def flag(
         "metavar": metavar,
         "parse": parse,
         "alias": alias,
+        "variable": variable,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -173,8 +179,9 @@ def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]
 def parse(defaults: S, argv: list[str] | None = None, description: str | None = None) -> S:
     """Parse the command line into a copy of ``defaults``.
 
-    ``--config FILE.yaml`` reads flags from a file. Flags on the command line take precedence. Each
-    config of the result records in ``origins`` where its values come from.
+    ``--config FILE.yaml`` reads flags from a file. Flags on the command line take precedence. Below
+    both are the environment: the variables of single flags, and LLMTRAIN_CONFIG, which names
+    another file. Each config of the result records in ``origins`` where its values come from.
 
     ``--print_config`` prints the result as such a file, and exits.
 
@@ -200,17 +207,18 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         hint_for=getattr(defaults, "hint_for", None),
     )
 
-    given, problems = _read_command_line(parser, argv)
+    given, problems = _read_words(parser, argv, COMMAND_LINE)
     path = given.values.pop("config", None)
     should_print = given.values.pop("print_config", False)
-    if path is not None:
-        from_file, file_problems = _read_file(parser, path)
-        given = given.over(from_file)
-        problems += file_problems
+    sources = [] if path is None else [_read_file(parser, path, f"--config {path}", origin=path)]
+    sources += _read_environment(parser, configs.values())
+    for source, source_problems in sources:
+        given = given.over(source)
+        problems += source_problems
     if problems:
         parser.refuse(problems)
 
-    parsed = {part: _with_flags(config, given, path) for part, config in configs.items()}
+    parsed = {part: _with_flags(config, given) for part, config in configs.items()}
     settings = dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
     if should_print:
         _print_config(parser, parsed.values())
@@ -299,28 +307,20 @@ class _Given(NamedTuple):
         )
 
 
-def _read_command_line(parser: "_Parser", argv: list[str]) -> tuple[_Given, list[str]]:
-    """Return what the command line sets, and what is wrong with it."""
-    values, problems = parser.explicit_values(argv)
-    given = _Given(
-        values=values,
-        origins=dict.fromkeys(values, COMMAND_LINE),
-        spellings=parser.spellings_in(argv),
-    )
-    return given, problems
+def _read_file(
+    parser: "_Parser", path: str, named_by: str, origin: str
+) -> tuple[_Given, list[str]]:
+    """Return what a YAML file sets, and what is wrong with it.
 
-
-def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
-    """Return what a YAML file sets, and what is wrong with it."""
-    content = config_file.read(path, parser.keys, parser.list_keys)
-    values, problems_of_values = parser.explicit_values(content.words)
-    given = _Given(
-        values=values,
-        origins=dict.fromkeys(values, path),
-        spellings=parser.spellings_in(content.words),
-    )
-
-    problems = content.problems + problems_of_values
+    Args:
+        parser: the parser of the flags.
+        path: the path of the file.
+        named_by: what names the file, such as ``--config my.yaml``, for errors.
+        origin: the origin of its settings.
+    """
+    content = config_file.read(path, parser.keys, parser.list_keys, named_by)
+    given, problems = _read_words(parser, content.words, origin)
+    problems = content.problems + problems
     if content.unknown:
         unknown = [_Unknown(key, value) for key, value in content.unknown.items()]
         problems.append(parser.describe_unknown("key", unknown))
@@ -329,13 +329,43 @@ def _read_file(parser: "_Parser", path: str) -> tuple[_Given, list[str]]:
     return given, problems
 
 
-def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
+def _read_environment(
+    parser: "_Parser", configs: Iterable[Config]
+) -> list[tuple[_Given, list[str]]]:
+    """Return what the environment sets, and what is wrong with it. The first takes precedence."""
+    sources = []
+    for config in configs:
+        for name, field in flags_of(config).items():
+            variable = field.metadata["variable"]
+            words = os.environ.get(variable or "", "").replace(",", " ").split()
+            if words:
+                sources.append(_read_words(parser, [f"--{name}", *words], origin=variable))
+
+    path = os.environ.get(_CONFIG_VARIABLE)
+    if path:
+        named_by = f"{_CONFIG_VARIABLE}={path}"
+        sources.append(_read_file(parser, path, named_by, origin=named_by))
+    return sources
+
+
+def _read_words(parser: "_Parser", words: list[str], origin: str) -> tuple[_Given, list[str]]:
+    """Return what the words of a command line set, and what is wrong with them."""
+    values, problems = parser.explicit_values(words)
+    given = _Given(
+        values=values,
+        origins=dict.fromkeys(values, origin),
+        spellings=parser.spellings_in(words),
+    )
+    return given, problems
+
+
+def _with_flags(default: Config, given: _Given) -> Config:
     """Return a copy of a config with its share of what the user has set.
 
     Args:
         default: the config of the recipe.
-        given: what the user has set, also for other configs.
-        path: the YAML file, if there is one. An error then says where a value is from.
+        given: what the user has set, also for other configs. If not all of it is from the command
+            line, an error says where a value is from.
 
     Raises:
         UserError: if a value is out of range.
@@ -348,7 +378,8 @@ def _with_flags(default: Config, given: _Given, path: str | None) -> Config:
         config.spellings = given.spellings
         config.check_given()
     except UserError as error:
-        source = _source_of_error(str(error), own.origins) if path else ""
+        has_sources = {*given.origins.values()} - {COMMAND_LINE}
+        source = _source_of_error(str(error), own.origins) if has_sources else ""
         message = _as_spelled(str(error), own.spellings)
         raise UserError(f"{message}{source}") from None
     return config

@@ -116,7 +116,7 @@ class Content(NamedTuple):
     problems: list[str]
 
 
-def read(path: str, names: Collection[str], list_names: Collection[str]) -> Content:
+def read(path: str, names: Collection[str], list_names: Collection[str], named_by: str) -> Content:
     """Read the flags in a YAML file.
 
     Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
@@ -126,16 +126,17 @@ def read(path: str, names: Collection[str], list_names: Collection[str]) -> Cont
         path: the path of the file.
         names: the keys that the file may have.
         list_names: those of them whose value may be a list.
+        named_by: what names the file, such as ``--config my.yaml``, for errors.
 
     Raises:
         UserError: if the file cannot be read.
     """
     content = Content(words=[], unknown={}, problems=[])
-    tree = _read_yaml(path)
+    tree = _read_yaml(path, named_by)
     if tree is None or _is_null(tree):
         return content
     if not isinstance(tree, yaml.MappingNode):
-        raise UserError(f"--config {path} must consist of `flag: value` lines.")
+        raise UserError(f"{named_by} must consist of `flag: value` lines.")
 
     keys = [str(key_node.value) for key_node, _ in tree.value]
     for key in dict.fromkeys(keys):
@@ -160,16 +161,16 @@ def read(path: str, names: Collection[str], list_names: Collection[str]) -> Cont
     return content
 
 
-def _read_yaml(path: str) -> yaml.Node | None:
+def _read_yaml(path: str, named_by: str) -> yaml.Node | None:
     """Return the syntax tree of a YAML file, or ``None`` if the file is empty."""
     try:
         # Errors show the path as the user wrote it, which `Path` would change.
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             return yaml.compose(file.read(), Loader=yaml.BaseLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}.") from None
+        raise UserError(f"{named_by}: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"--config {path} is not YAML: {error}") from None
+        raise UserError(f"{named_by} is not YAML: {error}") from None
 
 
 def _flag_words(key: str, node: yaml.Node) -> list[str]:

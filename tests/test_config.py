@@ -86,6 +86,30 @@ def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
     assert settings["lid"] == {"value": "round", "from": "recipe"}
 
 
+def test_the_environment_gives_way_to_a_config_file_and_to_the_command_line(tmp_path, monkeypatch):
+    platform = tmp_path / "platform.yaml"
+    platform.write_text("save_total_limit: 5\nreport_to: [tensorboard]\nsave_steps: 7\n")
+    own = tmp_path / "own.yaml"
+    own.write_text("save_steps: 8\n")
+    monkeypatch.setenv("LLMTRAIN_CONFIG", str(platform))
+    monkeypatch.setenv("LLMTRAIN_REPORT_TO", "none")
+    settings = parse(together(RunConfig()), ["--config", str(own)])
+    values = resolved(settings)
+    assert values["report_to"] == {"value": ["none"], "from": "LLMTRAIN_REPORT_TO"}
+    assert values["save_steps"] == {"value": 8, "from": str(own)}
+    assert values["save_total_limit"] == {"value": 5, "from": f"LLMTRAIN_CONFIG={platform}"}
+    run = parsed(RunConfig(), argv=["--report_to", "wandb"])[0]
+    assert (run.report_to, run.origins["report_to"]) == (["wandb"], "command line")
+
+    monkeypatch.setenv("LLMTRAIN_REPORT_TO", "tensorboard,nothing")
+    assert complaint(parsed, RunConfig(), argv=[]).endswith("(LLMTRAIN_REPORT_TO)")
+    monkeypatch.delenv("LLMTRAIN_REPORT_TO")
+    platform.write_text("save_step: 5\n")
+    assert complaint(parsed, RunConfig(), argv=[]).startswith(f"{platform}: ")
+    monkeypatch.setenv("LLMTRAIN_CONFIG", "absent.yaml")
+    assert complaint(parsed, RunConfig(), argv=[]).startswith("LLMTRAIN_CONFIG=absent.yaml: ")
+
+
 def test_a_value_that_was_given_says_so_even_where_it_equals_the_default(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text("rate: 0.5\n")

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -256,20 +257,23 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("accelerator", "arithmetic")
 def test_each_start_sets_precision_and_determinism_whatever_an_earlier_run_had(monkeypatch) -> None:
-    def settings_after_start(bitwise: bool) -> tuple[str, bool]:
+    def settings_after_start(bitwise: bool) -> tuple[str, bool, str | None]:
         start.start_accelerator(bitwise=bitwise)
         return (
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         )
 
     monkeypatch.setattr(start, "use_cpu", lambda launcher: False)
     for _ in range(2):
-        assert settings_after_start(bitwise=False) == ("high", False)
-        assert settings_after_start(bitwise=True) == ("highest", True)
+        assert settings_after_start(bitwise=False) == ("high", False, None)
+        assert settings_after_start(bitwise=True) == ("highest", True, ":4096:8")
 
     monkeypatch.setattr(start, "use_cpu", lambda launcher: True)
-    assert settings_after_start(bitwise=False) == ("highest", False)
+    assert settings_after_start(bitwise=False) == ("highest", False, None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert settings_after_start(bitwise=False) == ("highest", False, ":16:8")
 
 
 RECIPE = """

@@ -249,12 +249,15 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def _folder(output_dir: Path) -> Iterator[Finding]:
-    """Try everything that a run does in its folder: write, flush to the disk, rename, lock."""
+    """Try everything that a run does in its folder: write, append, flush to disk, rename, lock."""
     folder = nearest_existing(output_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as scratch:
             with new_folder(Path(scratch, "new")) as created:
                 (created / "file").write_bytes(b"1" * 4096)
+            for _ in range(2):  # a bucket that is mounted without a cache takes only new files
+                with Path(scratch, "log").open("a") as log:
+                    log.write("1\n")
             with lock_of(Path(scratch)).acquire(blocking=False):
                 pass
     except OSError as error:
@@ -268,7 +271,8 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
 
     free = shutil.disk_usage(folder).free
     text = (
-        f"{folder.absolute()} writes, flushes, renames and locks; {free / 2**30:.1f} GiB are free"
+        f"{folder.absolute()} writes, appends, flushes, renames and locks; "
+        f"{free / 2**30:.1f} GiB are free"
     )
     if free < _DISK_BYTES:
         yield Finding(

@@ -151,10 +151,15 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
     )
 
 
+# A run sets this variable if it has set cuBLAS's workspace. A later run of the same process then
+# does not mistake that for the user's choice, and removes it.
+_OWN_WORKSPACE = "LLMTRAIN_OWN_WORKSPACE"
+
+
 def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
     """Set the precision of float32 products and the determinism of operations for this run.
 
-    Both are always set, because an earlier run of this process may have set them differently.
+    All of it is always set, because an earlier run of this process may have set them differently.
     """
     uses_tf32 = on_gpu and not bitwise
     torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
@@ -163,9 +168,12 @@ def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
     # The call imports a compiler, which takes a second or more.
     if torch.are_deterministic_algorithms_enabled() != is_deterministic:
         torch.use_deterministic_algorithms(is_deterministic)
-    if is_deterministic:
+    if is_deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        os.environ[_OWN_WORKSPACE] = "1"
+    elif not is_deterministic and os.environ.pop(_OWN_WORKSPACE, ""):
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def use_cpu(launcher: Launcher) -> bool:

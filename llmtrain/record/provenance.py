@@ -4,6 +4,7 @@ The *fingerprint* of a run is everything that determines its numbers, as a JSON 
 resumed only by a command that has the same fingerprint.
 """
 
+import ast
 import contextlib
 import hashlib
 import importlib.metadata
@@ -83,13 +84,15 @@ def code_digests() -> dict[str, str]:
 
     Returns:
         A sha256 for ``package``, for ``script``, and for each helper module by its file name.
-        Helper modules are those that the process has imported from the script's folder or below it.
+        Helper modules are in the script's folder or below it. They are those that the process has
+        imported, and those that an ``import`` statement of the script or a helper names, because a
+        function may import one later.
     """
     package = Path(__file__).resolve().parents[1]
     script = Path(sys.argv[0]).resolve()
     helpers: dict[str, Path] = {}
     if script.is_file():
-        helpers = _modules_below(script.parent, leave_out=package)
+        helpers = _modules_below(script, leave_out=package)
         helpers.pop(script.name, None)
 
     digests = {
@@ -101,21 +104,54 @@ def code_digests() -> dict[str, str]:
     return digests
 
 
-def _modules_below(folder: Path, leave_out: Path) -> dict[str, Path]:
-    """Return the files of the imported modules below a folder, by their names relative to it."""
+def _modules_below(script: Path, leave_out: Path) -> dict[str, Path]:
+    """Return the files of the modules in the script's folder, by their names relative to it."""
+    folder = script.parent
     libraries = Path(sysconfig.get_path("stdlib"))
-    files = {}
+    names = []
     for module in list(sys.modules.values()):
         # Reading `module.__file__` itself could start a lazy import.
         name = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(name, str):
-            continue
-        path = Path(os.path.abspath(name))  # noqa: PTH100 - resolve() is slow for so many files
+        if isinstance(name, str):
+            names.append(name)
+
+    files = {}
+    pending = [Path(os.path.abspath(name)) for name in names]  # noqa: PTH100 - resolve() is slow
+    pending += _imports_of(script, folder)
+    while pending:
+        path = pending.pop()
         is_installed = path.is_relative_to(libraries) or bool(_INSTALLED & {*path.parts})
         is_helper = path.is_relative_to(folder) and not path.is_relative_to(leave_out)
-        if is_helper and not is_installed:
-            files[str(path.relative_to(folder))] = path
+        if is_installed or not is_helper:
+            continue
+        name = str(path.relative_to(folder))
+        if name not in files:
+            files[name] = path
+            pending += _imports_of(path, folder)
     return files
+
+
+def _imports_of(path: Path, folder: Path) -> list[Path]:
+    """Return the files below a folder that the import statements of a Python file name."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return []
+
+    modules = []  # folders and names of modules, without a suffix
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules += [folder.joinpath(*alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = path.parents[node.level - 1] if node.level else folder
+            base = base.joinpath(*(node.module or "").split("."))
+            modules += [base, *(base / alias.name for alias in node.names)]
+
+    files = [module.with_name(f"{module.name}.py") for module in modules]
+    for module in modules:
+        packages = [module, *module.parents]
+        files += [package / "__init__.py" for package in packages if folder in package.parents]
+    return [file for file in files if file.is_file()]
 
 
 def _sha256_of(paths: list[Path]) -> str:

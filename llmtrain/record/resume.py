@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import filelock
 
 from llmtrain.console import say
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
@@ -266,6 +266,9 @@ def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
 
     Returns:
         ``None`` if another start has just taken the folder.
+
+    Raises:
+        UserError: if the folder cannot be made or locked.
     """
     try:
         if is_absent:
@@ -274,6 +277,11 @@ def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
         held_lock = lock_of(folder).acquire(timeout=_READER_SECONDS)
     except (FileExistsError, filelock.Timeout):
         return None
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder} cannot be used: {error.strerror or first_line(error)}; name a "
+            "folder in which you may write."
+        ) from None
 
     if not is_free(folder):  # another start has held the lock, and has ended by now
         held_lock.lock.release()

@@ -363,6 +363,7 @@ class RunConfig(Config):
         "trackio, aim, clearml, comet_ml, dvclive, swanlab, all that are installed, or none",
         metavar="TRACKER",
         group="evaluation and logging",
+        variable="LLMTRAIN_REPORT_TO",
     )
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,20 @@ import pytest
 
 from tests.clouds.programs import run_program
 from tests.environments import environment_with
-from tests.launching import ROOT, TINY, Ended, long_form, read_json, run, write_text
+from tests.launching import (
+    BIN,
+    GPT,
+    ROOT,
+    TINY,
+    Ended,
+    begin,
+    long_form,
+    read_json,
+    run,
+    wait,
+    wait_for_readings,
+    write_text,
+)
 
 DOCKERFILE = ROOT / "clouds" / "Dockerfile"
 # apt's packages are not pinned: a Debian release has one version of each.
@@ -116,10 +130,30 @@ def test_the_context_is_enough_to_install_and_the_entry_point_trains(tmp_path: P
 
     (entry_point,) = instructions("ENTRYPOINT")
     (default,) = instructions("CMD")
-    assert json.loads(entry_point) == ["accelerate", "launch"]
+    assert json.loads(entry_point)[-2:] == ["accelerate", "launch"]
     words = [*json.loads(default), *TINY, "--dataset", "small.txt"]
     launch = shlex.join(["python", "-m", "accelerate.commands.launch", *words])
     environment = {"PYTHONPATH": "", "PATH": f"{binaries}:/usr/bin:/bin"}
     for command in (launch, "llmtrain runs --finished runs/gpt"):
         run(["bash", "-ec", f"cd {workdir}; {command}"], environment).assert_ok()
     assert read_json(workdir / "runs" / "gpt" / "status.json")["state"] == "finished"
+
+
+@long_form
+def test_docker_stop_lets_a_run_in_one_process_save(text_file: Path, tmp_path: Path) -> None:
+    (entry_point,) = instructions("ENTRYPOINT")
+    words = json.loads(entry_point)
+    # tini sends SIGTERM to the group of its child, and ends with the child.
+    assert words[:3] == ["tini", "-g", "--"]
+    folder = tmp_path / "run"
+    flags = [*TINY, "--max_steps", "100000", "--save_steps", "100000"]
+    command = [*words[3:], GPT, *flags, "--dataset", str(text_file), "--output_dir", str(folder)]
+    process = begin(command, {"PATH": f"{BIN}:{os.environ['PATH']}"})
+    try:
+        wait_for_readings(process, folder, 3)
+        os.killpg(process.pid, signal.SIGTERM)
+        status = process.wait(timeout=60)
+        assert read_json(folder / "status.json")["state"] == "preempted"
+        assert status == 0
+    finally:
+        wait(process)

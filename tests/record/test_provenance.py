@@ -60,6 +60,25 @@ def test_the_digest_of_the_code_covers_a_module_beside_the_script(
     assert code_digest() != before
 
 
+def test_the_digest_of_the_code_is_the_same_before_and_after_a_lazy_import(
+    script: Path, import_helper: ImportHelper
+) -> None:
+    helper = script.parent / "llmtrain_helper.py"
+    nested = script.parent / "lib" / "llmtrain_nested.py"
+    nested.parent.mkdir()
+    nested.write_text("RATE = 1\n")
+    helper.write_text("RATE = 1\n")
+    script.write_text(
+        "def train():\n    import llmtrain_helper\n    from lib import llmtrain_nested\n"
+    )
+    before = code_digest()
+    import_helper("llmtrain_helper.py")
+    assert code_digest() == before
+
+    nested.write_text("RATE = 2\n")
+    assert code_digest() != before
+
+
 def test_the_digest_of_the_code_covers_the_script(script: Path) -> None:
     before = code_digest()
     script.write_text("RATE = 2\n")

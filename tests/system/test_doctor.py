@@ -103,6 +103,24 @@ def test_a_folder_that_cannot_be_written_is_bad(capsys: pytest.CaptureFixture) -
     assert found["run folder"][0]["level"] == "bad"
 
 
+def test_a_folder_in_which_no_file_can_grow_is_bad(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """A bucket that is mounted without a cache is such a folder."""
+    open_path = Path.open
+
+    def open_new(path: Path, mode: str = "r", *arguments: object, **options: object):
+        if "a" in mode and path.exists():
+            raise PermissionError(1, "Operation not permitted")
+        return open_path(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_new)
+    status, found = alone(capsys, "--output_dir", str(tmp_path))
+    assert status == 1
+    (finding,) = found["run folder"]
+    assert (finding["level"], "Operation not permitted" in finding["text"]) == ("bad", True)
+
+
 def test_servers_that_do_not_answer_are_doubtful_and_asked_only_where_they_would_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

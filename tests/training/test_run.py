@@ -179,6 +179,14 @@ def test_a_run_begun_from_a_named_checkpoint_goes_on_when_it_is_started_again(
     assert begin(resume_from_checkpoint="never") == ("run-2", 30)
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder nobody can write")
+def test_a_folder_that_cannot_be_made_is_one_line_with_a_remedy(begin) -> None:
+    with pytest.raises(
+        UserError, match=r"^--output_dir /proc/x .*; name a folder in which you may"
+    ):
+        begin(output_dir="/proc/x")
+
+
 def damage_all(folder: Path) -> None:
     for path in folder.glob("checkpoints/step-*/model/model.safetensors"):
         path.write_bytes(b"")
