@@ -297,6 +297,7 @@ def run_record(
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": _command(),
+        "directory": str(Path.cwd()),
         "host": platform.node(),
         **start,
         "threads": torch.get_num_threads(),
