@@ -11,7 +11,12 @@ from typing import Any, NoReturn
 from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
-from llmtrain.errors import UserError, explain, print_traceback_with_causes
+from llmtrain.errors import (
+    MODEL_MEMORY_REMEDY,
+    UserError,
+    explain,
+    print_traceback_with_causes,
+)
 
 _MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
 COMMANDS = [name for name in _MODULES if not name.startswith("_")]
@@ -98,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        line = explain(error)
+        line = explain(error, MODEL_MEMORY_REMEDY)
         if line is None:
             raise
         if debugging():

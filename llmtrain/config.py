@@ -203,7 +203,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     parser = _Parser(
         configs.values(),
         description,
-        show_hidden="--help_all" in argv,
+        show_hidden=any(_with_underscores(word) == "--help_all" for word in argv),
         hint_for=getattr(defaults, "hint_for", None),
     )
 

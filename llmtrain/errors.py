@@ -21,6 +21,10 @@ _OS_REMEDIES = {
     errno.EMFILE: "raise the limit on open files: ulimit -n 4096",
 }
 
+# What to do if there is no memory left, for commands that do not train.
+MODEL_MEMORY_REMEDY = "use a smaller model, or a machine with more memory"
+EVAL_MEMORY_REMEDY = "use a smaller --batch_size or a smaller model"
+
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _UNREACHABLE = "the Hugging Face hub cannot be reached; a local folder works without it"
 # By the names of errors of huggingface_hub, and of the libraries that it uses.
@@ -93,31 +97,35 @@ def _class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: BaseException, memory_remedy: str | None = None) -> str | None:
     """Return one line for an error whose cause is outside the program.
 
     Such causes are the disk, missing permissions, memory, and other machines. The errors that
     ``error`` was raised from are searched, too.
 
+    Args:
+        error: the error.
+        memory_remedy: what to do if there is no memory left; by default, what helps a training run.
+
     Returns:
         ``None`` for any other error, whose traceback is needed.
     """
     for link in _chain(error):
-        explanation = _explanation(link)
+        explanation = _explanation(link, memory_remedy)
         if explanation:
             return explanation
     return None
 
 
-def _explanation(error: BaseException) -> str | None:
+def _explanation(error: BaseException, memory_remedy: str | None) -> str | None:
     if isinstance(error, (UserError, FailedElsewhereError)):
         return str(error)
     if is_out_of_memory(error):
-        return (
-            f"out of memory ({first_line(error)}): use a smaller --per_device_train_batch_size or "
-            f"a smaller model, or shard it with {shipped_config('fsdp2')}; llmtrain plan estimates "
-            "the memory."
+        remedy = memory_remedy or (
+            "use a smaller --per_device_train_batch_size or a smaller model, or shard it with "
+            f"{shipped_config('fsdp2')}; llmtrain plan estimates the memory"
         )
+        return f"out of memory ({first_line(error)}): {remedy}."
     if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
         return _explain_os_error(error, remedy=_OS_REMEDIES[error.errno])
     if _class_names(error) & {"DistNetworkError", "DistStoreError"}:

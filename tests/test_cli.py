@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -314,6 +315,38 @@ def test_json_of_an_export_says_where_the_model_is(
     assert (status, err) == (0, "")
     assert json.loads(out) == {"model": str(tmp_path / "to")}
     assert (tmp_path / "to" / "config.json").is_file()
+
+
+def test_an_export_is_no_part_of_the_model_or_checkpoint_that_it_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    model = checkpoint / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    finished = shutil.copytree(model, tmp_path / "run" / "model")
+
+    def exported(*words: object) -> Path:
+        status, out, err = ended(capsys, "export", *map(str, words), "--json")
+        assert (status, err) == (0, "")
+        folder = Path(json.loads(out)["model"])
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        return folder
+
+    assert exported(checkpoint) == tmp_path / "run" / "export-step-00000006"
+    assert exported(finished) == tmp_path / "run" / "model-export"
+    assert exported(tmp_path / "run") == tmp_path / "run" / "export"
+    for source, target in (
+        (checkpoint, checkpoint / "new"),
+        (model, checkpoint / "new"),
+        (finished, finished / "new"),
+        (tmp_path / "run", finished / "new"),
+    ):
+        status, _, err = ended(capsys, "export", str(source), "--to", str(target))
+        assert status == 2
+        assert f"is inside {target.parent}, which must stay as it is" in err
+    assert [path.name for path in checkpoint.iterdir()] == ["model"]
+    assert [path.name for path in model.iterdir()] == ["config.json"]
 
 
 def test_json_has_a_word_for_what_is_not_finite(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What lies outside of the program is one line that says what to do; what is our own mistake keeps its traceback."""
 
 import errno
+import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmtrain.cli import main
 from llmtrain.errors import UserError, explain
+from llmtrain.launching import process
 from llmtrain.shipped import shipped_config
 from tests.launching import ROOT, long_form
 
@@ -78,6 +82,38 @@ def test_what_a_library_wraps_is_found() -> None:
     with pytest.raises(RuntimeError) as caught:
         _wrapped()
     assert "rows.arrow: No space left on device; free some space" in str(explain(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("generate", ["m", "--prompt", "a"]),
+        ("chat", ["m"]),
+        ("export", ["m"]),
+        ("eval", ["m", "--tasks", "t"]),
+    ],
+)
+def test_advice_on_memory_names_only_flags_that_the_command_has(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    command = importlib.import_module(f"llmtrain.commands.{name}")
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "_evaluate" if name == "eval" else "run", fail)
+        # `eval` ends its process as a recipe does.
+        patched.setattr(process.os, "_exit", sys.exit)
+        patched.setattr(process.gc, "set_threshold", lambda _: None)
+        with pytest.raises(SystemExit):
+            main([name, *words])
+    message = capsys.readouterr().err
+    assert "out of memory (MemoryError): use a smaller " in message
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert set(re.findall(r"--[a-z_]+", message)) <= set(
+        re.findall(r"--[a-z_]+", capsys.readouterr().out)
+    )
 
 
 def test_memory_that_is_not_there_is_explained() -> None:

@@ -90,6 +90,19 @@ def test_only_one_module_writes_json_so_that_none_writes_nan() -> None:
     assert writers == {"files.py"}
 
 
+def test_no_code_looks_for_one_spelling_of_a_flag() -> None:
+    """Users write --output_dir and --output-dir; `value_of_flag` finds both."""
+    searches = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in (ROOT / "llmtrain").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        if isinstance(node.ops[0], ast.In | ast.NotIn)
+        if isinstance(node.left, ast.Constant) and str(node.left.value).startswith("--")
+    ]
+    assert searches == []
+
+
 def test_importing_the_package_imports_nothing_else() -> None:
     code = (
         "import sys, llmtrain\n"

@@ -69,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.errors import EVAL_MEMORY_REMEDY
     from llmtrain.launching.process import launch
 
-    launch(functools.partial(_evaluate, arguments))
+    launch(functools.partial(_evaluate, arguments), EVAL_MEMORY_REMEDY)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

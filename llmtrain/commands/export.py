@@ -47,10 +47,15 @@ def run(arguments: argparse.Namespace) -> None:
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; name the folder of a run or of a model.")
     source = Path(model_folder(arguments.model))
-    default_target = model / ("merged" if arguments.merge else "export")
-    target = Path(arguments.to or default_target)
+    kind = "merged" if arguments.merge else "export"
+    target = Path(arguments.to) if arguments.to else _default_target(model, source, kind)
     if target.exists():
         raise UserError(f"{target} already exists: use it, or name another folder with --to.")
+    kept_whole = _checkpoint_of(source) or source
+    if target.resolve().is_relative_to(kept_whole.resolve()):
+        raise UserError(
+            f"--to {target} is inside {kept_whole}, which must stay as it is; name another folder."
+        )
     if arguments.merge and not is_adapter(source):
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
@@ -78,3 +83,32 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+
+
+def _checkpoint_of(source: Path) -> Path | None:
+    """Return the checkpoint that a model folder belongs to, if there is one."""
+    from llmtrain.model_folders import is_of_checkpoint
+
+    return source.absolute().parent if is_of_checkpoint(source) else None
+
+
+def _default_target(model: Path, source: Path, kind: str) -> Path:
+    """Return the folder to write to.
+
+    It is in the folder of a run, but never in a checkpoint or in a model: a checkpoint with another
+    file fails its verification, and a model folder would be copied with it.
+
+    Args:
+        model: the folder that the user has named.
+        source: the model folder that it refers to.
+        kind: ``export`` or ``merged``.
+    """
+    folder = model.absolute()
+    checkpoint = _checkpoint_of(source)
+    if checkpoint is not None and folder in (checkpoint, checkpoint / "model"):
+        is_in_run = checkpoint.parent.name == "checkpoints"
+        parent = checkpoint.parent.parent if is_in_run else checkpoint.parent
+        return parent / f"{kind}-{checkpoint.name}"
+    if folder == source.absolute():
+        return folder.with_name(f"{folder.name}-{kind}")
+    return model / kind

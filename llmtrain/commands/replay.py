@@ -134,7 +134,7 @@ def _find_origin(history: History, step: int) -> _Origin:
     first_checkpoint = history.starts[0]["from"]
     candidates = list(reversed(checkpoints(history.folder / "checkpoints")))
     if first_checkpoint:
-        candidates.append(Path(first_checkpoint))
+        candidates.append(_directory_of(history.starts[0]) / first_checkpoint)
     for path in candidates:
         if not path.name.startswith("step-"):
             continue
@@ -208,12 +208,16 @@ def _launch(
 ) -> None:
     """Execute a recipe as it was started before, with flags that override the earlier ones."""
     recipe, *recipe_flags = start["command"]
-    if not Path(recipe).is_file():
+    # Its paths may be relative to the folder in which the run was started.
+    directory = _directory_of(start)
+    if not (directory / recipe).is_file():
+        directory = Path.cwd()
+    if not (directory / recipe).is_file():
         raise UserError(
             f"{recipe} does not exist here; change to the folder on {start['host']} in which the "
             "run was started."
         )
-    if Path(recipe).resolve().is_relative_to(run_folder.resolve()):
+    if (directory / recipe).resolve().is_relative_to(run_folder.resolve()):
         raise UserError(
             f"{recipe} is inside the run folder, and this command would execute it; if you trust "
             "it, copy it to another folder."
@@ -224,13 +228,20 @@ def _launch(
             "--config_file."
         )
 
+    if config_file is not None:
+        config_file = str(Path(config_file).absolute())
     command = recipe_command([recipe, *recipe_flags], flags, start["processes"], config_file)
     on_cpu = start["device"] == "cpu" and config_file is None
     variables = {
         "ACCELERATE_MIXED_PRECISION": start["mixed_precision"],
         "OMP_NUM_THREADS": str(start["threads"]),
     }
-    run_command(command, on_cpu, **variables)
+    run_command(command, on_cpu, directory, **variables)
+
+
+def _directory_of(start: JsonObject) -> Path:
+    """Return the folder in which a run was started."""
+    return Path(start.get("directory") or Path.cwd())
 
 
 def _splits_the_model(sharded: str | None) -> bool:

@@ -5,7 +5,6 @@ time is hidden behind the backward pass, and which process keeps the others wait
 """
 
 import argparse
-from itertools import pairwise
 
 from llmtrain.commands._recipe import add_recipe_arguments, process_count, separate_recipe_flags
 from llmtrain.errors import UserError
@@ -15,6 +14,7 @@ from llmtrain.launching.children import (
     run_command,
     short_run_flags,
 )
+from llmtrain.launching.launcher import value_of_flag
 from llmtrain.types import JsonObject
 
 GROUP = "Check and understand"
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
             f"--steps {arguments.steps}: write the first and the last step, such as 6:8."
         )
 
-    output_dir = _last_value(arguments.flags, "--output_dir") or _OUTPUT_DIR
+    output_dir = value_of_flag(arguments.flags, "output_dir")
+    if not isinstance(output_dir, str):
+        output_dir = _OUTPUT_DIR
     folder = next(folder for folder in candidate_folders(output_dir) if is_free(folder))
     forced: JsonObject = short_run_flags(int(last_step)) | {
         "xray_steps": arguments.steps,
@@ -74,14 +76,3 @@ def run(arguments: argparse.Namespace) -> None:
         f"Open {result}/timeline.html in a browser, "
         f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
     )
-
-
-def _last_value(flags: list[str], name: str) -> str | None:
-    """Return the value of a recipe's flag. The last one counts, as in argparse."""
-    value = None
-    for word, next_word in pairwise([*flags, ""]):
-        if word == name:
-            value = next_word
-        elif word.startswith(f"{name}="):
-            value = word.removeprefix(f"{name}=")
-    return value

@@ -19,6 +19,7 @@ from llmtrain.launching.launcher import (
     check_launch,
     is_sharding_requested,
     requested_sharding,
+    value_of_flag,
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
@@ -131,7 +132,7 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
 
     gpus_requested = (
         launcher.config.get("distributed_type") in ("MULTI_GPU", "FSDP")
-        or "--multi_gpu" in launcher.words
+        or value_of_flag(launcher.words, "multi_gpu") is not None
     )
     backend = ""
     if is_cpu and world > 1 and gpus_requested and not launcher.option("use_cpu"):

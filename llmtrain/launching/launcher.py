@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -114,25 +115,43 @@ class Launcher:
         Returns:
             The value; ``True`` for a flag that takes no value.
         """
-        for i in reversed(range(len(self.words))):
-            name, equals, value = self.words[i].partition("=")
-            if name.replace("-", "_") != f"__{flag}":
-                continue
-            if equals:
-                return value
-            is_last = i == len(self.words) - 1
-            if is_last or self.words[i + 1].startswith("-"):
-                return True
-            return self.words[i + 1]
-
+        typed = value_of_flag(self.words, flag)
+        if typed is not None:
+            return typed
         configured: str | int | bool | None = self.config.get(flag)
         return self.environment.get(variable) if configured is None else configured
 
     def wants_cpu(self) -> bool:
         """Return whether the user chose the CPU, even if there is a GPU."""
-        if "--cpu" in self.words:
+        if value_of_flag(self.words, "cpu") is not None:
             return True
         return str(self.option("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+
+
+def value_of_flag(words: Sequence[str], name: str) -> str | bool | None:
+    """Return the value of a flag in a command line, however it is spelled.
+
+    A flag may be written with dashes or underscores, and its value after ``=`` or as the next word.
+    If a flag is repeated, the last value counts.
+
+    Args:
+        words: the words of the command line.
+        name: the name of the flag, with underscores.
+
+    Returns:
+        The value; ``True`` for a flag without a value, and ``None`` if the flag is not there.
+    """
+    for i in reversed(range(len(words))):
+        option, equals, value = words[i].partition("=")
+        if option.replace("-", "_") != f"__{name}":
+            continue
+        if equals:
+            return value
+        is_last = i == len(words) - 1
+        if is_last or words[i + 1].startswith("-"):
+            return True
+        return words[i + 1]
+    return None
 
 
 def has_launcher() -> bool:
@@ -200,7 +219,8 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[JsonObject, Path 
     named_file = Launcher(words).option("config_file")
     path = Path(folder, str(named_file or default_config_file))
     # With --cpu, accelerate does not read its default config.
-    if not named_file and ("--cpu" in words or not path.is_file()):
+    wants_cpu = value_of_flag(words, "cpu") is not None
+    if not named_file and (wants_cpu or not path.is_file()):
         return {}, None
 
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):

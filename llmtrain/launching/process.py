@@ -32,7 +32,7 @@ _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLD = 100_000
 
 
-def launch(main: Callable[[], object]) -> NoReturn:
+def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoReturn:
     """Run a recipe's ``main``, ``show()`` its result, and exit.
 
     If the recipe succeeds, the process waits for the other ranks, leaves the process group, and
@@ -46,6 +46,10 @@ def launch(main: Callable[[], object]) -> NoReturn:
     An error that the user can fix, such as :class:`UserError`, becomes one line on stderr and exit
     status 2. All ranks together print it once. With LLMTRAIN_DEBUG=1, its traceback is printed
     above the line.
+
+    Args:
+        main: what to run.
+        memory_remedy: see :func:`llmtrain.errors.explain`.
     """
     # What the start creates stays. Searching it for garbage takes a fifth of the start.
     gc.set_threshold(_START_THRESHOLD)
@@ -65,7 +69,7 @@ def launch(main: Callable[[], object]) -> NoReturn:
         if not has_launcher():
             status = getattr(result, "exit_status", 0)
     except BaseException as error:
-        status = _report(error)
+        status = _report(error, memory_remedy)
 
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
@@ -73,7 +77,7 @@ def launch(main: Callable[[], object]) -> NoReturn:
     os._exit(status)
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, memory_remedy: str | None = None) -> int:
     """Print an error that is being handled, and return the exit status."""
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -84,7 +88,7 @@ def _report(error: BaseException) -> int:
             print_error(error.code)
         return 0 if error.code is None else 1
 
-    line = explain(error)
+    line = explain(error, memory_remedy)
     if line is None:
         traceback.print_exception(error)
         return 1

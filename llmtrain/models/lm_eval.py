@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 
 from llmtrain.config import did_you_mean
 from llmtrain.console import pluralize, say
-from llmtrain.errors import UserError, explain, hub_error
+from llmtrain.errors import EVAL_MEMORY_REMEDY, UserError, explain, hub_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.generation import TextModel
 from llmtrain.parallel.ranks import Ranks
@@ -139,7 +139,9 @@ def evaluate_tasks(
         raise
     except Exception as error:
         # The harness, a dataset, the hub or a chat template may fail.
-        reason = explain(error) or f"--tasks {' '.join(tasks)}: {hub_error(error)}"
+        reason = explain(error, EVAL_MEMORY_REMEDY)
+        if reason is None:
+            reason = f"--tasks {' '.join(tasks)}: {hub_error(error)}"
         raise UserError(reason) from error
 
     truncated = torch.tensor(truncations.count, device=accelerator.device)

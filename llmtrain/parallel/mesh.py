@@ -1,9 +1,12 @@
 """Which ranks share a model, and which ranks share a batch."""
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from llmtrain.errors import UserError
 
 
 @dataclass
@@ -108,6 +111,30 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         super().__init__(**settings)
         self.sharding = sharding or Sharding(replicas=int(self.num_processes), shards=1)
         self.bitwise = bitwise
+
+    def register_for_checkpointing(self, *objects: object) -> NoReturn:
+        """Refuse objects, because the checkpoints of a run do not hold them.
+
+        Raises:
+            UserError: always.
+        """
+        _refuse("register_for_checkpointing")
+
+    def register_save_state_pre_hook(self, hook: object) -> NoReturn:
+        """Refuse a hook; see :meth:`register_for_checkpointing`."""
+        _refuse("register_save_state_pre_hook")
+
+    def register_load_state_pre_hook(self, hook: object) -> NoReturn:
+        """Refuse a hook; see :meth:`register_for_checkpointing`."""
+        _refuse("register_load_state_pre_hook")
+
+
+def _refuse(method: str) -> NoReturn:
+    raise UserError(
+        f"Accelerator.{method} has no effect here: checkpoints hold the model, the optimizer and "
+        "the step, and a resumed run would silently start without the rest. Compute what you need "
+        "from the step, or make it a buffer of the model."
+    )
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:

@@ -335,6 +335,7 @@ def run_record(
         "lost_checkpoints": resume_point.lost_checkpoints,
         "job": os.environ.get("SLURM_JOB_ID"),
         "command": _command(),
+        "directory": str(Path.cwd()),
         "host": platform.node(),
         **start,
         "threads": torch.get_num_threads(),

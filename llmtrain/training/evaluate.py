@@ -9,9 +9,8 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch, JsonObject, LocalBatch, Metric
+from llmtrain.types import IGNORED, Batch, JsonObject, LocalBatch, Metric
 
-_ROW_TOKENS = 64  # tokens of a row that `row_losses` returns
 _LOSS = ""  # the name under which the loss is summed; it sorts before all others
 
 
@@ -204,7 +203,7 @@ def row_losses(
     Returns:
         A dictionary for each row: ``row``, ``targets`` (the number of target tokens), ``loss``
         (divided by the row's denominator, so by default the mean per target token in nats) and
-        ``tokens`` (the first 64).
+        ``tokens`` (without the padding at the end).
     """
     extra: Batch = {}
     if engine.objective.uses_prepass_in_eval:
@@ -215,21 +214,38 @@ def row_losses(
     with engine.fork_rng():
         losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
     denominators = [engine.objective.denominator(row) for row in single_rows]
-    first_tokens = local_batch.columns["input_ids"][:, :_ROW_TOKENS].contiguous()
+    is_padding = _is_padding(local_batch.columns["input_ids"], local_batch.columns["labels"])
+    tokens_or_minus_one = local_batch.columns["input_ids"].masked_fill(is_padding, -1)
 
     gathered_columns = zip(
         engine.gather_rows(local_batch.rows).tolist(),
         engine.gather_rows(local_batch.targets).tolist(),
         engine.gather_rows(torch.stack(denominators)).tolist(),
         engine.gather_rows(torch.stack(losses)).tolist(),
-        engine.gather_rows(first_tokens).tolist(),
+        engine.gather_rows(tokens_or_minus_one).tolist(),
         strict=True,
     )
     return [
-        {"row": row, "targets": targets, "loss": loss / max(denominator, 1), "tokens": tokens}
+        {
+            "row": row,
+            "targets": targets,
+            "loss": loss / max(denominator, 1),
+            "tokens": [token for token in tokens if token >= 0],
+        }
         for row, targets, denominator, loss, tokens in gathered_columns
         if row >= 0  # padding has the row -1
     ]
+
+
+def _is_padding(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return which positions are padding at the end of their row, bool [B, T].
+
+    Padding is a token that is repeated up to the end, and no target.
+    """
+    may_be_padding = (input_ids == input_ids[:, -1:]) & (labels == IGNORED)
+    is_in_last_run = may_be_padding.flip(1).long().cumprod(1).flip(1).bool()
+    has_run = is_in_last_run.sum(1, keepdim=True) > 1
+    return is_in_last_run & has_run
 
 
 def _single_row(

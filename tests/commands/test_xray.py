@@ -14,6 +14,8 @@ from tests.test_cli import ended
         ("--output_dir", "first", "--output_dir", "last"),
         ("--output_dir", "first", "--output_dir=last"),
         ("--output_dir=first", "--output_dir", "last"),
+        ("--output_dir=first", "--output-dir", "last"),
+        ("--output-dir=last",),
     ],
 )
 def test_the_last_output_dir_counts(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.errors import UserError
+from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,18 @@ def test_a_layout_is_described(
     assert sharding.method == method
     assert sharding.layout == layout
     assert sharding.processes == processes
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "register_for_checkpointing",
+        "register_save_state_pre_hook",
+        "register_load_state_pre_hook",
+    ],
+)
+def test_what_a_checkpoint_would_lose_is_refused(method: str) -> None:
+    """Accelerate saves registered objects in `save_state`, which a run does not call."""
+    accelerator = TrainingAccelerator(cpu=True)
+    with pytest.raises(UserError, match=f"{method} has no effect here: checkpoints hold"):
+        getattr(accelerator, method)(object())

@@ -49,9 +49,10 @@ def assert_rows_are_those_of_the_update(
 
 
 def test_an_update_with_dropout_is_made_again_to_the_last_bit_and_shown_by_rows(
-    folder: Path, text_file: Path, capsys
+    folder: Path, text_file: Path, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = sorted(path.name for path in folder.rglob("*"))
+    monkeypatch.chdir(tmp_path)  # paths are relative to the folder in which the run was started
     found = again(capsys, folder, 12)
     assert (found["from"], found["same"]) == (10, True)
     assert_rows_are_those_of_the_update(found, folder, 12, text_file)
@@ -101,6 +102,7 @@ def test_what_cannot_be_made_again_is_one_line(
     (folder / "run.json").write_text(json.dumps(record))
     assert "--config_file" in told("--step", "3")
     record["starts"][0]["sharded"] = None
+    record["starts"][0]["directory"] = str(tmp_path / "gone")
     (folder / "run.json").write_text(json.dumps(record))
     monkeypatch.chdir(tmp_path)
     assert "does not exist here" in told("--step", "3")

@@ -1,6 +1,7 @@
 """`llmtrain eval`: tasks of lm-evaluation-harness, on one process and on two, interrupted and gone on with."""
 
 import contextlib
+import io
 import json
 import math
 import random
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
 from llmtrain.models.generation import TextModel
+from llmtrain.record.checkpoint import find_fault
 from llmtrain.record.history import History
 from llmtrain.report.page import html
 from tests.forked import run_forked
@@ -175,7 +178,9 @@ def test_outside_a_repository_git_prints_nothing(trained, tmp_path: Path) -> Non
     assert "repository" not in scores.err
 
 
-def test_an_adapter_is_scored_with_its_base(trained, tmp_path: Path) -> None:
+def test_an_adapter_is_scored_with_its_base_and_no_command_changes_its_checkpoint(
+    trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
     config = AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -194,9 +199,26 @@ def test_an_adapter_is_scored_with_its_base(trained, tmp_path: Path) -> None:
     flags += ["--lora_r", "4", "--learning_rate", "0.05", "--block_size", "64", *TINY[10:]]
     run_forked([*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]).assert_ok()
     _, expected = by_hand(tmp_path / "run", trained[0].parent / "whole.jsonl")
-    ended = run(scored((tmp_path / "run", trained[1]), "whole", "--json")).assert_ok()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    ended = run(scored((checkpoint, trained[1]), "whole", "--json")).assert_ok()
     [line] = json.loads(ended.out)
     assert line["value"] == pytest.approx(expected, rel=1e-4)
+    assert find_fault(checkpoint) is None, "eval"
+
+    name = str(checkpoint)
+    for command in (
+        ["export", name],
+        ["export", name, "--merge"],
+        ["export", str(checkpoint / "model"), "--to", str(tmp_path / "to")],
+        ["chat", name, "--max_new_tokens", "2"],
+        ["generate", name, "--prompt", "a", "--max_new_tokens", "2"],
+        ["replay", str(tmp_path / "run"), "--step", "6"],
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+        main(command)
+        assert find_fault(checkpoint) is None, command
+    for folder in ("export-step-00000006", "merged-step-00000006"):
+        assert (tmp_path / "run" / folder).is_dir()
 
 
 def kept(folder: Path) -> int:

@@ -60,6 +60,17 @@ def test_the_loss_of_a_single_row_gets_what_prepare_batch_returns(accelerator: A
     assert [row["loss"] * row["targets"] for row in losses] == [6, 15, 24]
 
 
+def test_the_tokens_of_a_row_are_all_but_its_padding(accelerator: Accelerator) -> None:
+    long = list(range(1, 201))
+    short = [5, 6, 7, 7, 7, *[-100] * 195]
+    loader = train_loader(
+        Dataset.from_dict({"input_ids": [long, short]}), 2, 1, range(1), seed=None
+    )
+    (batch,) = accelerator.prepare(loader)
+    rows = row_losses(engine_of(accelerator, Constant()), batch)
+    assert [row["tokens"] for row in rows] == [long, [5, 6, 7, 7, 7]]
+
+
 class Constant(nn.Module):
     """A model whose loss is a nat for each target token."""
 
