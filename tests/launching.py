@@ -102,6 +102,7 @@ def begin(
             "PYTHONWARNINGS": ",".join(WARNING_FILTERS),
             **(env or {}),
         },
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
