@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import torch
 
 from benchmarks.comparison import Row, in_turn, report
 from benchmarks.inputs import write_code
@@ -23,15 +24,16 @@ from benchmarks.runs import (
     figure,
     flags,
     gpt_flags,
-    median_reading,
+    newest,
     recipe,
     scratch,
 )
-from llmtrain import DataConfig, tokenize
+from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
+from llmtrain.observe.throughput import measured_peak
 
 Series = dict[int, dict[str, float]]  # by size: figures by name
 
@@ -59,7 +61,14 @@ def speed(
         )
     else:
         tokens = recipe(GPT_RECIPE, folder, *words, threads=1 if processes else CORES)
-    return tokens, median_reading(folder, "train/mfu")
+
+    shape = GPTConfig(n_layer=4, n_head=width // 32, n_embd=width, block_size=block)
+    vocabulary = json.loads(newest(folder, "run.json").read_text())["vocabulary"]
+    with torch.device("meta"):
+        flops = build_gpt(shape, vocabulary).flops_per_token()
+    torch.set_num_threads(1 if processes else CORES)
+    peak = measured_peak(torch.device("cpu"), torch.float32)
+    return tokens, tokens / max(processes, 1) * flops / peak
 
 
 def write_rows(source: Path, rows: int, path: Path) -> None:

@@ -439,16 +439,14 @@ def test_a_reward_model_and_an_adapter_have_a_higher_default_rate(
     class BeforeDataError(Exception):
         pass
 
-    rates = []
-
-    def tokenized(settings: Any) -> None:
-        rates.append(settings.optim.learning_rate)
+    def stop(*_: object) -> None:
         raise BeforeDataError
 
-    monkeypatch.setattr(preference, "tokenized", tokenized)
+    monkeypatch.setattr(preference.lt, "newest_model", stop)
+    settings = preference.lt.parse(preference.DEFAULTS, flags)
     with pytest.raises(BeforeDataError):
-        preference.main(flags)
-    assert rates == [rate]
+        preference.tokenized(settings)
+    assert settings.optim.learning_rate == rate
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
