@@ -219,6 +219,13 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device h100-80gb",
         ],
     ),
+    "sweeps.md": (
+        "two long runs, as in inspecting-runs.md",
+        [
+            "python recipes/gpt.py --learning_rate $rate --output_dir runs/sweep/rate-$rate",
+            "llmtrain runs runs/sweep --sort eval_loss",
+        ],
+    ),
     "reliability.md": (
         "a run that was killed, as in test_kills.py",
         [

@@ -1,12 +1,12 @@
 """Which tokenised rows of two runs differ, as far as this machine's cache still has them."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from llmtrain.console import pluralize
+from llmtrain.files import json_text
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _text_at(run: History, tokens: list[int], position: int) -> str:
     trained = tok.is_trained(str(run.record["tokenizer"]))
     tokenizer = tok.load_tokenizer(str(_entry(run) / "tokenizer"), trained=trained)
     text = tokenizer.decode(tokens[position : position + _SHOWN_TOKENS])
-    return json.dumps(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
+    return json_text(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
 
 
 def _source_of(run: History, split: str, row: int) -> str:
