@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.gpu.turns import Variant
+from benchmarks.gpu.turns import Variant, bytes_of
 from llmtrain.parallel.blocks import blocks_of
 
 
@@ -75,6 +75,7 @@ class BareStep(Variant):
     def __init__(self, name: str, loop: BareLoop, reads_norm: bool) -> None:
         super().__init__(name, loop.device, loop.positions)
         self.loop = loop
+        self.weight_bytes = bytes_of(loop.model)
         self.reads_norm = reads_norm
 
     def step(self) -> None:
@@ -107,6 +108,7 @@ class GraphedStep(Variant):
     def __init__(self, name: str, loop: BareLoop, pool: object) -> None:
         super().__init__(name, loop.device, loop.positions)
         self.loop = loop
+        self.weight_bytes = bytes_of(loop.model)
         self.ids = loop.next_batch().clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -15,7 +15,7 @@ from benchmarks.gpu.journal import Figures
 from benchmarks.gpu.recipe_loop import RecipeLoop, gpt_settings
 from benchmarks.gpu.rows import batches_on_host, text_rows
 from benchmarks.gpu.sizes import GPTSize
-from benchmarks.gpu.turns import Variant, take_turns
+from benchmarks.gpu.turns import Variant, bytes_of, take_turns
 from benchmarks.nanogpt_loop import NanoGPTLoop
 
 _ROWS = 256  # of the data; steps draw them again and again
@@ -91,6 +91,7 @@ class NanoGPTStep(Variant):
     def __init__(self, name: str, loop: NanoGPTLoop, device: torch.device) -> None:
         super().__init__(name, device, loop.positions)
         self.loop = loop
+        self.weight_bytes = bytes_of(loop.network)
 
     def step(self) -> None:
         self.phases.begin("step")
@@ -190,7 +191,7 @@ def _time_and_record(call: Call, section: str, variants: Sequence[Variant]) -> N
         device=call.device,
         steps=call.sizes.steps,
         rounds=call.sizes.rounds,
-        peak=call.peak,
+        peak_flops=call.peak,
     )
     graphs = {name.split(":")[0]: figures for name, figures in results.items() if "graph" in name}
     for name, figures in results.items():

@@ -1,4 +1,4 @@
-"""Llama: 1.2B in full, and LoRA adapters of 8B beside TRL's."""
+"""Llama: 1.4B in full, and LoRA adapters of 8B beside TRL's."""
 
 import gc
 import importlib.util
@@ -25,13 +25,13 @@ _LORA_RANK = 16
 
 
 def measure_billion(call: Call) -> None:
-    """Time a Llama of 1.2 billion parameters that is trained in full, eager and compiled."""
+    """Time a Llama of 1.4 billion parameters that is trained in full, eager and compiled."""
     accelerator = call.accelerator()
     size = call.sizes.billion
     rows = text_rows(size.vocabulary, size.block, _ROWS)
     for compiled in (False, True):
         settings = _settings(call, size, compiled and call.on_gpu)
-        name = f"Llama 1.2B in full, {'compiled' if compiled else 'eager'}"
+        name = f"Llama 1.4B in full, {'compiled' if compiled else 'eager'}"
         build = _Build(size, call.device, dtype=torch.float32)
         loop = RecipeLoop(name, accelerator, settings, rows=rows, build=build)
         _time(call, loop)
@@ -198,7 +198,7 @@ def _settings(call: Call, size: LlamaSize, compiled: bool) -> AnySettings:
 def _time(call: Call, loop: RecipeLoop, target_share: float = 1.0) -> None:
     """Time one loop: two Llamas would not fit on a card together."""
     results = take_turns(
-        [loop], device=call.device, steps=call.sizes.slow_steps, rounds=1, peak=call.peak
+        [loop], device=call.device, steps=call.sizes.slow_steps, rounds=1, peak_flops=call.peak
     )
     for name, figures in results.items():
         call.journal.record("llama", name, target_share=target_share, **figures)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 import llmtrain as lt
 from benchmarks.gpu.sizes import GPTSize
-from benchmarks.gpu.turns import Variant
+from benchmarks.gpu.turns import Variant, bytes_of
 from llmtrain.training.loop import training_steps
 from llmtrain.training.settings import AnySettings
 
@@ -83,6 +83,7 @@ class RecipeLoop(Variant):
         super().__init__(name, accelerator.device, positions)
 
         bundle = lt.place(accelerator, build, settings, rows)
+        self.weight_bytes = bytes_of(bundle.model)
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         self._contexts = contextlib.ExitStack()
         run = self._contexts.enter_context(lt.open_run(accelerator, settings, rows, bundle))

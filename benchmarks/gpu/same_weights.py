@@ -1,5 +1,6 @@
 """Runs in fresh processes with empty compiler caches, compared by their weights and moments."""
 
+import math
 import os
 import signal
 import socket
@@ -23,11 +24,12 @@ PROGRAM = (sys.executable, "-m", "benchmarks.gpu.short_run")
 # Two layouts of a plain run in float32 may differ by this much after a few steps. A GPU computes
 # products in TF32.
 _LAYOUT_BOUNDS = {"cpu": 1e-4, "cuda": 2e-2}
-# A resumed plain run may differ by so many times what two equal commands differ by.
+# A resumed run may differ by this many times the difference between two identical commands.
 _FLOOR_FACTOR = 4.0
 
 
-_LONGEST_SECONDS = 150.0  # that runs take which were started together
+# The time limit of runs that are started together.
+_TIMEOUT_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether both runs have the same bits."""
+        """Whether both runs have the same numbers."""
         return self.largest == 0
 
 
@@ -136,6 +138,23 @@ def judge_layouts(call: Call, program: Sequence[str] = PROGRAM) -> None:
     )
 
 
+@dataclass
+class _Running:
+    """A process of a short run.
+
+    Attributes:
+        process: the process.
+        log: what it prints.
+        expected_status: the exit status that it should have.
+        is_resumed: whether it should continue a run that was killed.
+    """
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    expected_status: int
+    is_resumed: bool
+
+
 class _Runs:
     """Short runs in processes of their own."""
 
@@ -144,7 +163,7 @@ class _Runs:
         self.program = program
         self.folder = call.folder / "same-weights"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.running: list[tuple[str, bool, subprocess.Popen[bytes]]] = []
+        self.running: list[_Running] = []
 
     def start(
         self,
@@ -175,7 +194,8 @@ class _Runs:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                 }
-            with (self.folder / f"{label}.log").open("wb") as log:
+            path = self.folder / f"{label}.log"
+            with path.open("wb") as log:
                 process = subprocess.Popen(
                     [*self.program, str(self.folder / name), options.as_json()],
                     cwd=ROOT,
@@ -184,7 +204,14 @@ class _Runs:
                     stderr=log,
                     start_new_session=True,
                 )
-            self.running.append((label, options.kill_at > 0, process))
+            self.running.append(
+                _Running(
+                    process=process,
+                    log=path,
+                    expected_status=-signal.SIGKILL if options.kill_at else 0,
+                    is_resumed=is_resumed,
+                )
+            )
 
     def wait(self) -> None:
         """Wait for all runs. A run that fails or takes too long ends the section.
@@ -192,21 +219,31 @@ class _Runs:
         Raises:
             RuntimeError: with the end of the log of such a run.
         """
-        until = time.monotonic() + _LONGEST_SECONDS
+        deadline = time.monotonic() + min(self.call.journal.seconds_left, _TIMEOUT_SECONDS)
         try:
-            for label, is_killed, process in self.running:
-                seconds = min(self.call.journal.seconds_left, until - time.monotonic())
-                status = process.wait(timeout=max(seconds, 1.0))
-                expected = -signal.SIGKILL if is_killed else 0
-                if status != expected:
-                    log = (self.folder / f"{label}.log").read_text()
-                    raise RuntimeError(f"{label} ended with status {status}: {log[-2000:]}")
+            while self.running:
+                for run in list(self.running):
+                    self._check(run, is_late=time.monotonic() > deadline)
+                time.sleep(0.1)
         finally:
-            for _, _, process in self.running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            for run in self.running:
+                if run.process.poll() is None:
+                    os.killpg(run.process.pid, signal.SIGKILL)
+                    run.process.wait()
             self.running.clear()
+
+    def _check(self, run: "_Running", is_late: bool) -> None:
+        """Forget a run that has ended as it should."""
+        status = run.process.poll()
+        if status is None and not is_late:
+            return
+        log = run.log.read_text()
+        if status != run.expected_status:
+            ending = "took too long" if status is None else f"ended with status {status}"
+            raise RuntimeError(f"{run.log.stem} {ending}: {log[-2000:]}")
+        if run.is_resumed and "(resumes from step " not in log:
+            raise RuntimeError(f"{run.log.stem} has not resumed: {log[-2000:]}")
+        self.running.remove(run)
 
     def difference(self, first: str, second: str) -> Difference:
         """Compare two runs by the weights and the moments of their last checkpoints."""
@@ -214,7 +251,10 @@ class _Runs:
 
 
 def compare(first: Path, second: Path) -> Difference:
-    """Return how far the newest checkpoints of two run folders are apart."""
+    """Return how far the newest checkpoints of two run folders are apart.
+
+    They are infinitely far apart if one holds a number that is not finite.
+    """
     tensors = _tensors(first)
     others = _tensors(second)
     assert tensors.keys() == others.keys()
@@ -225,6 +265,8 @@ def compare(first: Path, second: Path) -> Difference:
         is_moment = name.startswith("optimizer")
         kind = name.rsplit(".", 1)[-1] if is_moment else "weights"
         change = (tensor.double() - others[name].double()).abs()
+        if not change.isfinite().all():
+            return Difference(relative=math.inf, largest=math.inf)
         squares[kind] += float(tensor.double().square().sum())
         changed_squares[kind] += float(change.square().sum())
         largest = max(largest, float(change.max()))

@@ -51,12 +51,14 @@ class Variant:
 
     Attributes:
         name: its name in the table.
-        positions: that the model computes in a step.
+        positions: positions of a step, with padding.
         flops_per_position: of a forward and a backward pass; 0 if unknown.
+        weight_bytes: bytes of its weights, which are on the device before the first step.
         phases: collects the phases of its steps.
     """
 
     flops_per_position = 0
+    weight_bytes = 0
 
     def __init__(self, name: str, device: torch.device, positions: int) -> None:
         self.name = name
@@ -83,16 +85,16 @@ class _Measured:
 
 
 def take_turns(
-    variants: Sequence[Variant], device: torch.device, steps: int, rounds: int, peak: float
+    variants: Sequence[Variant], device: torch.device, steps: int, rounds: int, peak_flops: float
 ) -> dict[str, Figures]:
-    """Let variants take turns, and return what a step of each costs, by its name.
+    """Let variants take turns, and return the costs of a step of each, by its name.
 
     Args:
         variants: the loops.
         device: the device of all of them.
         steps: steps of a turn.
         rounds: turns of each variant.
-        peak: FLOP/s of the card's data sheet; 0 if unknown.
+        peak_flops: FLOP/s of the card's data sheet; 0 if unknown.
     """
     own_bytes = {variant.name: _warm_up(variant, device) for variant in variants}
     measured = {variant.name: _Measured() for variant in variants}
@@ -107,19 +109,21 @@ def take_turns(
             )
 
     return {
-        variant.name: _figures(variant, measured[variant.name], peak)
+        variant.name: _figures(variant, measured[variant.name], peak_flops)
         | _counts_of_a_step(variant, device)
         for variant in variants
     }
 
 
 def _warm_up(variant: Variant, device: torch.device) -> int:
-    """Make the first steps, which compile; return the bytes that stay allocated after them."""
+    """Make the first steps, which compile; return the bytes that the variant keeps allocated."""
+    gc.collect()
     before = _allocated(device)
     for _ in range(_WARM_UP_STEPS):
         variant.step()
     _synchronize(device)
-    return _allocated(device) - before
+    gc.collect()
+    return _allocated(device) - before + variant.weight_bytes
 
 
 def _take_turn(
@@ -151,8 +155,12 @@ def _take_turn(
     measured.device_ms.append(on_device)
 
 
-def _figures(variant: Variant, measured: _Measured, peak: float) -> Figures:
-    """Return the medians over the rounds. ``ms`` counts all work, ``ms_median`` that of most steps."""
+def _figures(variant: Variant, measured: _Measured, peak_flops: float) -> Figures:
+    """Return the costs of a step.
+
+    ``ms`` is the median over the rounds of a step's mean time. ``ms_median`` is the median over all
+    steps, which leaves out what only some steps do, such as log entries.
+    """
     milliseconds = statistics.median(measured.round_ms)
     speed = 1000 * variant.positions / milliseconds
     figures: Figures = {
@@ -164,8 +172,8 @@ def _figures(variant: Variant, measured: _Measured, peak: float) -> Figures:
         "device_ms": _medians(measured.device_ms),
         "GiB": measured.peak_bytes / 2**30,
     }
-    if peak and variant.flops_per_position:
-        figures["mfu"] = speed * variant.flops_per_position / peak
+    if peak_flops and variant.flops_per_position:
+        figures["mfu"] = speed * variant.flops_per_position / peak_flops
     return figures
 
 
@@ -175,7 +183,10 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _counts_of_a_step(variant: Variant, device: torch.device) -> Figures:
-    """Return the launches and the waits of a step, and the milliseconds of its kernels."""
+    """Return the waits of a step, and how often and how long the device works in it.
+
+    ``launches`` are kernels, copies and fills, each of which counts also in a CUDA graph.
+    """
     with counted_waits(device) as waits:
         for _ in range(_PROFILED_STEPS):
             variant.step()
@@ -213,7 +224,7 @@ class Waits:
 def counted_waits(device: torch.device) -> Iterator[Waits]:
     """Count how often the host waits for the device inside the block.
 
-    torch reports most waits in its debug mode, but no wait for an event.
+    torch's debug mode reports most waits, but none for an event or in ``torch.cuda.synchronize``.
     """
     waits = Waits()
     if device.type != "cuda":
@@ -252,8 +263,13 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
+def bytes_of(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def median_ms(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median milliseconds of a call, without the first three."""
+    """Return the median milliseconds of a call, after three warm-up calls."""
     clock = Clock(device)
     times = []
     for _ in range(repeats + 3):

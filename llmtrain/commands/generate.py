@@ -99,7 +99,7 @@ def _prompts(arguments: argparse.Namespace) -> Iterable[_Prompt]:
         raise UserError("--prompt and --prompt_file contradict each other; leave one of them out.")
     if arguments.prompt_file is not None:
         try:
-            with open(arguments.prompt_file, encoding="utf-8") as file:  # noqa: PTH123
+            with open(arguments.prompt_file, encoding="utf-8-sig") as file:  # noqa: PTH123
                 prompts = list(_prompts_in(file, arguments.prompt_file))
         except OSError as error:
             raise UserError(f"--prompt_file {arguments.prompt_file}: {error.strerror}.") from None
@@ -118,9 +118,12 @@ def _prompts(arguments: argparse.Namespace) -> Iterable[_Prompt]:
 def _prompts_of_input() -> Iterator[_Prompt]:
     """Yield the prompts of the input as they come, or an empty prompt if there are none."""
     is_empty = True
-    for prompt in _prompts_in(sys.stdin, "the input"):
-        is_empty = False
-        yield prompt
+    try:
+        for prompt in _prompts_in(sys.stdin, "the input"):
+            is_empty = False
+            yield prompt
+    except UnicodeDecodeError:
+        raise UserError("the input is not UTF-8 text.") from None
     if is_empty:
         yield _Prompt("the input", "", {"prompt": ""})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.gpu import curves, passes, same_weights
 from benchmarks.gpu.call import Call
@@ -73,6 +74,27 @@ def test_a_gradient_with_a_wrong_sign_is_wrong(call: Call, monkeypatch: pytest.M
     assert len(wrong(call)) == len(TINY.vocabularies)
 
 
+def test_a_gradient_of_nan_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = passes._output_and_gradient
+
+    def faulty(attend: Any, qkv: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+        output, gradient = correct(attend, qkv, upstream)
+        return [output, gradient * float("nan") if qkv.dtype == torch.float32 else gradient]
+
+    monkeypatch.setattr(passes, "_output_and_gradient", faulty)
+    passes.judge_plain_attention(call)
+    passes.judge_packed_attention(call)
+    assert len(wrong(call)) == 2
+
+
+def test_checkpoints_of_nan_have_not_the_same_bits(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / name / "checkpoints" / "step-00000001" / "model"
+        folder.mkdir(parents=True)
+        save_file({"weight": torch.tensor([1.0, float("nan")])}, folder / "model.safetensors")
+    assert not same_weights.compare(tmp_path / "one", tmp_path / "two").is_none
+
+
 def test_attention_that_leaks_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = passes.causal_attention
 
@@ -99,7 +121,7 @@ def test_documents_that_leak_in_a_model_are_wrong(
 
     def faulty(
         model: Any, columns: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-    ) -> list[torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:
         if dtype != torch.float64:
             columns = {name: columns[name] for name in ("input_ids", "labels")}
         return correct(model, columns, device, dtype)
@@ -214,7 +236,7 @@ def test_a_rehearsal_has_all_sections_and_no_wrong_verdict(tmp_path: Path) -> No
         for vocabulary in TINY.vocabularies:
             assert f"{optim}, V {vocabulary}: recipe" in timed
             assert f"{optim}, V {vocabulary}: bare, norm read" in timed
-    assert {"8B LoRA, recomputed", "Llama 1.2B in full, compiled", "Muon, 8 matrices"} <= timed
+    assert {"8B LoRA, recomputed", "Llama 1.4B in full, compiled", "Muon, 8 matrices"} <= timed
     left_out = {entry["section"] for entry in entries if "left_out" in entry}
     assert left_out <= {"gpt2", "trl"}  # they need nanoGPT and TRL
     table = ended.stdout.splitlines()

@@ -253,6 +253,15 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_loaded(
     assert says in capsys.readouterr().err
 
 
+def test_an_input_that_is_no_text_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit):
+        main(["generate", str(folder)])
+    assert capsys.readouterr().err == "error: the input is not UTF-8 text.\n"
+
+
 def test_a_message_may_have_blank_lines_and_an_empty_line_is_none(
     chat_folder: Path, chatting: TextModel, output_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,7 @@ def test_a_tower_that_is_not_frozen_is_named_by_the_gradients(
 ) -> None:
     monkeypatch.setattr(pretrained, "outside_text_tower", lambda _: {})
     projector = " and model.multi_modal_projector"  # all-linear takes no other kind of weight
-    remedy = "--freeze '^(model.vision_tower|model.multi_modal_projector)'"
+    remedy = r"--freeze '^(model\.vision_tower|model\.multi_modal_projector)(\.|$)'"
     if lora:
         projector = ""
         remedy = "--lora_target_modules"
