@@ -81,12 +81,15 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks.gpu.call import Call
     from benchmarks.gpu.journal import Journal
     from benchmarks.gpu.sizes import FULL, TINY
-    from llmtrain.devices import peak_of
+    from llmtrain.devices import DEVICES, known_device
 
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     journal = Journal(out, seconds=arguments.seconds)
+    peak = 0.0
     if not arguments.rehearse:
         journal.card = torch.cuda.get_device_name()
+        name = known_device(journal.card)
+        peak = 0.0 if name is None else DEVICES[name].peak
     with tempfile.TemporaryDirectory(prefix="llmtrain-gpu-", dir=_scratch_place()) as folder:
         call = Call(
             sizes=TINY if arguments.rehearse else FULL,
@@ -94,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             journal=journal,
             folder=Path(folder),
             nanogpt=arguments.nanogpt,
-            peak=0.0 if arguments.rehearse else peak_of(journal.card) or 0.0,
+            peak=peak,
         )
         run_sections(call, arguments.sections or list(SECTION_SECONDS))
     print(journal.table(), flush=True)

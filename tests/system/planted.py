@@ -59,9 +59,10 @@ def rows_of_first_step(collate: Collate, read: RowBatch) -> LocalBatch:
 
 
 def pairs_of_one_rank(
-    engine: Engine, batches: Sequence[Batch], stop_requested: bool = False
+    engine: Engine, batches: Iterable[Batch], stop_requested: bool = False
 ) -> StepTotals:
     """Let each rank divide by its own number of pairs, as if all ranks had as many."""
+    batches = list(batches)
     totals = HONEST_COUNT(engine, batches, stop_requested)
     pairs = torch.stack([engine.objective.denominator(batch) for batch in batches]).sum()
     return totals._replace(denominator=pairs * WORLD)
