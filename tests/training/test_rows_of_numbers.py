@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.cli import main as command
 from llmtrain.errors import UserError
+from llmtrain.training.loop import training_steps
 from llmtrain.training.run import Run
 from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
 
@@ -141,6 +143,28 @@ def test_a_stopped_run_resumes(train: Callable[..., Run]) -> None:
     assert resumed.is_finished
     for name, weight in whole.bundle.model.state_dict().items():
         assert torch.equal(weight, resumed.bundle.model.state_dict()[name])
+
+
+def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
+    rows: lt.Tokenized, tmp_path: Path
+) -> None:
+    settings = lt.Settings(
+        lt.BatchConfig(global_batch_size=4),
+        optim=lt.OptimConfig(max_steps=6, warmup_steps=0),
+        run=lt.RunConfig(str(tmp_path / "run"), report_to=["none"]),
+    )
+    accelerator = lt.start(settings)
+    bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
+    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+    with lt.open_run(accelerator, settings, rows, bundle) as run:
+        steps = training_steps(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
+        made = [next(steps).run.step for _ in range(3)]
+        steps.close()
+        assert made == [0, 1, 2]  # before the first step, and after each
+    assert run.step == 2
+    assert not run.is_finished
+    assert not (run.folder / "model").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 def test_report_and_diff_read_such_runs(
