@@ -53,21 +53,13 @@ class Call:
         """The compiler of bare loops. A rehearsal traces them, and generates no code."""
         return "inductor" if self.on_gpu else "eager"
 
-    def accelerator(self, bitwise: bool = False) -> Accelerator:
+    def accelerator(self) -> Accelerator:
         """Make the Accelerator of the recipes' loops of a section."""
-        return start_accelerator(bitwise=bitwise)
+        return start_accelerator()
 
-    def new_gpt(self, size: GPTSize, vocabulary: int, dropout: float = 0.0) -> lt.GPT:
+    def new_gpt(self, size: GPTSize, vocabulary: int) -> lt.GPT:
         """Return a GPT-2 with the weights of seed 0, on the device."""
-        config = lt.GPTConfig(
-            n_layer=size.layers,
-            n_head=size.heads,
-            n_embd=size.width,
-            block_size=size.block,
-            dropout=dropout,
-            architecture="gpt2",
-        )
-        return lt.build_gpt(config, vocabulary).to(self.device)
+        return lt.build_gpt(size.config(), vocabulary).to(self.device)
 
 
 def new_optimizer(

@@ -49,13 +49,7 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
     )
     shared["loop"] = lt.LoopConfig(eval_steps=0, logging_steps=1, torch_compile="never")
     settings: AnySettings = lt.Settings(
-        model=lt.GPTConfig(
-            n_layer=size.layers,
-            n_head=size.heads,
-            n_embd=size.width,
-            block_size=size.block,
-            architecture="gpt2",
-        ),
+        model=size.config(),
         **shared,
     )
     rows = text_rows(call.sizes.recipe_vocabulary, size.block, 4 * size.rows)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 import llmtrain as lt
 from benchmarks.gpu.call import Call
 from benchmarks.gpu.rows import packed_rows
+from benchmarks.gpu.sizes import GPTSize
 from llmtrain.models import attention_gpu
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.documents import Documents
@@ -89,28 +91,11 @@ def judge_muon(call: Call) -> None:
 def judge_plain_attention(call: Call) -> None:
     """Compare attention over rows of one document with dense attention in float64."""
     size = call.sizes.gpt2
-    torch.manual_seed(0)
-    shape = (3, 2, size.heads, size.block, size.width // size.heads)
-    qkv = torch.randn(shape).bfloat16().float()
-    upstream = torch.randn(shape[1:]).bfloat16().float()
+    inputs = _AttentionInputs.of(size, rows=2)
     mask = torch.ones(size.block, size.block, dtype=torch.bool).tril()
-
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.mT / shape[-1] ** 0.5
-        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-
-    exact = _output_and_gradient(dense, qkv.double(), upstream.double())
+    exact = inputs.exact(mask)
     for dtype in _dtypes(call):
-        outcome = _output_and_gradient(
-            causal_attention, qkv.to(call.device, dtype), upstream.to(call.device, dtype)
-        )
-        errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
-        call.journal.judge(
-            f"attention over plain rows in {dtype}, forward and backward, by float64",
-            all(error < _BOUNDS[dtype] for error in errors),
-            forward=errors[0],
-            backward=errors[1],
-        )
+        inputs.judge(call, "attention over plain rows", causal_attention, dtype=dtype, exact=exact)
 
 
 def judge_packed_attention(call: Call) -> None:
@@ -119,24 +104,55 @@ def judge_packed_attention(call: Call) -> None:
     rows = packed_rows(vocabulary=64, block=size.block, count=size.rows)
     positions = torch.tensor(rows.train.data.column("position_ids").to_pylist())[:, :-1]
     documents = Documents.of(positions, on_gpu=call.on_gpu)
-    torch.manual_seed(0)
-    shape = (3, size.rows, size.heads, size.block, size.width // size.heads)
-    qkv = torch.randn(shape).bfloat16().float()
-    upstream = torch.randn(shape[1:]).bfloat16().float()
-    mask = _mask_of_documents(positions)
-    scale = shape[-1] ** -0.5
+    inputs = _AttentionInputs.of(size, rows=size.rows)
+    exact = inputs.exact(_mask_of_documents(positions))
+    for name, dtype, attend in _packed_kernels(call, documents, inputs.scale):
+        inputs.judge(call, f"{name} over packed rows", attend, dtype=dtype, exact=exact)
 
-    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
-    exact = _output_and_gradient(dense, qkv.double(), upstream.double())
-    for name, dtype, attend in _packed_kernels(call, documents, scale):
-        outcome = _output_and_gradient(
-            attend, qkv.to(call.device, dtype), upstream.to(call.device, dtype)
+class _AttentionInputs(NamedTuple):
+    """Queries, keys and values [3, B, H, T, D], and the gradient of the output [B, H, T, D].
+
+    All are numbers that bfloat16 has, so that only the arithmetic is measured.
+    """
+
+    qkv: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def of(cls, size: GPTSize, rows: int) -> "_AttentionInputs":
+        """Return random inputs for some rows."""
+        torch.manual_seed(0)
+        shape = (3, rows, size.heads, size.block, size.width // size.heads)
+        return cls(
+            qkv=torch.randn(shape).bfloat16().float(),
+            upstream=torch.randn(shape[1:]).bfloat16().float(),
         )
-        errors = [relative_error(a, b) for a, b in zip(outcome, exact, strict=True)]
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores."""
+        return float(self.qkv.shape[-1] ** -0.5)
+
+    def exact(self, mask: Tensor) -> list[Tensor]:
+        """Return the output and the gradient of the inputs in float64, for a boolean mask."""
+
+        def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.mT * self.scale
+            return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+        return _output_and_gradient(dense, self.qkv.double(), self.upstream.double())
+
+    def judge(
+        self, call: Call, name: str, attend: Attention, *, dtype: torch.dtype, exact: list[Tensor]
+    ) -> None:
+        """Compare an attention on the device with the exact results."""
+        results = _output_and_gradient(
+            attend, self.qkv.to(call.device, dtype), self.upstream.to(call.device, dtype)
+        )
+        errors = [relative_error(a, b) for a, b in zip(results, exact, strict=True)]
         call.journal.judge(
-            f"{name} over packed rows in {dtype}, forward and backward, by float64",
+            f"{name} in {dtype}, forward and backward, by float64",
             all(error < _BOUNDS[dtype] for error in errors),
             forward=errors[0],
             backward=errors[1],

@@ -28,13 +28,7 @@ def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -
         **optim: optimizer settings.
     """
     return lt.Settings(
-        model=lt.GPTConfig(
-            n_layer=size.layers,
-            n_head=size.heads,
-            n_embd=size.width,
-            block_size=size.block,
-            architecture="gpt2",
-        ),
+        model=size.config(),
         **common_settings(folder, rows=size.rows, compiled=compiled, **optim),
     )
 

@@ -120,14 +120,7 @@ def _settings(folder: Path, options: ShortRun) -> AnySettings:
     size = options.size
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return lt.Settings(
-        model=lt.GPTConfig(
-            n_layer=size.layers,
-            n_head=size.heads,
-            n_embd=size.width,
-            block_size=size.block,
-            dropout=0.1,
-            architecture="gpt2",
-        ),
+        model=size.config(dropout=0.1),
         data=lt.BatchConfig(
             global_batch_size=size.rows,
             per_device_train_batch_size=options.micro_batch or size.rows // processes,

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import llmtrain as lt
+
 
 @dataclass(frozen=True)
 class GPTSize:
@@ -17,6 +19,17 @@ class GPTSize:
     def positions(self) -> int:
         """Positions of a step."""
         return self.block * self.rows
+
+    def config(self, dropout: float = 0.0) -> lt.GPTConfig:
+        """Return the settings of a GPT-2 of this size."""
+        return lt.GPTConfig(
+            n_layer=self.layers,
+            n_head=self.heads,
+            n_embd=self.width,
+            block_size=self.block,
+            dropout=dropout,
+            architecture="gpt2",
+        )
 
 
 @dataclass(frozen=True)
