@@ -52,20 +52,27 @@ class Training:
             learning_rate=6e-4,
         )
         bare = self.bare_loop()
-        return [
+        variants: list[Variant] = [
             RecipeLoop(f"{self.label}: recipe", self.accelerator, settings, rows=self.rows),
             BareStep(f"{self.label}: bare, norm read", bare, reads_norm=True),
             BareStep(f"{self.label}: bare, norm not read", bare, reads_norm=False),
         ]
+        for variant in variants:
+            variant.graph_name = self.graph_name
+        return variants
+
+    @property
+    def graph_name(self) -> str:
+        """The name of the bare loop as one CUDA graph."""
+        return f"{self.label}: one graph"
 
     def graphed(self, pool: object) -> list[Variant]:
         """Return the bare loop as one CUDA graph; none if it cannot be captured."""
-        name = f"{self.label}: one graph"
         try:
-            return [GraphedStep(name, self.bare_loop(capturable=True), pool)]
+            return [GraphedStep(self.graph_name, self.bare_loop(capturable=True), pool)]
         except RuntimeError as error:
             reason = f"it cannot be captured: {error}"[:300]
-            self.call.journal.record("gpt2", name, left_out=reason)
+            self.call.journal.record("gpt2", self.graph_name, left_out=reason)
             return []
 
     def bare_loop(self, capturable: bool = False, compiles_all: bool = False) -> BareLoop:
@@ -193,12 +200,12 @@ def _time_and_record(call: Call, section: str, variants: Sequence[Variant]) -> N
         rounds=call.sizes.rounds,
         peak_flops=call.peak,
     )
-    graphs = {name.split(":")[0]: figures for name, figures in results.items() if "graph" in name}
-    for name, figures in results.items():
-        graph = graphs.get(name.split(":")[0])
-        if graph is not None:
+    for variant in variants:
+        figures = results[variant.name]
+        if variant.graph_name in results:
+            graph = results[variant.graph_name]
             figures["idle_ms"] = _milliseconds(figures) - _milliseconds(graph)
-        call.journal.record(section, name, **figures)
+        call.journal.record(section, variant.name, **figures)
 
     for variant in variants:
         variant.close()

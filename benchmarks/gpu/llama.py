@@ -22,6 +22,7 @@ from llmtrain.training.settings import AnySettings
 
 _ROWS = 64
 _LORA_RANK = 16
+_TRL_WARM_UP_STEPS = 4
 
 
 def measure_billion(call: Call) -> None:
@@ -56,68 +57,73 @@ def measure_adapters(call: Call) -> None:
 
 def measure_trl(call: Call) -> None:
     """Time TRL's SFTTrainer on the same model and as many positions, with packing and Liger."""
-    missing = [name for name in ("trl", "peft") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("trl", "peft") if not _is_installed(name)]
     if missing:
         call.journal.record("trl", "TRL", left_out=f"{' and '.join(missing)} are not installed")
         return
 
+    for recomputes in (False, True):
+        if call.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        milliseconds = _milliseconds_of_trl(call, recomputes)
+        speed = 1000 * call.sizes.eight_billion.positions / milliseconds
+        call.journal.record(
+            "trl",
+            f"TRL, 8B LoRA, {'recomputed' if recomputes else 'activations kept'}",
+            ms=milliseconds,
+            GiB=torch.cuda.max_memory_allocated() / 2**30 if call.on_gpu else 0.0,
+            **{"tokens/s": speed},
+        )
+        _free(call)
+
+
+def _milliseconds_of_trl(call: Call, recomputes: bool) -> float:
+    """Return the mean milliseconds of a step of TRL's SFTTrainer, after some steps to warm up."""
     from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     size = call.sizes.eight_billion
     rows = packed_rows(size.vocabulary, size.block, _ROWS)
-    documents = [
-        row["input_ids"][: size.block] for row in datasets.Dataset(rows.train.data).to_list()
-    ]
-    times: list[float] = []
+    tokens = rows.train.data.column("input_ids").to_pylist()
+    ends: list[float] = []  # when each step has ended, in seconds
 
     class Watch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if call.on_gpu:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter())
+            ends.append(time.perf_counter())
 
-    for recomputes in (False, True):
-        times.clear()
-        trainer = SFTTrainer(
-            model=_new_llama(size, call.device, call.half),
-            args=SFTConfig(
-                output_dir=str(call.folder / "trl"),
-                per_device_train_batch_size=size.rows,
-                max_length=size.block,
-                packing=True,
-                packing_strategy="wrapped",
-                gradient_checkpointing=recomputes,
-                use_liger_kernel=call.on_gpu
-                and importlib.util.find_spec("liger_kernel") is not None,
-                bf16=call.on_gpu,
-                max_steps=call.sizes.slow_steps + 4,
-                use_cpu=not call.on_gpu,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            processing_class=_any_tokenizer(),
-            train_dataset=datasets.Dataset.from_dict({"input_ids": documents}),
-            peft_config=LoraConfig(
-                r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"
-            ),
-            callbacks=[Watch()],
-        )
-        if call.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        trainer.train()
-        milliseconds = 1000 * (times[-1] - times[3]) / (len(times) - 4)
-        call.journal.record(
-            "trl",
-            f"TRL, 8B LoRA, {'recomputed' if recomputes else 'activations kept'}",
-            ms=milliseconds,
-            **{"tokens/s": 1000 * size.positions / milliseconds},
-            GiB=torch.cuda.max_memory_allocated() / 2**30 if call.on_gpu else 0.0,
-        )
-        del trainer
-        _free(call)
+    settings = SFTConfig(
+        output_dir=str(call.folder / "trl"),
+        per_device_train_batch_size=size.rows,
+        max_length=size.block,
+        packing=True,
+        packing_strategy="wrapped",
+        gradient_checkpointing=recomputes,
+        use_liger_kernel=call.on_gpu and _is_installed("liger_kernel"),
+        bf16=call.on_gpu,
+        max_steps=_TRL_WARM_UP_STEPS + call.sizes.slow_steps,
+        use_cpu=not call.on_gpu,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(
+        model=_new_llama(size, call.device, call.half),
+        args=settings,
+        processing_class=_any_tokenizer(),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": [row[:-1] for row in tokens]}),
+        peft_config=LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"),
+        callbacks=[Watch()],
+    )
+    trainer.train()
+    seconds = ends[-1] - ends[_TRL_WARM_UP_STEPS - 1]
+    return 1000 * seconds / call.sizes.slow_steps
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _any_tokenizer() -> Any:

@@ -54,11 +54,14 @@ class Variant:
         positions: positions of a step, with padding.
         flops_per_position: of a forward and a backward pass; 0 if unknown.
         weight_bytes: bytes of its weights, which are on the device before the first step.
+        graph_name: the name of the variant that makes the same step as one CUDA graph; empty if
+            there is none.
         phases: collects the phases of its steps.
     """
 
     flops_per_position = 0
     weight_bytes = 0
+    graph_name = ""
 
     def __init__(self, name: str, device: torch.device, positions: int) -> None:
         self.name = name
