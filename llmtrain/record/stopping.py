@@ -120,15 +120,22 @@ class Patience:
         )
 
     @property
-    def initial_was_better(self) -> str | None:
+    def lack_of_improvement(self) -> str | None:
         """A sentence if no evaluation was as good as the one before the first step."""
         if not self.best_step or not self.initial < self.best:
             return None
+        initial = self._sign * self.initial
+        best = self._sign * self.best
         return (
-            f"training has not improved {self.metric}: it was {abs(self.initial):.4g} before the "
-            f"first step and {abs(self.best):.4g} at best, after step {self.best_step}, whose "
-            "weights are kept; the initial ones are not"
+            f"training has not improved {self.metric}: it was {initial:.4g} before the first step "
+            f"and {best:.4g} at best, after step {self.best_step}, whose weights are kept; the "
+            "initial ones are not"
         )
+
+    @property
+    def _sign(self) -> int:
+        """The factor that makes lower values of the metric the better ones."""
+        return 1 if is_lower_better(self.metric) else -1
 
     @property
     def state(self) -> list[float | None]:
@@ -166,7 +173,7 @@ class Patience:
             raise UserError(
                 f"--metric_for_best_model {self.metric} is not measured; choose one of {names}."
             )
-        value = float(metrics[self.metric]) * (1 if is_lower_better(self.metric) else -1)
+        value = self._sign * float(metrics[self.metric])
         if step == 0:
             self.initial = value
         elif value < self.best:

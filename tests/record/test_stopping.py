@@ -46,6 +46,11 @@ def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
         ("eval/accuracy", [0.5, 0.75], None),
         ("eval/loss", [math.nan, 2.5], None),
         ("eval/loss", [2.0, math.nan], None),
+        (
+            "eval/rewards/margins",
+            [-0.2, -0.5],
+            "it was -0.2 before the first step and -0.5 at best",
+        ),
     ],
 )
 def test_a_run_that_was_best_before_its_first_step_says_so_also_after_a_resume(
@@ -57,7 +62,7 @@ def test_a_run_that_was_best_before_its_first_step_says_so_also_after_a_resume(
         state = json.loads(json.dumps(patience.state, allow_nan=False))
         patience = Patience(0, metric, keeps_best=True)
         patience.restore(state)
-    sentence = patience.initial_was_better
+    sentence = patience.lack_of_improvement
     assert sentence is None if text is None else text in str(sentence)
 
 
