@@ -97,14 +97,15 @@ def may_bits_differ(run_a: History, run_b: History) -> bool:
 
 
 def tolerance_between(run_a: History, run_b: History) -> Tolerance:
-    """Return the tolerance for the lower of two precisions; none if the bits must be equal."""
+    """Return the tolerance for the lowest precision of all starts of two runs.
+
+    It is :data:`NO_TOLERANCE` if the bits must be equal.
+    """
     if not may_bits_differ(run_a, run_b):
         return NO_TOLERANCE
 
-    tolerances = []
-    for run in (run_a, run_b):
-        start = run.starts[0] if run.starts else {"mixed_precision": "no"}
-        tolerances.append(tolerance_of(str(start.get("mixed_precision"))))
+    precisions = [start.get("mixed_precision", "no") for start in (*run_a.starts, *run_b.starts)]
+    tolerances = [tolerance_of(str(precision)) for precision in precisions or ["no"]]
     return max(tolerances, key=lambda tolerance: tolerance.loss)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from llmtrain.record.history import History
+from llmtrain.report.comparison import tolerance_of
 from llmtrain.report.difference import Comparison, compare, comparison_lines
-from llmtrain.report.identity import may_bits_differ
+from llmtrain.report.identity import may_bits_differ, tolerance_between
 from tests.launching import read_json
 from tests.report.seed_runs import write_run
 
@@ -97,6 +98,14 @@ def test_bits_may_differ_with_the_layout_and_with_bitwise_with_less(
     a = history(tmp_path / "a", {1: 2.0}, **settings)
     b = history(tmp_path / "b", {1: 2.0}, {}, start, **(settings | changed))
     assert may_bits_differ(a, b) == may_bits_differ(b, a) == may_differ
+
+
+def test_a_run_that_went_on_in_a_lower_precision_is_compared_with_its_tolerance(
+    tmp_path: Path,
+) -> None:
+    a = history(tmp_path / "a", {1: 2.0})
+    b = history(tmp_path / "b", {1: 2.0}, {}, {"mixed_precision": "bf16"})
+    assert tolerance_between(a, b) == tolerance_between(b, a) == tolerance_of("bf16")
 
 
 def test_a_gpu_repeats_its_bits_only_with_bitwise(tmp_path: Path) -> None:
