@@ -111,11 +111,14 @@ def take_turns(
                 own_bytes=own_bytes[variant.name],
             )
 
-    return {
-        variant.name: _figures(variant, measured[variant.name], peak_flops)
-        | _counts_of_a_step(variant, device)
-        for variant in variants
-    }
+    results: dict[str, Figures] = {}
+    for variant in variants:
+        results[variant.name] = {
+            **_figures(variant, measured[variant.name], peak_flops),
+            **_waits_of_a_step(variant, device),
+            **_launches_of_a_step(variant, device),
+        }
+    return results
 
 
 def _warm_up(variant: Variant, device: torch.device) -> int:
@@ -185,34 +188,42 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {phase: statistics.median(times.get(phase, 0.0) for times in rounds) for phase in phases}
 
 
-def _counts_of_a_step(variant: Variant, device: torch.device) -> Figures:
-    """Return the waits of a step, and how often and how long the device works in it.
-
-    ``launches`` are kernels, copies and fills, each of which counts also in a CUDA graph.
-    """
+def _waits_of_a_step(variant: Variant, device: torch.device) -> Figures:
+    """Return how often the host waits for the device in a step, and where."""
     with counted_waits(device) as waits:
         for _ in range(_PROFILED_STEPS):
             variant.step()
-    figures: Figures = {"waits": waits.count / _PROFILED_STEPS, "waits_at": sorted(waits.places)}
-    if device.type != "cuda":
-        return figures
+    return {"waits": waits.count / _PROFILED_STEPS, "waits_at": sorted(waits.places)}
 
-    # Recording the CPU, too, would lengthen the launches.
+
+def _launches_of_a_step(variant: Variant, device: torch.device) -> Figures:
+    """Return how often and how long the device works in a step; nothing on a CPU.
+
+    ``launches`` are kernels, copies and fills, each of which counts also in a CUDA graph.
+    """
+    if device.type != "cuda":
+        return {}
+
     _synchronize(device)
+    # Recording the CPU, too, would lengthen the launches.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(_PROFILED_STEPS):
             variant.step()
         _synchronize(device)
+
     times: Counter[str] = Counter()
     launches = 0
     for event in profile.events():
-        if event.device_type == DeviceType.CUDA and "#" not in event.name:
-            launches += 1
-            times[event.name[:70]] += event.time_range.elapsed_us() / 1000 / _PROFILED_STEPS
-    figures["launches"] = launches / _PROFILED_STEPS
-    figures["kernel_ms"] = times.total()
-    figures["kernels"] = dict(times.most_common(12))
-    return figures
+        is_annotation = "#" in event.name  # of an optimizer's step, which holds kernels
+        if event.device_type != DeviceType.CUDA or is_annotation:
+            continue
+        launches += 1
+        times[event.name[:70]] += event.time_range.elapsed_us() / 1000 / _PROFILED_STEPS
+    return {
+        "launches": launches / _PROFILED_STEPS,
+        "kernel_ms": times.total(),
+        "kernels": dict(times.most_common(12)),
+    }
 
 
 @dataclass
