@@ -247,10 +247,6 @@ class Objective:
             UserError: if it does not.
         """
 
-    def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return the kind and the text of an event to record, given the metrics of a log entry."""
-        return None
-
 
 class ModelWriter(Protocol):
     """Writes the files of a model folder, and names the tensors of checkpoints."""

@@ -299,7 +299,11 @@ class Logging(LoopCallback):
 
         loss, metrics = self._loss_and_metrics(result)
         by_rank = self._gather_by_rank(batch)
-        self._record_events(metrics, by_rank)
+
+        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
+        if late_rank is not None:
+            self.run.record_event("late", str(late_rank))
+
         entry = {
             "train/loss": loss,
             **{f"train/{name}": value for name, value in metrics.items()},
@@ -363,15 +367,6 @@ class Logging(LoopCallback):
         """
         total = sum(int(fingerprint) for fingerprint in fingerprints)
         return total // self.engine.model_parallel_size
-
-    def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
-        """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
-        event = self.engine.objective.notable_event(metrics)
-        if event is not None:
-            self.run.record_event(*event)
-        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
-        if late_rank is not None:
-            self.run.record_event("late", str(late_rank))
 
 
 class _ByRank(NamedTuple):
