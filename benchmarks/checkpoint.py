@@ -31,7 +31,8 @@ from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill
 from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.run_state import optimizer_tensors, restore_optimizer
 
 ROUNDS, UNCOUNTED = 9, 3
 VOCABULARY, TOKENS = 16384, 32
@@ -39,7 +40,7 @@ BLOCK = 1 << 28  # bytes
 
 
 class WeightsOnly:
-    """The writer of a model folder that holds nothing but weights, which are all that dcp writes."""
+    """The files of a model folder that holds nothing but weights, which are all that dcp writes."""
 
     weights_name, may_split_weights = "model.safetensors", True
 
@@ -58,7 +59,7 @@ class Bench:
         self.ids = torch.randint(VOCABULARY, (1, TOKENS))
         self.step()
         self.weights = self.model.state_dict()
-        self.state = checkpoint.optimizer_tensors(self.model, self.optimizer)
+        self.state = optimizer_tensors(self.model, self.optimizer)
         self.savers = [
             Saver(folder / name, WeightsOnly(), 1 << 30, name == "later")
             for name in ("ours", "later")
@@ -118,8 +119,8 @@ class Bench:
 
     def take(self, state: dict[str, torch.Tensor]) -> None:
         """Restore the optimizer and write to each tensor: what is only mapped is not yet read."""
-        checkpoint.restore_optimizer(self.model, self.optimizer, state.items())
-        self.state = checkpoint.optimizer_tensors(self.model, self.optimizer)
+        restore_optimizer(self.model, self.optimizer, state.items())
+        self.state = optimizer_tensors(self.model, self.optimizer)
         for tensor in self.state.values():
             tensor.mul_(1)
 

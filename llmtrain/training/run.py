@@ -400,7 +400,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
+        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
 
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
