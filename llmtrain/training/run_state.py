@@ -55,14 +55,7 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
 
 def load_weights(files: ModelFormat, model: nn.Module, folder: Path, device: torch.device) -> None:
-    """Fill a model, in place, with the weights in a folder that rank 0 sees.
-
-    Args:
-        files: which tensors of the model are stored.
-        model: the model, whose parameters may be sharded.
-        folder: the folder with the weights. Other ranks need not see it.
-        device: the device over which rank 0 sends them.
-    """
+    """Fill a model, in place, with the weights in a folder that only rank 0 need see."""
     fill(files.tensors(model), read_tensors_on_main(folder, device))
 
 
