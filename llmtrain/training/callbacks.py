@@ -30,7 +30,7 @@ from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
-from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64

@@ -26,14 +26,10 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History, as_numbers, read_lines
 from llmtrain.record.output import OUTPUT_FILE, copied_output
-from llmtrain.record.provenance import (
-    check_ranks_agree,
-    run_description,
-    run_record,
-)
+from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.publish import publish
-from llmtrain.record.resume import choose_folder
-from llmtrain.record.resume_point import ResumePoint
+from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_record import run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -400,7 +396,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
+        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
 
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:

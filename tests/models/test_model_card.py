@@ -15,7 +15,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.types import ModelBundle
 from tests.families import OVERRIDES
 from tests.launching import ROOT

@@ -41,7 +41,7 @@ from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.team import Team
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
 from llmtrain.types import IGNORED, Batch
 from tests.engines import split
@@ -188,8 +188,13 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
     tensors = bundle.files.export_tensors(engine.unwrapped)
     if engine.is_sharded:
-        team = Team.with_new_group(can_write=True)
-        write_model(folder, bundle.files, engine.gatherable(tensors), team)
+        write_model(
+            folder,
+            bundle.files,
+            engine.gatherable(tensors),
+            team=Team.with_new_group(),
+            ranks=tuple(range(engine.world_size)),
+        )
     elif engine.is_main:
         write_model(folder, bundle.files, DistributedTensors(tensors))
 

@@ -15,14 +15,14 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, resume
+from llmtrain.record import resume, saver
 from llmtrain.record.history import History
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.tracking import Metrics
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
-from llmtrain.training.saving import restore, save
+from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
@@ -622,7 +622,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        monkeypatch.setattr(saver, "write_tensors", full)
         run.step = 2
         save(run, engine, optimizer)
         while not run.wants_to_stop():
