@@ -17,8 +17,13 @@ from llmtrain.errors import (
     explain,
     print_traceback_with_causes,
 )
+from llmtrain.lab import commands as lab_commands
 
-_MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
+_MODULES = {
+    module.name: f"{package.__name__}.{module.name}"
+    for package in (commands, lab_commands)
+    for module in pkgutil.iter_modules(package.__path__)
+}
 COMMANDS = [name for name in _MODULES if not name.startswith("_")]
 # The titles in --help, in the order of a user's work; each command names its own.
 GROUPS = ("Prepare a run", "Look at runs", "Use a model", "Check and understand")
@@ -114,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Their modules import nothing heavy until they run."""
-    modules = {name: importlib.import_module(f"llmtrain.commands.{name}") for name in COMMANDS}
+    modules = {name: importlib.import_module(_MODULES[name]) for name in COMMANDS}
     parser = _Parser(
         prog="llmtrain",
         description=f"{__doc__}\n{_list_commands(modules)}",

@@ -18,7 +18,7 @@ from llmtrain.launching.children import (
     start_command,
 )
 from llmtrain.record.history import History, read_lines
-from llmtrain.report.comparison import (
+from llmtrain.record.tolerances import (
     QUANTITIES,
     Deviation,
     deviation,

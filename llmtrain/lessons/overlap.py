@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
+from llmtrain.lab.xray.timeline import Communication, as_lines
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     claim,
@@ -23,7 +24,6 @@ from llmtrain.lessons.common import (
     train_steps,
 )
 from llmtrain.observe.phases import Phases
-from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler

@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub la
 
 from llmtrain.console import say
 from llmtrain.files import json_text
-from llmtrain.observe.phases import PHASES, Mark, Phases
-from llmtrain.observe.timeline import (
+from llmtrain.lab.xray.timeline import (
     Bucket,
     Report,
     Span,
@@ -26,6 +25,7 @@ from llmtrain.observe.timeline import (
     as_trace,
     summary,
 )
+from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 

@@ -81,7 +81,7 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
     def same_run(command: list[str], **_: object) -> None:
         shutil.copytree(tmp_path / "run", command[-1])
 
-    monkeypatch.setattr("llmtrain.commands.xray.run_command", same_run)
+    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", same_run)
     status, out, err = ended(capsys, *words, "--json")
     assert (status, json.loads(out), err) == (0, summary, "")
 

@@ -1,0 +1,1 @@
+"""The commands of the lab; :mod:`llmtrain.commands` says what such a module has."""
