@@ -21,7 +21,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 
-GROUP = "Check and understand"
 EXAMPLES = (
     "llmtrain verify layout recipes/gpt.py",
     "llmtrain verify resume recipes/gpt.py",

@@ -6,23 +6,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from llmtrain.lab.xray.timeline import (
-    Bucket,
-    Report,
-    Span,
-    Transfer,
-    as_html,
-    as_lines,
-    as_trace,
-    summary,
-)
-from llmtrain.observe.phases import PHASES
+from llmtrain.lab.xray.recording import Bucket, Recording, Span, Transfer
+from llmtrain.lab.xray.timeline import as_html, as_lines, as_trace, summary
+from llmtrain.phase_names import PHASES
 
 MS = 1e-3
 
 
-def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
-    """Return the report of two processes and two steps of 100 ms.
+def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
+    """Return the recording of two processes and two steps of 100 ms.
 
     Backward is from 20 to 60 ms. Bucket 0 is full at 30, on rank 1 ``wait`` later, and travels until
     50. Bucket 1 travels from 60 to 75.
@@ -79,7 +71,7 @@ def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
                 )
             )
     buckets = {0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])}
-    return Report(
+    return Recording(
         processes=2,
         spans=spans,
         transfers=transfers,
@@ -90,13 +82,13 @@ def report(wait: float = 0.0, blocked: float = 0.0) -> Report:
 
 
 def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_exposed() -> None:
-    moved = report().communication()
+    moved = recording().communication()
     assert moved == pytest.approx((20 * MS, 15 * MS, 0.0))
     assert moved.hidden_share == pytest.approx(20 / 35)
 
 
 def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
-    late = report(wait=12.0)
+    late = recording(wait=12.0)
     starts = [
         transfer.start for transfer in late.transfers if transfer.bucket == 0 and transfer.step == 6
     ]
@@ -106,11 +98,11 @@ def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
 
 
 def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
-    assert report(blocked=6.0).communication() == pytest.approx((14 * MS, 21 * MS, 0.0))
+    assert recording(blocked=6.0).communication() == pytest.approx((14 * MS, 21 * MS, 0.0))
 
 
 def test_waiting_for_another_process_is_not_travelling() -> None:
-    waiting = report()
+    waiting = recording()
     for i, transfer in enumerate(waiting.transfers):
         if transfer.bucket == 1:
             waiting.transfers[i] = transfer._replace(start=transfer.start + 10 * MS)
@@ -118,28 +110,28 @@ def test_waiting_for_another_process_is_not_travelling() -> None:
 
 
 def test_bytes_are_compared_with_what_a_ring_sends() -> None:
-    numbers = summary(report())
+    numbers = summary(recording())
     assert numbers["sent_bytes"] == 5 << 20
     assert numbers["ring_bytes"] == 5 << 20  # 2 (N - 1) / N is 1 for two processes
     assert (
         "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total; "
         "the network devices sent 10.50 MiB, 1.05 of that"
-    ) in "\n".join(as_lines(report()))
+    ) in "\n".join(as_lines(recording()))
 
 
 def test_the_table_says_how_often_gradients_were_sent() -> None:
-    regular = report()
+    regular = recording()
     assert regular.collectives() == [[2], [2]]
     lines = "\n".join(as_lines(regular))
     assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in lines
 
-    irregular = report()
+    irregular = recording()
     irregular.transfers[0] = irregular.transfers[0]._replace(step=7)
     assert "differ between steps" in "\n".join(as_lines(irregular))
 
 
 def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:
-    events = json.loads(json.dumps(as_trace(report())))["traceEvents"]
+    events = json.loads(json.dumps(as_trace(recording())))["traceEvents"]
     backward = [event for event in events if event["name"] == "backward" and event["pid"] == 1]
     assert [(event["ph"], event["ts"], event["dur"]) for event in backward] == [
         ("X", 20e3, 40e3),
@@ -168,7 +160,7 @@ class Boxes(HTMLParser):
 
 
 def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
-    page = as_html(report(wait=12.0), "<x-ray>")
+    page = as_html(recording(wait=12.0), "<x-ray>")
     drawn = Boxes()
     drawn.feed(page)
     assert not drawn.links
@@ -184,13 +176,13 @@ def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
 
 def test_every_phase_and_bucket_has_a_colour_of_its_own_which_the_legend_shows() -> None:
     drawn = Boxes()
-    drawn.feed(as_html(report(wait=12.0), "x-ray"))
+    drawn.feed(as_html(recording(wait=12.0), "x-ray"))
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in drawn.legend)
     assert len({*drawn.legend}) == len(PHASES) + 2  # a bucket that travels, and one that waits
     assert {box["fill"] for box in drawn.found} == {*drawn.legend}
 
 
 def test_every_picture_has_the_number_of_its_step_as_a_heading() -> None:
-    page = as_html(report(), "x-ray")
+    page = as_html(recording(), "x-ray")
     assert re.findall("<h2>(.*)</h2>", page) == ["Step 6", "Step 7", "Table"]
     assert re.findall('aria-label="(.*)"', page) == ["timeline of step 6", "timeline of step 7"]

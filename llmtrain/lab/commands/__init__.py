@@ -1,1 +1,1 @@
-"""The commands of the lab; :mod:`llmtrain.commands` says what such a module has."""
+"""The commands of the lab, one module each; :mod:`llmtrain.commands` says what a module has."""

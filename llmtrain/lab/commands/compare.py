@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from llmtrain.lab.significance import MeanDifference, Sample
 
-GROUP = "Look at runs"
 EXAMPLES = (
     "llmtrain compare runs",
     "llmtrain compare runs/gpt-seed-0 runs/gpt-seed-1 runs/slow-seed-0 runs/slow-seed-1",

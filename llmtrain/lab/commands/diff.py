@@ -17,7 +17,6 @@ from llmtrain.record.history import History
 if TYPE_CHECKING:
     from llmtrain.lab.diff import Comparison, Divergence
 
-GROUP = "Look at runs"
 EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from llmtrain.lab.doctor.local_checks import Finding
     from llmtrain.launching.launcher import Launcher
 
-GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain doctor",
     "accelerate launch --config_file FILE -m llmtrain doctor",

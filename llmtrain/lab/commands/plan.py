@@ -19,7 +19,6 @@ from llmtrain.types import JsonObject
 if TYPE_CHECKING:
     from llmtrain.plan.ways import Plan, Way
 
-GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain plan recipes/gpt.py",
     "llmtrain plan recipes/finetune.py --from_config llama --tokenizer byte --processes 8 "

@@ -21,12 +21,13 @@ from llmtrain.lab.commands._seeds import seed_flags, seed_folder
 from llmtrain.lab.commands.compare import comparison_as_json, group_lines
 from llmtrain.launching.children import (
     Ending,
-    gpu_count,
+    has_too_few_gpus,
+    process_count,
     recipe_command,
     run_command,
     run_to_end,
 )
-from llmtrain.recipe_arguments import add_recipe_arguments, process_count, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 from llmtrain.record.history import History, is_run
 from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
@@ -34,7 +35,6 @@ from llmtrain.types import JsonObject
 if TYPE_CHECKING:
     from llmtrain.config_file import Setting
 
-GROUP = "Check and understand"
 EXAMPLES = (
     "llmtrain repeat 5 recipes/gpt.py",
     "llmtrain repeat 5 recipes/gpt.py --learning_rate 0.01 --output_dir runs/slow",
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     separate_recipe_flags(arguments)
     if arguments.count < 1:
         raise UserError(f"{arguments.count} seeds: run at least one.")
-    processes = process_count(arguments, default=1)
+    processes = process_count(arguments.processes, arguments.config_file, default=1)
     settings = _recipe_settings(arguments)
     output_dir = _output_dir(settings)
     first_seed = settings["seed"].value
@@ -190,10 +190,11 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
         processes,
         arguments.config_file,
     )
-    has_too_few_gpus = processes > 1 and not arguments.config_file and processes > gpu_count()
+    # One process chooses its device itself.
+    on_cpu = processes > 1 and has_too_few_gpus(processes, arguments.config_file)
     # With --json, stdout is for the result.
     stdout = _STDERR if arguments.json else None
-    ending = run_to_end(command, on_cpu=has_too_few_gpus, stdout=stdout)
+    ending = run_to_end(command, on_cpu=on_cpu, stdout=stdout)
 
     # A launcher may end at once when it is asked to stop, while the run still saves.
     deadline = time.monotonic() + _SAVE_SECONDS

@@ -19,7 +19,6 @@ from llmtrain.launching.children import recipe_command, run_command
 from llmtrain.record.history import History, read_lines
 from llmtrain.types import JsonObject
 
-GROUP = "Look at runs"
 EXAMPLES = ("llmtrain replay runs/gpt --step 10",)
 
 _TEXT_WIDTH = 80  # characters of a row's text

@@ -12,7 +12,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.record.history import History
 
-GROUP = "Look at runs"
 EXAMPLES = (
     "llmtrain report runs/gpt",
     "llmtrain report runs/gpt runs/gpt-2 --output both.html",

@@ -1,30 +1,35 @@
 """Run a few steps of a recipe, and show when each process does what.
 
 It shows the phases of each step, when each bucket of gradients is full and sent, how much of that
-time is hidden behind the backward pass, and which process keeps the others waiting.
+time is hidden behind the backward pass, and which process keeps the others waiting. With a run
+folder instead of a recipe, it shows the steps that the run has recorded with --xray_steps.
 """
 
 import argparse
+from pathlib import Path
 
 from llmtrain.errors import UserError
 from llmtrain.launching.children import (
     gpu_count,
+    has_too_few_gpus,
+    process_count,
     recipe_command,
     run_command,
     short_run_flags,
 )
-from llmtrain.launching.launcher import value_of_flag
-from llmtrain.recipe_arguments import add_recipe_arguments, process_count, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 from llmtrain.types import JsonObject
 
-GROUP = "Check and understand"
-EXAMPLES = ("llmtrain xray recipes/gpt.py",)
-
-_OUTPUT_DIR = "runs/xray"
+EXAMPLES = (
+    "llmtrain xray recipes/gpt.py",
+    "llmtrain xray runs/gpt",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
+    add_recipe_arguments(
+        parser, "path of the recipe, which gets all flags not listed here; or a run folder"
+    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -40,32 +45,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config_file", metavar="FILE", help="accelerate config to launch the recipe with"
     )
+    parser.add_argument(
+        "--output_dir",
+        "--output-dir",
+        default="runs/xray",
+        metavar="DIR",
+        help="the folder of the run that the recipe makes (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.record.resume import candidate_folders, is_free
+    from llmtrain.lab.xray.recording import Recording
+    from llmtrain.lab.xray.timeline import write_pages
 
-    separate_recipe_flags(arguments)
-    processes = process_count(arguments, default=max(2, gpu_count()))
-    first_step, _, last_step = arguments.steps.partition(":")
-    if not (first_step.isdecimal() and last_step.isdecimal()):
+    is_run_folder = Path(arguments.recipe).is_dir()
+    separate_recipe_flags(arguments, is_recipe=not is_run_folder)
+    if is_run_folder and arguments.flags:
         raise UserError(
-            f"--steps {arguments.steps}: write the first and the last step, such as 6:8."
+            f"{arguments.flags[0]} is for a recipe, and {arguments.recipe} is a folder."
         )
 
-    output_dir = value_of_flag(arguments.flags, "output_dir")
-    if not isinstance(output_dir, str):
-        output_dir = _OUTPUT_DIR
-    folder = next(folder for folder in candidate_folders(output_dir) if is_free(folder))
-    forced: JsonObject = short_run_flags(int(last_step)) | {
-        "xray_steps": arguments.steps,
-        "resume_from_checkpoint": "never",
-        "output_dir": str(folder),
-    }
-    recipe = [arguments.recipe, *arguments.flags]
-    command = recipe_command(recipe, forced, processes, arguments.config_file)
-    has_too_few_gpus = not arguments.config_file and processes > gpu_count()
-    run_command(command, on_cpu=has_too_few_gpus)
+    folder = Path(arguments.recipe) if is_run_folder else _record(arguments)
+    write_pages(Recording.read(folder), folder)
 
     result = folder / "xray"
     if arguments.json:
@@ -76,3 +77,29 @@ def run(arguments: argparse.Namespace) -> None:
         f"Open {result}/timeline.html in a browser, "
         f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
     )
+
+
+def _record(arguments: argparse.Namespace) -> Path:
+    """Run the recipe until the last step to record, and return the run folder."""
+    from llmtrain.record.resume import candidate_folders, is_free
+
+    processes = process_count(
+        arguments.processes, arguments.config_file, default=max(2, gpu_count())
+    )
+    first_step, _, last_step = arguments.steps.partition(":")
+    if not (first_step.isdecimal() and last_step.isdecimal()):
+        raise UserError(
+            f"--steps {arguments.steps}: write the first and the last step, such as 6:8."
+        )
+
+    candidates = candidate_folders(arguments.output_dir)
+    folder = next(folder for folder in candidates if is_free(folder))
+    forced: JsonObject = short_run_flags(int(last_step)) | {
+        "xray_steps": arguments.steps,
+        "resume_from_checkpoint": "never",
+        "output_dir": str(folder),
+    }
+    recipe = [arguments.recipe, *arguments.flags]
+    command = recipe_command(recipe, forced, processes, arguments.config_file)
+    run_command(command, on_cpu=has_too_few_gpus(processes, arguments.config_file))
+    return folder

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from llmtrain.lab.run_groups import RunGroup, group_runs, seed_of
-from llmtrain.observe.phases import OWN_PHASES, PHASES, describe_phase
+from llmtrain.phase_names import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
 from llmtrain.types import JsonObject
 

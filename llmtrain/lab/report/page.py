@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lab.report.charts import (
     AXES,
@@ -20,7 +21,7 @@ from llmtrain.lab.report.charts import (
     seed_groups,
 )
 from llmtrain.lab.run_groups import RunGroup
-from llmtrain.observe.phases import PHASES
+from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
 from llmtrain.types import JsonObject
@@ -79,10 +80,14 @@ class SavedCheckpoint(NamedTuple):
 
 
 def html(runs: Sequence[History]) -> str:
-    """Return the page as HTML."""
-    from jinja2 import Environment, StrictUndefined
-    from plotly.offline import get_plotlyjs
+    """Return the page as HTML.
 
+    Raises:
+        UserError: if plotly is not installed.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    plotly = _plotly_js()
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -113,8 +118,17 @@ def html(runs: Sequence[History]) -> str:
         samples=_shown_samples(runs),
         scores=scores(runs),
         now=time.time(),
-        plotly=get_plotlyjs(),
+        plotly=plotly,
     )
+
+
+def _plotly_js() -> str:
+    """Return the source of plotly.js."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("llmtrain report needs plotly: pip install 'llmtrain[lab]'.") from None
+    return str(get_plotlyjs())
 
 
 def summary(runs: Sequence[History]) -> JsonObject:

@@ -18,7 +18,7 @@ from llmtrain.lab.diff import compare, metadata_differences
 from llmtrain.lab.identity import groups_by_setting
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
-from llmtrain.observe.phases import PHASES
+from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
 from tests.test_cli import ended
 

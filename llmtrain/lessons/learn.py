@@ -16,7 +16,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 
-GROUP = "Check and understand"
 EXAMPLES = (
     "llmtrain learn",
     "llmtrain learn ring",
@@ -113,7 +112,7 @@ def _search_source(name: str, pattern: str) -> str:
 
     The lesson is not imported, because that would load torch.
     """
-    path = Path(__file__).parent.parent / "lessons" / f"{name}.py"
+    path = Path(__file__).with_name(f"{name}.py")
     match = re.search(pattern, path.read_text(), re.MULTILINE)
     assert match is not None, f"{path} has no line that matches {pattern}"
     return match[1]
