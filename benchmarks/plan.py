@@ -11,12 +11,12 @@ from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
 from llmtrain.lab.commands.plan import as_json
+from llmtrain.lab.plan.calibration import calibrate
+from llmtrain.lab.plan.layouts import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.calibration import calibrate
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.speed import Cluster, Compute, Link, step_time
-from llmtrain.plan.subject import subject_of
-from llmtrain.plan.ways import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import subject_of
 from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 

@@ -27,9 +27,9 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
-from llmtrain.plan.subject import subject_of
 from llmtrain.record.checkpoint import write_checkpoint, write_model
 from llmtrain.record.tensors import Share, read_tensors
+from llmtrain.training.recipe_model import subject_of
 from llmtrain.types import ModelBundle
 from tests.launching import FINETUNE, ROOT
 from tests.models.some_rows import SomeRows

@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
-from llmtrain.plan.subject import subject_of
+from llmtrain.training.recipe_model import subject_of
 from tests.launching import (
     FINETUNE,
     GPT,

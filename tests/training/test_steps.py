@@ -13,7 +13,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from llmtrain.launching.children import short_run_flags
-from llmtrain.plan.subject import subject_of
+from llmtrain.training.recipe_model import subject_of
 from llmtrain.training.settings import AnySettings, OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle_steps
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, metrics, read_json, write_chats

@@ -17,7 +17,7 @@ from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flag
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.plan.ways import Plan, Way
+    from llmtrain.lab.plan.layouts import Plan, Way
 
 EXAMPLES = (
     "llmtrain plan recipes/gpt.py",
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     # command, such as --processes, from there to attributes of `arguments`. --json is among them:
     # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)
-    from llmtrain.plan.ways import PlanRequest, make_plan
+    from llmtrain.lab.plan.layouts import PlanRequest, make_plan
 
     options = {
         name: value for name, value in vars(arguments).items() if name in PlanRequest._fields
@@ -140,7 +140,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
-    from llmtrain.plan.ways import device_name
+    from llmtrain.lab.plan.layouts import device_name
 
     subject = plan.memory.subject
     parameters = [*subject.model.parameters()]
@@ -179,7 +179,7 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
 
 def _print_tables(plan: "Plan") -> None:
-    from llmtrain.plan.ways import PROCESS_COUNTS
+    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
 
     # The last field is the total. It shares a column with the largest micro-batch.
     *kinds, total = plan.ways[0].bytes._fields
@@ -236,7 +236,7 @@ def _time_cells(way: "Way") -> list[str]:
 
 
 def _efficiency_cells(way: "Way") -> list[str]:
-    from llmtrain.plan.ways import PROCESS_COUNTS
+    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
 
     cells = []
     for processes in PROCESS_COUNTS:

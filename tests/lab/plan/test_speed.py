@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import LocalParameter, Memory, Unit
-from llmtrain.plan.speed import (
+from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
     Link,
@@ -19,6 +16,9 @@ from llmtrain.plan.speed import (
     ddp_buckets,
     step_time,
 )
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 

@@ -17,12 +17,9 @@ from llmtrain.devices import (
     known_device,
 )
 from llmtrain.errors import UserError
-from llmtrain.launching.children import gpu_count
-from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.calibration import calibrate
-from llmtrain.plan.memory import Bytes, Memory
-from llmtrain.plan.peak import measured_peak
-from llmtrain.plan.speed import (
+from llmtrain.lab.plan.calibration import calibrate
+from llmtrain.lab.plan.peak import measured_peak
+from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
     Link,
@@ -31,7 +28,10 @@ from llmtrain.plan.speed import (
     estimate_compute,
     step_time,
 )
-from llmtrain.plan.subject import subject_of
+from llmtrain.launching.children import gpu_count
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.training.predicted_memory import Bytes, Memory
+from llmtrain.training.recipe_model import subject_of
 
 # Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)

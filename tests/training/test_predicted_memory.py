@@ -18,9 +18,9 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
-from llmtrain.plan.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.subject import Subject, subject_of
+from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import Subject, subject_of
 from llmtrain.training.settings import OptimConfig
 from llmtrain.types import Objective
 from tests.families import OVERRIDES, rows_of

@@ -7,14 +7,14 @@ import torch
 
 from llmtrain.devices import get_device
 from llmtrain.lab.commands.plan import notes
+from llmtrain.lab.plan.layouts import Plan, Way, _plan_way
+from llmtrain.lab.plan.speed import Cluster, Link
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.speed import Cluster, Link
-from llmtrain.plan.subject import Subject
-from llmtrain.plan.ways import Plan, Way, _plan_way
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import Subject
 from llmtrain.training.settings import OptimConfig
 
 CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)

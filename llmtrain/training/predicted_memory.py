@@ -1,8 +1,8 @@
 """Bytes that a process holds while it trains.
 
 The bytes of weights, gradients and optimizer state follow from the shapes of the parameters, as
-:func:`llmtrain.parallel.fsdp.shard` and DDP keep them. :mod:`llmtrain.plan.activations` counts the
-activations.
+:func:`llmtrain.parallel.fsdp.shard` and DDP keep them. :mod:`llmtrain.training.activations` counts
+the activations.
 """
 
 import copy
@@ -15,15 +15,15 @@ from torch import nn
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.activations import (
+from llmtrain.training.activations import (
     ActivationBytes,
     MicroBatch,
     PeakBytes,
     count_activations,
 )
-from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
+from llmtrain.training.recipe_model import Subject
 
 # Trained weights are float32, and so are their gradients and their optimizer state.
 _FLOAT32_BYTES = 4

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.devices import Device
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import Memory, is_sharded
+from llmtrain.training.predicted_memory import Memory, is_sharded
 
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
