@@ -40,7 +40,7 @@ from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
-from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
+from llmtrain.record.format import check_not_newer, version_fault, with_version
 from llmtrain.record.provenance import digest
 from llmtrain.record.tensors import Share, unchanged, write_tensors
 from llmtrain.types import JsonObject, ModelWriter, TensorConverter, Weights
@@ -311,12 +311,6 @@ def read_state(path: Path) -> JsonObject:
     state = dict(json.loads((path / "state.json").read_text()))
     check_not_newer(path / "state.json", state)
     return state
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a checkpoint's files, or 0 if its manifest cannot be read."""
-    hashes = read_versioned(path / MANIFEST).get("files", {})
-    return sum(entry["bytes"] for entry in hashes.values())
 
 
 def path_of(folder: Path, step: int) -> Path:
