@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
 
 from llmtrain.console import say
-from llmtrain.files import json_text
+from llmtrain.files import json_text, write_json
 from llmtrain.observe.phases import PHASES, Mark, Phases
 from llmtrain.observe.timeline import (
     Bucket,
@@ -251,7 +251,7 @@ def write_report(report: Report, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     title = f"x-ray of {folder.parent}: steps {report.steps[0]} to {report.steps[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
-    (folder / "summary.json").write_text(json_text(summary(report), indent=1))
+    write_json(folder / "summary.json", summary(report), durable=False)
     (folder / "trace.json").write_text(json_text(as_trace(report)))
     (folder / "timeline.html").write_text(as_html(report, title))
     say(
