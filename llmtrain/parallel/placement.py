@@ -138,7 +138,7 @@ def _give_addresses(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or parameter.is_meta:
             continue
-        if parameter._local_tensor.numel() == 0:
+        if local_shard(parameter).numel() == 0:
             address = functools.partial(id, parameter)
             parameter._local_tensor.data_ptr = address  # type: ignore[method-assign]
 
