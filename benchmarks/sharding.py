@@ -15,14 +15,13 @@ from pathlib import Path
 import torch
 from accelerate.utils import broadcast_object_list
 
-from benchmarks.checkpoint import WeightsOnly
 from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, make_optimizer
 from llmtrain.console import say
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team
@@ -33,6 +32,16 @@ from llmtrain.training.step import train_step
 from tests.memory import resident
 
 CONFIG, VOCABULARY = GPTConfig(n_layer=24, n_head=8, n_embd=512, block_size=32), 512
+
+
+class WeightsOnly:
+    """The writer of a model folder that holds nothing but weights."""
+
+    weights_name = "model.safetensors"
+    may_split_weights = True
+
+    def write(self, folder: Path, parameters: int) -> None:
+        pass
 
 
 def main() -> None:

@@ -247,10 +247,6 @@ class Objective:
             UserError: if it does not.
         """
 
-    def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return the kind and the text of an event to record, given the metrics of a log entry."""
-        return None
-
 
 class ModelFormat(Protocol):
     """How a model is stored: the files of its folder, and the names of its tensors."""

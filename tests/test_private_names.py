@@ -122,22 +122,10 @@ TABLE = [
         "the reductions of each unit are counted",
     ),
     PrivateName(
-        "torch.distributed.tensor.placement_types._StridedShard",
-        ("torch.distributed.tensor.placement_types",),
-        "torch 2.13",
-        "torch writes it on shards of shards, and has no public name for it",
-    ),
-    PrivateName(
         "_local_tensor",
         ("torch.distributed.tensor.DTensor",),
         "torch 2.13",
         "empty shards get distinct addresses, by which Accelerate tells parameters apart",
-    ),
-    PrivateName(
-        "_apply",
-        ("torch.nn.Module", "torch.distributed.fsdp.FSDPModule"),
-        "torch 2.13",
-        "FSDP2 notices only here that its parameters have new memory",
     ),
     # --- torch: tensors
     PrivateName(
@@ -181,12 +169,6 @@ TABLE = [
         ("torch.UntypedStorage",),
         "torch 2.13",
         "identifies the storage of a fake tensor, which has no address",
-    ),
-    PrivateName(
-        "torch.testing._internal.distributed.fake_pg.FakeStore",
-        ("torch.testing._internal.distributed.fake_pg",),
-        "torch 2.13",
-        "a model is sharded for a plan over ranks that do not exist",
     ),
     # --- Accelerate
     PrivateName(

@@ -272,7 +272,7 @@ def open_run(
     """
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).data_parallel_size,
+        Ranks(accelerator).world_size,
         bitwise=settings.loop.bitwise,
     )
     settle_steps(settings, rows)  # for a recipe that does not call `place`
@@ -450,7 +450,6 @@ def _tracked(run: Run) -> TrackedRun:
     """Return what trackers are told about a run, whose ``run.json`` has this start."""
     history = History.read(run.folder)
     start = history.starts[-1]
-    is_first_start = len(history.starts) == 1
     parameters, trained_parameters = parameter_counts(run.bundle.model)
     facts = {
         "parameters": parameters,
@@ -459,30 +458,14 @@ def _tracked(run: Run) -> TrackedRun:
         "layout": run.layout._asdict(),
         **{key: start[key] for key in _TRACKED_KEYS},
     }
-    ranks = Ranks(run.accelerator)
     return TrackedRun(
         folder=run.folder,
         name=run.settings.run.run_name or run.folder.name,
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
         config=redacted(history.settings | facts),
-        machines=ranks.machines,
         start_times=history.all_start_seconds(),
-        fork=_fork_of(history.extends) if is_first_start else "",
     )
-
-
-def _fork_of(extends: JsonObject) -> str:
-    """Return the W&B run and step that a run begins from; empty if there is none.
-
-    Args:
-        extends: the run that it extends, as in ``run.json``.
-    """
-    if not extends:
-        return ""
-    extended_record = read_object(Path(extends["run"]) / "run.json")
-    was_online = "wandb" in extended_record.get("trackers", {})
-    return f"{extends['run_id']}?_step={extends['step']}" if was_online else ""
 
 
 def _record_addresses(run: Run) -> None:

@@ -748,22 +748,6 @@ def test_trackers_get_checkpoints_and_how_a_run_has_ended(begin, told) -> None:
     assert told.exit_codes == [1, 0]
 
 
-@pytest.mark.parametrize("is_online", [True, False])
-def test_only_the_first_start_of_a_run_forks_what_it_extends(
-    is_online: bool, begin, told, tmp_path: Path
-) -> None:
-    begin(steps=(10,))
-    path = tmp_path / "run/run.json"
-    record = read_json(path)
-    if is_online:
-        path.write_text(json.dumps(record | {"trackers": {"wandb": "https://wandb/run"}}))
-    named = {"resume_from_checkpoint": str(tmp_path / "run")}
-    begin(steps=(20,), crash=True, **named)
-    begin(steps=(30,), **named)
-    fork = f"{record['run_id']}?_step=10" if is_online else ""
-    assert [run.fork for run in told.starts] == ["", fork, ""]
-
-
 def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(
     opened, tmp_path: Path
 ) -> None:
