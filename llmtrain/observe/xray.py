@@ -14,7 +14,7 @@ import psutil
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
+from torch.distributed import GradBucket
 
 from llmtrain.console import say
 from llmtrain.files import write_json
