@@ -7,9 +7,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from llmtrain.parallel.mesh import Sharding, sharding_of
+
 
 class Ranks:
-    """The ranks of a run, and where this process is among them."""
+    """The ranks of a run, where this process is among them, and how they shard the model.
+
+    A run has one of these in ``Run.ranks``. Its engine is another, which also holds the model.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -50,6 +55,16 @@ class Ranks:
     def machine(self) -> int:
         """The number of this machine."""
         return self.rank * self.machines // self.world_size
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the ranks shard the model."""
+        return sharding_of(self.accelerator)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        return self.sharding.is_sharded
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; all ranks call this."""

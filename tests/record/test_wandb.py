@@ -45,7 +45,7 @@ def started(
     accelerator: Accelerator, folder: Path, fork: str = "", **config: Any
 ) -> tuple[Metrics, Any]:
     """Metrics that report to W&B, and W&B's run."""
-    metrics = Metrics(accelerator, folder)
+    metrics = Metrics(Ranks(accelerator), folder)
     metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config, fork=fork))
     return metrics, accelerator.trackers[0].tracker
 
@@ -177,7 +177,8 @@ from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases
 from llmtrain.record.tracking import Metrics
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.launching.accelerator import start_accelerator
-metrics = Metrics(start_accelerator(), Path(sys.argv[1]))
+from llmtrain.parallel.ranks import Ranks
+metrics = Metrics(Ranks(start_accelerator()), Path(sys.argv[1]))
 folder = Path(sys.argv[1])
 run = TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 metrics.start(["wandb", "tensorboard"], run)
@@ -241,7 +242,7 @@ def test_another_machine_has_a_run_for_its_system_metrics(
     monkeypatch.setattr(Ranks, "is_main", False)
     monkeypatch.setattr(Ranks, "machine", 1)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics = Metrics(accelerator, tmp_path)
+    metrics = Metrics(Ranks(accelerator), tmp_path)
     run = TrackedRun(tmp_path, "gpt", "abcd1234", config={"seed": 3}, machines=2)
     metrics.start(["wandb"], run)
     metrics.write({"step": 1, "train/loss": 1.0})
