@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
-from llmtrain.commands.plan import as_json
+from llmtrain.lab.commands.plan import as_json
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Memory

@@ -18,10 +18,10 @@ from llmtrain.devices import (
 )
 from llmtrain.errors import UserError
 from llmtrain.launching.children import gpu_count
-from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Bytes, Memory
+from llmtrain.plan.peak import measured_peak
 from llmtrain.plan.speed import (
     Cluster,
     Compute,

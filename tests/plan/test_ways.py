@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmtrain.commands.plan import notes
 from llmtrain.devices import get_device
+from llmtrain.lab.commands.plan import notes
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import ParallelConfig
