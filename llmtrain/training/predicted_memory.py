@@ -222,7 +222,7 @@ class Memory:
             rows: rows per micro-batch.
             accumulation: micro-batches per step.
         """
-        activations = self.activations(rows, is_sharded(sharding))
+        activations = self.activations(rows, sharding.is_sharded)
         other_blocks = activations.per_block * (activations.blocks - 1)
         return self._bytes(
             sharding,
@@ -264,7 +264,7 @@ class Memory:
         reduces_each_batch = accumulation == 1 or not self.reduces_once
 
         buckets = _Buckets(at_loss=0.0, in_backward=0.0)
-        if is_sharded(sharding):
+        if sharding.is_sharded:
             buckets = self._gathered(reduces_each_batch)
             if not reduces_each_batch:
                 gradients = _gradient_bytes(parameters)
@@ -378,11 +378,6 @@ class Memory:
                 # One micro-batch of this size is too large by itself, so larger ones are, too.
                 break
         return sizes
-
-
-def is_sharded(sharding: Sharding) -> bool:
-    """Return whether each process holds only a part of the model."""
-    return sharding.shards > 1
 
 
 def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.devices import Device
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.training.predicted_memory import Memory, is_sharded
+from llmtrain.training.predicted_memory import Memory
 
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
@@ -295,7 +295,7 @@ def _sending(
         forward: seconds per forward pass.
         backward: seconds per backward pass.
     """
-    if not is_sharded(sharding):
+    if not sharding.is_sharded:
         return _ddp_sending(memory, cluster, sharding.replicas, backward)
 
     return _fsdp_sending(
