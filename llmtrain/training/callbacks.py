@@ -45,7 +45,6 @@ class Timing(Callback):
         self.engine = engine
         self.first_step = run.step
         self.phases = Phases(engine.device, engine.model)
-        self.syncs = GradientSyncs(engine.model)
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.progress = Progress(
             shown=engine.is_main,
@@ -64,7 +63,7 @@ class Timing(Callback):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+        with self.phases.watching(), self.heartbeat.beating():
             yield
 
     def on_train_begin(self) -> None:
@@ -77,9 +76,6 @@ class Timing(Callback):
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
-        # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
-        if phase == "count":
-            self.syncs.restart()
         self.phases.begin(phase, self.run.step)
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
@@ -289,6 +285,16 @@ class CompareReplicas(LoopCallback):
 class Logging(LoopCallback):
     """Writes the metrics of a step."""
 
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self.syncs = GradientSyncs(self.engine.model)
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        return self.syncs.counting() if self.settings.log_rows else contextlib.nullcontext()
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.syncs.restart()
+
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self.run.log({"train/weight_norm": float(self.engine.weight_norm())})
@@ -306,12 +312,13 @@ class Logging(LoopCallback):
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(self.engine.weight_norm()),
             "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
-            "train/gradient_syncs": self.timing.syncs.count,
             **self.timing.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
+        if self.settings.log_rows:
+            entry["train/gradient_syncs"] = self.syncs.count
         self.timing.progress.show_entry(info.step, entry)
         self.run.log(entry)
 

@@ -250,7 +250,11 @@ class LoopConfig(Config):
         "A:B records a timeline of steps A to B in the folder xray/ of the run folder",
         hidden=True,
     )
-    log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
+    log_rows: bool = flag(
+        False,
+        "write to rows.jsonl which rows each step trains on, and log how often its gradients are reduced",
+        hidden=True,
+    )
     replay_step: int | None = flag(
         None,
         "write the loss of each row of this step to replay.json, and stop after it; the command "

@@ -18,7 +18,6 @@ from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
-from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training import callbacks
 from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice, Samples
 from llmtrain.training.settings import Settings
@@ -76,7 +75,6 @@ def logging_of(objective: GivenRewards, run: Any) -> Logging:
     engine = engine_of(accelerator, nn.Linear(1, 1), objective)
     timing = SimpleNamespace(
         phases=Phases(engine.device, engine.model),
-        syncs=GradientSyncs(engine.model),
         throughput=Throughput(accelerator, engine.unwrapped),
         progress=SimpleNamespace(show_entry=lambda step, entry: None),
     )
@@ -95,7 +93,7 @@ def events_of(rewards: list[tuple[float, float]]) -> list[int]:
         assert kind == "chosen"
         events.append(len(entries) + 1)
 
-    settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1))
+    settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1, log_rows=False))
     run = SimpleNamespace(settings=settings, record_event=note_event, log=entries.append)
     logging = logging_of(objective, run)
 
