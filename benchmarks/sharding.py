@@ -22,7 +22,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team

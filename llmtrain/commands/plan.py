@@ -57,20 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes per machine (default: the usual number for this device)",
     )
     parser.add_argument(
-        "--tensor",
-        type=int,
-        metavar="N",
-        help="processes that shard each matrix, by tensor parallelism (default: as many as a "
-        "machine has)",
-    )
-    parser.add_argument(
-        "--stages",
-        type=int,
-        metavar="N",
-        help="stages of a pipeline (default: as many as a machine has processes, at most one for "
-        "each layer)",
-    )
-    parser.add_argument(
         "--mixed_precision",
         choices=["no", "bf16"],
         help="mixed precision (default: bf16 on a GPU, no on a CPU)",

@@ -7,7 +7,6 @@ with which the run was started, and does not change the run folder. With --json,
 import argparse
 import json
 import math
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -248,10 +247,9 @@ def _splits_the_model(sharded: str | None) -> bool:
     """Return whether a parallel layout splits the model.
 
     Args:
-        sharded: as in ``run.json``: replicas x shards, or replicas x shards x tensor parallel size.
+        sharded: as in ``run.json``: replicas x shards.
     """
-    layout = re.match(r"\d+x(\d+)(?:x(\d+))?", sharded or "")
-    return layout is not None and (int(layout[1]) > 1 or layout[2] is not None)
+    return sharded is not None and int(sharded.partition("x")[2]) > 1
 
 
 # --- comparing and showing the step

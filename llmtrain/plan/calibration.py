@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
-from llmtrain.launching.launcher import value_of_flag
 from llmtrain.observe.phases import OWN_PHASES
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
@@ -50,8 +49,6 @@ def calibrate(
         "per_device_train_batch_size": rows,
         "ddp_comm_hook": "none",
     }
-    if value_of_flag(flags, "pipeline_stages") is not None:
-        forced["pipeline_stages"] = 1
     phases = _run_steps(recipe, flags, processes, precision, forced)
 
     compute = compute_from_phases(phases, rows)

@@ -348,8 +348,10 @@ class Logging(LoopCallback):
                 "label_fingerprint": batch.label_fingerprint,
             }
         )
-        token_fingerprint = self._of_global_batch(gathered["token_fingerprint"])
-        label_fingerprint = self._of_global_batch(gathered["label_fingerprint"])
+        # The fingerprint of the global batch is the sum over the ranks. A fingerprint is a sum with
+        # an integer below 2^31 for each row, and float64 holds that of a rank exactly.
+        token_fingerprint = sum(map(int, gathered["token_fingerprint"]))
+        label_fingerprint = sum(map(int, gathered["label_fingerprint"]))
         return _ByRank(
             phase_seconds={
                 phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in phase_seconds
@@ -359,17 +361,6 @@ class Logging(LoopCallback):
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
-
-    def _of_global_batch(self, fingerprints: list[float]) -> int:
-        """Return the fingerprint of the global batch, given those of all ranks.
-
-        A fingerprint is a sum with an integer below 2^31 for each row. So the fingerprint of all
-        rows is the sum over the ranks. They were gathered as float64, which holds a rank's sum
-        exactly. Ranks that share a model have the same rows, so the total counts each row
-        ``model_parallel_size`` times.
-        """
-        total = sum(int(fingerprint) for fingerprint in fingerprints)
-        return total // self.engine.model_parallel_size
 
     def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
         """Record an event if the metrics call for one, or if a rank keeps the others waiting."""

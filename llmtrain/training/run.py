@@ -276,7 +276,7 @@ def open_run(
     """
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).data_parallel_size,
+        Ranks(accelerator).world_size,
         bitwise=settings.loop.bitwise,
     )
     settle_steps(settings, rows)  # for a recipe that does not call `place`

@@ -12,7 +12,7 @@ from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig
 from llmtrain.errors import UserError
 from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
-from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.types import JsonObject
 
 
@@ -451,7 +451,7 @@ CONFIGS: tuple[type[Config], ...] = (
     PairConfig,
     PreferenceConfig,
     OptimConfig,
-    PipelineConfig,
+    ParallelConfig,
     LoopConfig,
     RunConfig,
 )

@@ -393,10 +393,7 @@ ACTS = {
     **{name: ["pass"] for name in ("dropout", "lora_dropout", "attn_implementation")},
     **{name: ["gradient"] for name in ("ddp_comm_hook", "sync_each_batch")},
     **{name: ["layout"] for name in ("bitwise", "torch_compile", "per_device_train_batch_size")},
-    **{
-        name: ["layout"]
-        for name in ("gradient_checkpointing", "ddp_bucket_cap_mb", "pipeline_stages")
-    },
+    **{name: ["layout"] for name in ("gradient_checkpointing", "ddp_bucket_cap_mb")},
 }
 
 

@@ -18,7 +18,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.probe import probe
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelWriter, Objective
@@ -94,8 +94,8 @@ def main(file: str) -> None:
         accumulation=2,
     )
 
-    share = ROWS // engine.data_parallel_size // 2
-    first_row = engine.data_parallel_rank * 2 * share
+    share = ROWS // engine.world_size // 2
+    first_row = engine.rank * 2 * share
     starts = (first_row, first_row + share)
     batches = [
         {name: column[start : start + share] for name, column in global_batch().items()}

@@ -197,8 +197,3 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
         samples.on_step_end(unused, unused, info)
     assert steps == [2, 5]
     assert reserved["samples"] >= 0
-
-
-def test_ranks_that_share_a_model_count_once_in_the_fingerprint_of_a_batch() -> None:
-    logging: Any = SimpleNamespace(engine=SimpleNamespace(model_parallel_size=2))
-    assert Logging._of_global_batch(logging, [5.0, 5.0, 7.0, 7.0]) == 12

@@ -8,10 +8,7 @@ from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import sharding_of
-from llmtrain.parallel.pipeline import PipelinedEngine
-from llmtrain.parallel.sharded import ShardedEngine
+from llmtrain.parallel.fsdp import ShardedEngine, is_sharded
 from llmtrain.types import Objective
 
 
@@ -33,8 +30,6 @@ def engine_for(
         bitwise: whether the bits must not depend on the number of ranks.
         accumulation: how many micro-batches a step has.
     """
-    if sharding_of(accelerator).stages > 1:
-        return PipelinedEngine(accelerator, model, objective=objective)
     if bitwise:
         return BitwiseEngine(accelerator, model, objective=objective)
 
