@@ -27,7 +27,7 @@ from llmtrain.observe.throughput import Throughput
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
 from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
@@ -199,37 +199,34 @@ class MemoryAdvice(LoopCallback):
 
 
 class WarmUp(LoopCallback):
-    """Chooses between compiled and eager code, with the first batch of this start."""
+    """Compiles the model, if the run does, with the first batch of this start."""
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if self.run.step > self.timing.first_step:
             return
         micro_batch = batch.batches[-1]  # any would do
-        steps_to_come = self.run.settings.optim.max_steps - self.run.step
+        shapes = count_shapes(self.run.rows.train)
 
         self.engine.set_phase(WARM_UP_PHASE)
         with self.timing.throughput.paused():
-            self.run.compiled = choose_compiled_or_eager(
-                self.engine,
-                micro_batch,
-                passes=steps_to_come * len(batch.batches),
-                mode=self._compile_mode(),
-                earlier_choice=self.run.compiled,
-                shapes=count_shapes(self.run.rows.train),
-            )
+            self.run.compiled = self._should_compile(shapes)
+            if self.run.compiled:
+                compile_blocks(self.engine, micro_batch, shapes)
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
             # them here, before its first step, so that it adds them like a run without a break.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
-    def _compile_mode(self) -> str:
-        """Return ``always``, ``never`` or ``auto``."""
-        on_gpu = self.engine.device.type == "cuda"
-        mode = self.settings.torch_compile or ("auto" if on_gpu else "never")
-        if mode == "auto" and not self.engine.may_choose_by_timing:
-            return "never"
-        return mode
+    def _should_compile(self, shapes: int) -> bool:
+        if self.settings.torch_compile != "auto":
+            return self.settings.torch_compile == "always"
+        if self.run.compiled is not None:
+            return self.run.compiled  # compiled code rounds differently, so a run keeps its choice
+        if self.settings.bitwise:
+            return False
+        steps = self.run.settings.optim.max_steps
+        return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
 class Replay(LoopCallback):

@@ -224,10 +224,10 @@ class LoopConfig(Config):
         hidden=True,
         group="processes",
     )
-    torch_compile: Literal["auto", "always", "never"] | None = flag(
-        None,
-        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
-        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "auto",
+        "compile the model's blocks with torch.compile; auto: on a GPU, in a run of 2,000 steps or "
+        "more, but not with --bitwise",
         affects="layout",
         hidden=True,
         group="batch and memory",
@@ -252,7 +252,8 @@ class LoopConfig(Config):
     )
     log_rows: bool = flag(
         False,
-        "write to rows.jsonl which rows each step trains on, and log how often its gradients are reduced",
+        "write to rows.jsonl which rows each step trains on, and log how often each step reduces "
+        "gradients",
         hidden=True,
     )
     replay_step: int | None = flag(
