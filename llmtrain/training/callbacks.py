@@ -31,6 +31,7 @@ from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_com
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
 from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.training.summary import final_sample
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -510,20 +511,22 @@ class Finish(LoopCallback):
 
         wait_for_saves(run)
         if run.patience.is_over:
-            self._write_model()
-            run.outcome = Outcome("finished", run.patience.reason)
+            self._finish(run.patience.reason)
         elif run.step == run.settings.optim.max_steps:
-            self._write_model()
-            run.outcome = Outcome("finished", "all steps are done")
+            self._finish("all steps are done")
         else:
             reason = run.stop_reason or "asked to stop"
             run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
             self._say_how_to_resume(reason)
 
-    def _write_model(self) -> None:
+    def _finish(self, reason: str) -> None:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
-        load_best(self.run, self.engine)
-        write_model(self.run, self.engine)
+        run = self.run
+        load_best(run, self.engine)
+        write_model(run, self.engine)
+        self.engine.set_phase("a sample")
+        text = final_sample(self.engine, run.rows, run.folder / "model")
+        run.outcome = Outcome("finished", reason, sample=text)
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

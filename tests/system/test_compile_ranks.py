@@ -50,5 +50,5 @@ def test_both_ranks_end_if_the_compiler_of_one_fails(
         errors[0],
     )
     score(
-        f"compiler fails on rank 1 of 2 under {config}: both ended {seconds:.0f} s after the start"
+        f"a compiler failed on rank 1 of 2 ({config}): both ranks had ended after {seconds:.0f} s"
     )
