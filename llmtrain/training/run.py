@@ -63,10 +63,11 @@ LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class Outcome(NamedTuple):
-    """How a run has ended, as ``status.json`` records it."""
+    """How a run has ended. ``status.json`` records the state and the reason."""
 
     state: str  # ``finished``, ``preempted`` or ``failed``
     reason: str
+    sample: str = ""  # a text by the finished model, on rank 0
 
 
 _NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
@@ -236,11 +237,7 @@ class Run:
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(
-                self.folder,
-                question=self.rows.eval_prompt(),
-                opening=self.rows.train[0]["input_ids"][:1],
-            )
+            show_result(self.folder, self.rows, self.outcome.sample)
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
