@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         """Raise :class:`UserError` for words of the command line that this parser does not know."""
         # These load transformers' parser, which only a mistake needs.
         from llmtrain.config import did_you_mean
-        from llmtrain.flag_hints import command_hint
+        from llmtrain.flag_hints import hint_for
 
         flags = [word.partition("=")[0] for word in words if word.startswith("-")]
         if not flags or not words[0].startswith("-"):
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
         known = [option for option in self._option_string_actions if option.startswith("--")]
         described = []
         for flag in flags:
-            hint = command_hint(flag.lstrip("-").replace("-", "_"), known)
+            hint = hint_for(flag.lstrip("-").replace("-", "_"), known, "commands")
             described.append(
                 f"unknown flag {flag}{f': {hint}' if hint else did_you_mean(flag, known)}"
             )

@@ -15,24 +15,20 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from llmtrain import config_file
 from llmtrain.console import in_notebook, rank, say
 from llmtrain.errors import UserError
+from llmtrain.flag_hints import hint_for
 
 _UNSET = object()
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 _CONFIG_VARIABLE = "LLMTRAIN_CONFIG"  # names a YAML file of flags, in the environment
 _FLAG = re.compile(r"-+[^\W\d]")  # the beginning of a flag, unlike that of a number below 0
 S = TypeVar("S")
-
-# Returns what to write instead of a flag that a recipe does not have, or instead of a value that a
-# flag does not take; or None. The arguments are the name of the flag, without dashes, the recipe's
-# own flags, such as --max_steps, and the value, or None if there is none.
-HintFor: TypeAlias = Callable[[str, Collection[str], "str | None"], "str | None"]
 
 
 class Config:
@@ -186,8 +182,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     ``--print_config`` prints the result as such a file, and exits.
 
     Args:
-        defaults: a dataclass of configs, the defaults of a recipe. If it has a ``hint_for``, a
-            :data:`HintFor`, that explains unknown flags and wrong values.
+        defaults: a dataclass of configs, the defaults of a recipe.
         argv: the words of the command line; by default, those of this process, or none in a
             notebook.
         description: the text at the top of ``--help``.
@@ -204,7 +199,6 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
         configs.values(),
         description,
         show_hidden=any(_with_underscores(word) == "--help_all" for word in argv),
-        hint_for=getattr(defaults, "hint_for", None),
     )
 
     given, problems = _read_words(parser, argv, COMMAND_LINE)
@@ -252,7 +246,7 @@ def describe_flags(defaults: Any) -> dict[str, list[FlagDescription]]:
         defaults: the dataclass of configs with the recipe's defaults, as for :func:`parse`.
     """
     configs = configs_of(defaults)
-    parser = _Parser(configs.values(), description=None, show_hidden=True, hint_for=None)
+    parser = _Parser(configs.values(), description=None, show_hidden=True)
     fields = {}
     for config in configs.values():
         fields.update(flags_of(config))
@@ -524,10 +518,8 @@ class _Parser(HfArgumentParser):
         defaults: Iterable[Config],
         description: str | None,
         show_hidden: bool,
-        hint_for: HintFor | None,
     ) -> None:
         configs = list(defaults)
-        self._hint_for = hint_for
         self._recipe_values: dict[str, Any] = {}
         for config in configs:
             self._recipe_values |= {name: getattr(config, name) for name in flags_of(config)}
@@ -722,17 +714,15 @@ class _Parser(HfArgumentParser):
         problem = f"{flag}: {error.message}"
         values, _ = _take(names, argv)
         for value in values:
-            hint = self._hint(action.dest, value)
+            hint = self._hint(f"{action.dest}={value.lower()}")
             if hint:
                 return f"{problem}: {hint}."
         return problem
 
-    def _hint(self, name: str, value: str | None) -> str | None:
-        """Return what to write instead of a flag, or instead of a value of this flag."""
-        if self._hint_for is None:
-            return None
+    def _hint(self, name: str) -> str | None:
+        """Return what to write instead of a flag, or instead of a flag with a value."""
         own_flags = {action.option_strings[0] for action in self._actions}
-        return self._hint_for(name, own_flags, value)
+        return hint_for(name, own_flags)
 
     def _unknown_problems(self, words: list[str]) -> list[str]:
         """Return the problems of the words of a command line that belong to no known flag."""
@@ -794,7 +784,7 @@ class _Parser(HfArgumentParser):
         is_no_form = switch != name and action is not None and action.type is string_to_bool
         if is_no_form and value is None:
             return f"use --{switch} false"
-        return self._hint(name, value)
+        return self._hint(name)
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError`; argparse calls this."""

@@ -10,7 +10,6 @@ from llmtrain.config import COMMAND_LINE, Config, flag, require_at_least
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
-from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig, PipelineConfig
 from llmtrain.types import JsonObject
@@ -414,8 +413,6 @@ class Settings(Generic[M, D]):
         loop: the training loop.
         run: the run folder, its checkpoints, and trackers.
     """
-
-    hint_for = staticmethod(hint_for)  # explains flags of other programs, for `config.parse`
 
     # --help shows the flags in this order.
     data: D
