@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: flags, commands and configs.
+"""Write the reference pages that follow from the code: flags and commands.
 
     python docs/generate_reference.py
 
@@ -26,7 +26,6 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     texts = {f"{recipe}.md": _recipe_page(recipe) for recipe in RECIPES}
     texts["commands.md"] = _commands_page()
-    texts["configs.md"] = _configs_page()
     return texts
 
 
@@ -140,28 +139,6 @@ def _argument_row(action: argparse.Action) -> list[str]:
     if choices:
         meaning += f" ({_code(choices)})"
     return [f"`{names}`", meaning]
-
-
-# --- configs
-
-
-def _configs_page() -> str:
-    lines = [
-        "# Accelerate configs",
-        "",
-        _MARK,
-        "",
-        "`accelerate launch --config_file accelerate_configs/FILE recipes/gpt.py` starts a recipe "
-        "with one of these files. `accelerate config` asks for the same settings and writes such a "
-        "file, and `llmtrain init` copies the one that fits this machine.",
-        "",
-    ]
-    folder = ROOT / "accelerate_configs"
-    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.slurm")]):
-        # Not "bash", because a test runs each command of such a block.
-        language = "yaml" if path.suffix == ".yaml" else "sh"
-        lines += [f"## {path.name}", "", f"```{language}", path.read_text().rstrip(), "```", ""]
-    return "\n".join(lines)
 
 
 # --- Markdown

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -39,17 +39,11 @@ class Config:
             words that :func:`flag` lists, separated by spaces.
         origins: where each flag that the user set comes from: ``command line``, the path of a YAML
             file, or an environment variable.
-        spellings: how the user wrote each flag, such as ``--no_packing`` for ``packing``. It also
-            has the flags of other configs, which messages may name.
-        derived: the setting that has decided the value of another one, such as
-            ``--num_train_epochs 3`` for ``max_steps``.
     """
 
     _argument_group_name: ClassVar[str] = ""  # the title in --help, under the name that HF expects
     affects: ClassVar[str] = "nowhere"
     origins: Mapping[str, str] = {}
-    spellings: Mapping[str, str] = {}
-    derived: Mapping[str, str] = {}
 
     def check_given(self) -> None:
         """Raise :class:`UserError` if settings of the user contradict each other.
@@ -60,22 +54,6 @@ class Config:
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, on the command line or in a file."""
         return name in self.origins
-
-    def spelling(self, name: str) -> str:
-        """Return a flag as the user wrote it, such as ``--no_packing``, for error messages."""
-        return self.spellings.get(name, f"--{name}")
-
-    def as_spelled(self, message: str) -> str:
-        """Return a message with the flags in it as the user wrote them."""
-        return _as_spelled(message, self.spellings)
-
-    @contextlib.contextmanager
-    def errors_as_spelled(self) -> Iterator[None]:
-        """Let each :class:`UserError` of the block name the flags as the user wrote them."""
-        try:
-            yield
-        except UserError as error:
-            raise UserError(self.as_spelled(str(error))) from error
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless the user set the flag.
@@ -277,19 +255,16 @@ class _Given(NamedTuple):
     Attributes:
         values: the values.
         origins: where each is from, as in :class:`Config`.
-        spellings: how each was written, such as ``--no_packing``.
     """
 
     values: dict[str, Any]
     origins: dict[str, str]
-    spellings: dict[str, str]
 
     def over(self, other: "_Given") -> "_Given":
         """Return both together. These values take precedence over the others."""
         return _Given(
             values=other.values | self.values,
             origins=other.origins | self.origins,
-            spellings=other.spellings | self.spellings,
         )
 
     def only(self, names: Collection[str]) -> "_Given":
@@ -297,7 +272,6 @@ class _Given(NamedTuple):
         return _Given(
             values={name: value for name, value in self.values.items() if name in names},
             origins={name: origin for name, origin in self.origins.items() if name in names},
-            spellings={name: word for name, word in self.spellings.items() if name in names},
         )
 
 
@@ -348,7 +322,6 @@ def _read_words(parser: "_Parser", words: list[str], origin: str) -> tuple[_Give
     given = _Given(
         values=values,
         origins=dict.fromkeys(values, origin),
-        spellings=parser.spellings_in(words),
     )
     return given, problems
 
@@ -369,13 +342,11 @@ def _with_flags(default: Config, given: _Given) -> Config:
         copied = copy.deepcopy(default)
         config = dataclasses.replace(copied, **own.values)  # type: ignore[type-var]
         config.origins = own.origins
-        config.spellings = given.spellings
         config.check_given()
     except UserError as error:
         has_sources = {*given.origins.values()} - {COMMAND_LINE}
         source = _source_of_error(str(error), own.origins) if has_sources else ""
-        message = _as_spelled(str(error), own.spellings)
-        raise UserError(f"{message}{source}") from None
+        raise UserError(f"{error}{source}") from None
     return config
 
 
@@ -405,13 +376,6 @@ def _value_in_file(action: argparse.Action, value: Any) -> Any:
     return "auto" if is_auto else value
 
 
-def _as_spelled(message: str, spellings: Mapping[str, str]) -> str:
-    """Return a message with the flags in it as the user wrote them."""
-    for name, spelling in spellings.items():
-        message = re.sub(rf"--{name}\b", spelling, message)
-    return message
-
-
 def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
     """Return where the flag that a message names was set, such as `` (my.yaml)``."""
     for name, origin in origins.items():
@@ -423,13 +387,12 @@ def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
 def resolved(settings: Any) -> dict[str, dict[str, Any]]:
     """Return the value and the origin of every setting, for ``run.json``.
 
-    The origin is ``recipe`` if the user did not set the flag, and if no other setting has decided
-    its value.
+    The origin is ``recipe`` if the user did not set the flag.
     """
     entries: dict[str, dict[str, Any]] = {}
     for config in configs_of(settings).values():
         for name in flags_of(config):
-            origin = config.derived.get(name) or config.origins.get(name, "recipe")
+            origin = config.origins.get(name, "recipe")
             entries[name] = {"value": getattr(config, name), "from": origin}
     return entries
 
@@ -691,22 +654,12 @@ class _Parser(HfArgumentParser):
         values = {name: value for name, value in vars(namespace).items() if value is not _UNSET}
         return _Parsed(values, unknown)
 
-    def spellings_in(self, argv: list[str]) -> dict[str, str]:
-        """Return how each setting in ``argv`` is written, such as ``--no_packing``."""
-        spellings = {}
-        for option in _options_in(argv):
-            action = self._option_string_actions.get(option)
-            if action is not None:
-                spellings[action.dest] = _with_underscores(option)
-        return spellings
-
     def _describe_wrong_value(
         self, error: argparse.ArgumentError, argv: list[str], names: list[str]
     ) -> str:
         """Return the message for a flag with these names, whose value is missing or wrong."""
         action = self._option_string_actions[names[0]]
-        written = [option for option in _options_in(argv) if option in names]
-        flag = _with_underscores(written[-1])
+        flag = f"--{action.dest}"
         if error.message.startswith("expected"):
             meaning = self._help_texts[action.dest].replace("%%", "%").partition(";")[0]
             return f"{flag} needs a value: {meaning}"

@@ -164,8 +164,7 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
     """
     from llmtrain.training.steps import steps_of
 
-    origin = str(entry.get("from", "recipe"))
-    was_set = origin != "recipe" and not origin.startswith("--")
+    was_set = entry.get("from", "recipe") != "recipe"
     if not setting.is_set and not was_set:
         return True
 

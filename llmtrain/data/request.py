@@ -333,7 +333,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
         for name in flags_of(ChatConfig):
             if chat.is_set(name) and name != "format":
                 raise UserError(
-                    f"{chat.spelling(name)} is for conversations, but {sources[0].name} is text; "
+                    f"--{name} is for conversations, but {sources[0].name} is text; "
                     "leave it out, or see --format."
                 )
     return formats

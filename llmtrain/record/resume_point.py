@@ -17,7 +17,6 @@ class ResumePoint(NamedTuple):
     start_id: str = ""  # distinguishes the starts in one folder
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
-    shorter_run: Path | None = None  # a finished run that this one could extend, and does not
     lost_checkpoints: tuple[
         str, ...
     ] = ()  # the run's damaged checkpoints, if it starts again for them

@@ -196,9 +196,9 @@ class MemoryAdvice(LoopCallback):
         """Return how to make rows shorter: with a flag, if the recipe has one."""
         model = self.run.settings.model
         if isinstance(model, ModelConfig):
-            return f"Lower {model.spelling('max_length')}"
+            return "Lower --max_length"
         if isinstance(model, GPTConfig):
-            return f"Lower {model.spelling('block_size')}"
+            return "Lower --block_size"
         return "Make the rows shorter"
 
 

@@ -40,7 +40,6 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
@@ -315,8 +314,6 @@ def open_run(
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
-            if resume_point.shorter_run is not None:
-                say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
             accelerator,

@@ -40,7 +40,6 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
 
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
-        optim.derived = {"max_steps": f"--num_train_epochs {optim.num_train_epochs:g}"}
     _settle_warmup(optim)
     loop.logging_steps = steps_of(loop.logging_steps, optim.max_steps)
     loop.eval_steps = steps_of(loop.eval_steps, optim.max_steps)

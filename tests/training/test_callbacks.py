@@ -10,8 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.config import Config, parse
-from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
@@ -21,7 +19,6 @@ from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training import callbacks
 from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice, Samples
-from llmtrain.training.settings import Settings
 from llmtrain.types import Batch, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
 
@@ -39,18 +36,11 @@ class GivenRewards(PreferenceObjective):
         return {"rewards/chosen": self.chosen, "rewards/rejected": self.rejected}
 
 
-def typed(model: Config, *flags: str) -> Config:
-    """The config of a model after these flags."""
-    return parse(Settings(data=BatchConfig(), model=model), list(flags)).model
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
         (GPTConfig(), "Lower --block_size, or"),
         (ModelConfig(), "Lower --max_length, or"),
-        (typed(ModelConfig(), "--block_size", "8"), "Lower --block_size, or"),
-        (typed(GPTConfig(), "--max_length", "8"), "Lower --max_length, or"),
         (None, "Make the rows shorter, or"),
     ],
 )

@@ -382,38 +382,6 @@ def test_tensorboard_is_sent_the_log_of_the_run_that_is_extended(begin, tmp_path
     assert [event.step for event in reader.Scalars("train/loss")] == [10, 20, 30]
 
 
-def longer(steps: int, **settings: object) -> dict:
-    return {**FINGERPRINT, "optimizer": {"max_steps": steps, "learning_rate": 0.1, **settings}}
-
-
-def test_a_longer_run_says_how_to_extend_the_finished_one(
-    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--max_steps", "40"])
-    begin(longer(10, warmup_steps=1), steps=(10,))
-    begin(longer(20, warmup_steps=2), steps=(20,))
-    capsys.readouterr()
-    assert begin(longer(40, warmup_steps=4))[0] == "run-3"
-    line = f"to extend it instead: python train.py --max_steps 40 --resume_from_checkpoint {tmp_path}/run-2"
-    assert line in capsys.readouterr().out.splitlines()[1]
-
-
-@pytest.mark.parametrize(
-    "fingerprint",
-    [longer(10), longer(5), longer(20, learning_rate=0.2), {**longer(20), "seed": 1}],
-)
-def test_a_run_that_extends_nothing_says_nothing(begin, fingerprint: dict, capsys) -> None:
-    begin(longer(10), steps=(10,))
-    assert begin(fingerprint)[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
-def test_an_unfinished_run_is_not_called_shorter(begin, capsys) -> None:
-    begin(longer(10), steps=(5,), crash=True)
-    assert begin(longer(20))[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
     begin, tmp_path: Path
 ) -> None:

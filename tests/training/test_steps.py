@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import parse, resolved
+from llmtrain.config import parse
 from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
@@ -177,20 +177,6 @@ def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
         settle_steps(settings, rows_of(count))
         assert settings.optim.max_steps == steps
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)
-
-
-def test_run_json_says_which_setting_the_number_of_steps_comes_from(tmp_path: Path) -> None:
-    def origin(*argv: str) -> str:
-        return resolved(settled(*argv))["max_steps"]["from"]
-
-    file = tmp_path / "settings.yaml"
-    file.write_text("max_steps: 100\n")
-    config = ["--config", str(file)]
-    assert origin() == "recipe"
-    assert origin("--num_train_epochs", "2.5") == "--num_train_epochs 2.5"
-    assert origin("--num_train_epochs", "3", "--max_steps", "100") == "command line"
-    assert origin(*config) == str(file)
-    assert origin(*config, "--num_train_epochs", "3") == "--num_train_epochs 3"
 
 
 def test_minus_one_step_is_answered_with_epochs() -> None:
