@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
-    from llmtrain.config import parse as parse
+    from llmtrain.config.command_line import parse as parse
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
 
 # Each public name and the module that defines it.
 _MODULES = {
-    "parse": "llmtrain.config",
+    "parse": "llmtrain.config.command_line",
     "BatchConfig": "llmtrain.data.config",
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",

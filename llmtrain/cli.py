@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from llmtrain import commands
 from llmtrain._version import __version__
+from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import debugging
 from llmtrain.errors import (
     MODEL_MEMORY_REMEDY,
@@ -60,10 +61,6 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Raise :class:`UserError` for words of the command line that this parser does not know."""
-        # These load transformers' parser, which only a mistake needs.
-        from llmtrain.config import did_you_mean
-        from llmtrain.flag_hints import hint_for
-
         flags = [word.partition("=")[0] for word in words if word.startswith("-")]
         if not flags or not words[0].startswith("-"):
             self.error(f"'{words[0]}' is neither a flag nor the value of one")

@@ -11,7 +11,9 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from llmtrain.config import Config, configs_of, describe_flags, flag, parse, resolved
+from llmtrain.config.command_line import parse
+from llmtrain.config.flag_parser import FlagParser
+from llmtrain.config.flags import Config, configs_of, flag, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -22,7 +24,7 @@ RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 
 @dataclass
 class Toy(Config):
-    _argument_group_name: ClassVar[str] = "toys"
+    group: ClassVar[str] = "toys"
 
     size: int = flag(3, "how large it is, 100% of the time")
     rate: float = flag(0.5, "a rate")
@@ -40,7 +42,7 @@ class Toy(Config):
 
 @dataclass
 class Box(Config):
-    _argument_group_name: ClassVar[str] = "boxes"
+    group: ClassVar[str] = "boxes"
 
     lid: str = flag("round", "a lid")
 
@@ -209,7 +211,10 @@ def test_a_stray_word_hides_no_unknown_flag():
         ("size: big", "--size: invalid int value: 'big'"),
         ("size: {width: 3}", "'size' must be a value or a list, not nested keys"),
         ("parts: []", "--parts is an empty list; give a value or leave the key out"),
-        ("no_soft: perhaps", "'no_soft' must be true or false, not 'perhaps'"),
+        (
+            "no_soft: perhaps",
+            "--soft: 'perhaps' is not a value of this switch: use true or false",
+        ),
         ("name: a\nname: b", "'name' is set twice; remove one of the lines"),
     ],
 )
@@ -283,7 +288,9 @@ def test_yaml_null_leaves_a_setting_out(tmp_path, text):
         ("soft: false", ["--no_soft"]),
         ("soft: 0", ["--soft", "0"]),
         ("no_soft: true", ["--no_soft"]),
-        ("no_soft: false", []),
+        ("no_soft: false", ["--soft"]),
+        ("no_loud: true", ["--no_loud"]),
+        ("no_stuffed: true", ["--stuffed", "false"]),
         ("colour: blue", ["--colour", "blue"]),
         ("name: -x", ["--name=-x"]),
         ("name: ''", ["--name", ""]),
@@ -296,6 +303,8 @@ def test_yaml_null_leaves_a_setting_out(tmp_path, text):
         ("parts: a", ["--parts", "a"]),
         ("shifts: [1, -2]", ["--shifts", "1", "-2"]),
         ("shifts: [-2]", ["--shifts", "-2"]),
+        ("rate: -1e-3", ["--rate", "-1e-3"]),
+        ("parts: ['- a', '-b c']", ["--parts", "- a", "-b c"]),
     ],
 )
 def test_a_yaml_value_becomes_what_the_flag_would(tmp_path, text, argv):
@@ -346,7 +355,7 @@ def test_names_may_be_written_with_dashes(tmp_path):
         ("size: [", "toy.yaml is not YAML"),
         ("size: 3\n---\nsize: 4\n", "toy.yaml is not YAML"),
         ("size: !!python/object/apply:os.getcwd []", "toy.yaml: --size"),
-        ("no_soft: perhaps", "toy.yaml: 'no_soft'"),
+        ("no_soft: perhaps", "toy.yaml: --soft"),
         (b"name: \xff\xfe\n", "toy.yaml is not YAML"),
         ("size: large", "toy.yaml: --size"),
         ("size: 2.5", "toy.yaml: --size"),
@@ -532,7 +541,7 @@ def test_a_switch_shows_the_flag_that_changes_what_the_recipe_sets(
     flag = f"--no_{name}" if value else f"--{name}"
     text = help_text(capsys, monkeypatch, recipe)
     assert re.findall(rf"--(?:no_)?{name}\b", text) == [flag]
-    described = [entry.name for group in describe_flags(recipe).values() for entry in group]
+    described = [flag.shown_name for flag in FlagParser(configs_of(recipe).values()).flags]
     assert flag in described
     assert getattr(parse(recipe, [flag]).part0, name) is not value
 
@@ -556,7 +565,7 @@ def test_help_of_a_recipe_names_every_setting_once(capsys, monkeypatch, recipe):
     for name in names:
         assert len(re.findall(rf"^  --(no_)?{name}\b", text, re.MULTILINE)) == 1, name
     for config in configs:
-        assert f"{config._argument_group_name}:" in text
+        assert f"{config.group}:" in text
 
 
 def printed_config(capsys, defaults, *argv: str) -> str:

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-from llmtrain.config import configs_of, flags_of
+from llmtrain.config.flags import configs_of, flags_of
 from tests.launching import ROOT
 
 GENERATOR = ROOT / "docs" / "generate_reference.py"

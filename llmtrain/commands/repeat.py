@@ -32,7 +32,7 @@ from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.config_file import Setting
+    from llmtrain.config.yaml_file import Setting
 
 GROUP = "Check and understand"
 EXAMPLES = (
@@ -101,7 +101,7 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
     Raises:
         UserError: if the recipe refuses the flags, or has no settings.
     """
-    from llmtrain.config_file import settings_in
+    from llmtrain.config.yaml_file import settings_in
 
     command = recipe_command([arguments.recipe, *arguments.flags], {}, processes=1)
     text = run_command([*command, "--print_config"], on_cpu=True)

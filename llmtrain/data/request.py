@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
-from llmtrain.config import flags_of
+from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import (
     DEFAULT_TEMPLATE,

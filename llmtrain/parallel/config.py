@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.errors import UserError
 
 
@@ -12,7 +12,7 @@ from llmtrain.errors import UserError
 class ParallelConfig(Config):
     """How processes exchange gradients, and how long they wait. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "processes"
+    group: ClassVar[str] = "processes"
     affects: ClassVar[str] = "layout"
 
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(

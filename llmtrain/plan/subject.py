@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from llmtrain.config import parse
+from llmtrain.config.command_line import parse
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.models.config import ModelConfig

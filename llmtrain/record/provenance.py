@@ -250,7 +250,7 @@ def run_description(
 
     Args:
         fingerprint: the fingerprint of the run.
-        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         precision: the precision as Accelerate names it, such as ``bf16``.
         details: the names and sizes of the data, for error messages. They are not compared.
     """
@@ -321,7 +321,7 @@ def run_record(
     Args:
         folder: the run folder.
         fingerprint: the fingerprint of the run.
-        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         details: further keys of the file, about the data.
         resume_point: where this start begins.
         start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from accelerate import Accelerator
 
-from llmtrain.config import resolved
+from llmtrain.config.flags import resolved
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line

@@ -1,12 +1,12 @@
 """The flags of the optimizer, the loop and the run folder, and all settings of a recipe."""
 
-import argparse
 import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from llmtrain.config import COMMAND_LINE, Config, flag, require_at_least
+from llmtrain.config.command_line import COMMAND_LINE
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
@@ -23,7 +23,7 @@ def steps_or_fraction(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise UserError(
             f"{text} is neither a number of steps nor a fraction of the run, such as 0.1"
         ) from None
     return int(number) if number.is_integer() else number
@@ -56,7 +56,7 @@ def _require_steps(config: Config, minimum: int, *names: str) -> None:
 class OptimConfig(Config):
     """The optimizer, its learning rate, and the number of steps. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "optimization"
+    group: ClassVar[str] = "optimization"
     affects: ClassVar[str] = "update"
 
     optim: Literal["adamw", "muon"] = flag(
@@ -164,7 +164,7 @@ class OptimConfig(Config):
 class LoopConfig(Config):
     """The training loop, its evaluations and early stopping. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "evaluation and logging"
+    group: ClassVar[str] = "evaluation and logging"
 
     seed: int = flag(
         0,
@@ -315,7 +315,7 @@ def _parse_xray_steps(text: str | None) -> range | None:
 class RunConfig(Config):
     """The run folder, its checkpoints, and trackers. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "run folder and checkpoints"
+    group: ClassVar[str] = "run folder and checkpoints"
 
     output_dir: str = flag(
         "runs/run",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import parse
+from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError

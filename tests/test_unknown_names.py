@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cli import build_parser
-from llmtrain.config import configs_of, flags_of, parse
+from llmtrain.config.command_line import parse
+from llmtrain.config.flags import configs_of, flags_of
+from llmtrain.config.unknown_names import flags_in, hint_for, hints
 from llmtrain.errors import UserError
-from llmtrain.flag_hints import flags_in, hint_for, hints
 from tests.launching import ROOT
 
 RECIPES = {

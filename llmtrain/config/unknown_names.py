@@ -1,19 +1,32 @@
-"""What to write here instead of the flags and values of other programs.
+"""What to write instead of a name that is not known: a hint, or the nearest known name.
 
-The hints are in ``flag_hints.yaml``, which is read when a name is unknown.
+The hints, for users of other programs, are in ``hints.yaml``. It is read when a name is unknown.
 """
 
+import difflib
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
-
-import yaml
 
 from llmtrain.shipped import shipped_config
 
 Program: TypeAlias = Literal["recipes", "commands"]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " - did you mean X?" with the nearest known name, or nothing if none is near.
+
+    Names are compared without the dashes in front of them, which all flags have in common. If a
+    word is the beginning of one name only, that name is meant.
+    """
+    full_names = {name.lstrip("-").replace("-", "_"): name for name in known}
+    typed = word.lstrip("-").replace("-", "_")
+    near = [name for name in full_names if name.startswith(typed)]
+    if len(near) != 1:
+        near = difflib.get_close_matches(typed, list(full_names), n=1)
+    return f" - did you mean {full_names[near[0]]}?" if near else ""
 
 
 def hint_for(name: str, flags: Collection[str], program: Program = "recipes") -> str | None:
@@ -35,7 +48,9 @@ def hint_for(name: str, flags: Collection[str], program: Program = "recipes") ->
 @functools.cache
 def hints(program: Program) -> dict[str, list[str]]:
     """Return the hints for each name; the first counts whose flags are known."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    import yaml  # which only a mistake needs
+
+    text = Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8")
     hints_of_name: dict[str, list[str]] = {}
     for names, texts in yaml.safe_load(text)[program].items():
         for name in names.split(", "):
