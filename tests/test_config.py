@@ -17,7 +17,7 @@ from llmtrain.config.flags import Config, configs_of, flag, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
-from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig
+from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 
@@ -441,7 +441,7 @@ def test_an_error_names_the_flag_by_its_own_name(config, argv, named):
 )
 def test_an_eval_metric_may_be_written_as_in_transformers(word, metric):
     argv = ["--load_best_model_at_end", "--metric_for_best_model", word]
-    assert parsed(LoopConfig(), argv=argv)[0].metric_for_best_model == metric
+    assert parsed(EvalConfig(), argv=argv)[0].metric_for_best_model == metric
 
 
 def test_an_error_names_the_file_of_a_flag_that_is_written_with_its_other_name(tmp_path):
@@ -471,9 +471,9 @@ def test_an_error_names_the_file_of_a_flag_that_is_written_with_its_other_name(t
         (OptimConfig, "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "adam_beta2", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
-        (LoopConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
-        (LoopConfig, "logging_steps", ["0"], ["1"]),
-        (LoopConfig, "eval_steps", ["-1"], ["0"]),
+        (OptimConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
+        (LogConfig, "logging_steps", ["0"], ["1"]),
+        (EvalConfig, "eval_steps", ["-1"], ["0"]),
         (RunConfig, "save_steps", ["0"], ["1"]),
         (RunConfig, "save_total_limit", ["1"], ["2"]),
         (RunConfig, "output_dir", ["", " "], ["x"]),

@@ -10,7 +10,7 @@ from llmtrain.errors import UserError
 
 @dataclass
 class ParallelConfig(Config):
-    """How processes exchange gradients, and how long they wait. Each field is a flag."""
+    """How a step is computed, and how processes exchange gradients. Each field is a flag."""
 
     group: ClassVar[str] = "processes"
     affects: ClassVar[str] = "layout"
@@ -35,6 +35,19 @@ class ParallelConfig(Config):
         "seconds that a process waits for the others before the run fails",
         affects="nowhere",
         hidden=True,
+    )
+    bitwise: bool = flag(
+        False,
+        "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
+        "bits; slower",
+        hidden=True,
+    )
+    torch_compile: Literal["auto", "always", "never"] | None = flag(
+        None,
+        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
+        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
+        hidden=True,
+        group="batch and memory",
     )
 
     pipeline_stages: ClassVar[int] = 1  # a flag of PipelineConfig

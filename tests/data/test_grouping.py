@@ -380,8 +380,9 @@ def test_only_a_pipeline_asks_for_one_shape(rows, accelerator, stages):
     accelerator.sharding = Sharding(replicas=1, shards=1, stages=stages)
     settings = SimpleNamespace(
         data=SimpleNamespace(global_batch_size=8),
-        loop=SimpleNamespace(seed=0, eval_steps=0),
-        optim=SimpleNamespace(max_steps=20),
+        eval=SimpleNamespace(eval_steps=0),
+        optim=SimpleNamespace(seed=0, max_steps=20),
+        parallel=SimpleNamespace(bitwise=False),
     )
     run = SimpleNamespace(
         accelerator=accelerator,

@@ -46,7 +46,7 @@ class GivenRewards(PreferenceObjective):
 )
 def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, expected: str) -> None:
     run = SimpleNamespace(
-        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model, loop=None)
+        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model)
     )
     engine = SimpleNamespace(is_sharded=False)
     context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
@@ -85,7 +85,7 @@ def events_of(rewards: list[tuple[float, float]]) -> list[int]:
         assert kind == "chosen"
         events.append(len(entries) + 1)
 
-    settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1))
+    settings = SimpleNamespace(log=SimpleNamespace(logging_steps=1))
     run = SimpleNamespace(settings=settings, record_event=note_event, log=entries.append)
     logging = logging_of(objective, run)
 
@@ -144,7 +144,7 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
     keeps_best: bool, evaluates: bool
 ) -> None:
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(loop=SimpleNamespace(eval_steps=2)),
+        settings=SimpleNamespace(eval=SimpleNamespace(eval_steps=2)),
         patience=SimpleNamespace(keeps_best=keeps_best),
     )
     unused: Any = None
@@ -167,9 +167,11 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
 ) -> None:
     reserved: dict[str, float] = {}
     steps: list[int] = []
-    loop = SimpleNamespace(eval_steps=2, sample_prompts=["a"], seed=0)
+    settings = SimpleNamespace(
+        eval=SimpleNamespace(eval_steps=2, sample_prompts=["a"]), optim=SimpleNamespace(seed=0)
+    )
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(loop=loop),
+        settings=settings,
         rows=SimpleNamespace(tokenizer=None, stop_token_ids=()),
         deadline=SimpleNamespace(reserve=reserved.__setitem__),
         log_samples=lambda samples: steps.append(samples[0]["text"]),

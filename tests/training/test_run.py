@@ -23,7 +23,7 @@ from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
 from llmtrain.training.saving import restore, save
-from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
+from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
 from tests.launching import read_json
@@ -55,7 +55,7 @@ def opened(
     def go(fingerprint: dict = FINGERPRINT, **flags: object):
         monkeypatch.setattr(running, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
-        settings = Settings(DataConfig(), loop=LoopConfig(seed=3), run=RunConfig(**told))
+        settings = Settings(DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
         return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
 
     return go
@@ -480,7 +480,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
     with pytest.raises(UserError, match="write two numbers such as 6:8, counted from 1"):
-        LoopConfig(xray_steps=steps)
+        LogConfig(xray_steps=steps)
 
 
 def test_weights_that_are_not_finite_are_never_saved(
