@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
-    from llmtrain.parallel.config import PipelineConfig as PipelineConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
     from llmtrain.training.optim import make_optimizer as make_optimizer
@@ -64,7 +63,6 @@ _MODULES = {
     "summed_nll": "llmtrain.models.loss",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
-    "PipelineConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
     "make_optimizer": "llmtrain.training.optim",

@@ -27,8 +27,9 @@ from torch.distributed import distributed_c10d
 from llmtrain.console import note, print_error
 from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
 from llmtrain.files import json_text
-from llmtrain.observe.phases import PHASES, SYNC_PHASES, Phases
+from llmtrain.observe.phases import Phases
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.phase_names import PHASES, SYNC_PHASES
 
 Item = TypeVar("Item")
 

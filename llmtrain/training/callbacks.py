@@ -30,7 +30,7 @@ from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
-from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -299,7 +299,11 @@ class Logging(LoopCallback):
 
         loss, metrics = self._loss_and_metrics(result)
         by_rank = self._gather_by_rank(batch)
-        self._record_events(metrics, by_rank)
+
+        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
+        if late_rank is not None:
+            self.run.record_event("late", str(late_rank))
+
         entry = {
             "train/loss": loss,
             **{f"train/{name}": value for name, value in metrics.items()},
@@ -341,8 +345,10 @@ class Logging(LoopCallback):
                 "label_fingerprint": batch.label_fingerprint,
             }
         )
-        token_fingerprint = self._of_global_batch(gathered["token_fingerprint"])
-        label_fingerprint = self._of_global_batch(gathered["label_fingerprint"])
+        # The fingerprint of the global batch is the sum over the ranks. A fingerprint is a sum with
+        # an integer below 2^31 for each row, and float64 holds that of a rank exactly.
+        token_fingerprint = sum(map(int, gathered["token_fingerprint"]))
+        label_fingerprint = sum(map(int, gathered["label_fingerprint"]))
         return _ByRank(
             phase_seconds={
                 phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in phase_seconds
@@ -352,26 +358,6 @@ class Logging(LoopCallback):
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
-
-    def _of_global_batch(self, fingerprints: list[float]) -> int:
-        """Return the fingerprint of the global batch, given those of all ranks.
-
-        A fingerprint is a sum with an integer below 2^31 for each row. So the fingerprint of all
-        rows is the sum over the ranks. They were gathered as float64, which holds a rank's sum
-        exactly. Ranks that share a model have the same rows, so the total counts each row
-        ``model_parallel_size`` times.
-        """
-        total = sum(int(fingerprint) for fingerprint in fingerprints)
-        return total // self.engine.model_parallel_size
-
-    def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
-        """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
-        event = self.engine.objective.notable_event(metrics)
-        if event is not None:
-            self.run.record_event(*event)
-        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
-        if late_rank is not None:
-            self.run.record_event("late", str(late_rank))
 
 
 class _ByRank(NamedTuple):

@@ -19,12 +19,12 @@ from llmtrain.errors import UserError
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.mesh import TrainingAccelerator
 from llmtrain.training.callbacks import LoopContext, Timing, callbacks_of
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
-from llmtrain.training.saving import restore
+from llmtrain.training.run_state import restore
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
@@ -91,7 +91,7 @@ def training_steps(
         bitwise=settings.parallel.bitwise,
         accumulation=run.layout.accumulation,
     )
-    _check_engine(run, engine, metric)
+    _check_engine(run, engine)
     if settings.run.dry_run:
         preview(run.rows.train, run.rows.tokenizer)
         return
@@ -232,10 +232,10 @@ def _read_ahead(engine: Engine, loader: DataLoaderShard) -> Generator[LocalBatch
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     """Seed torch's generators, from which dropout draws.
 
-    The seed depends only on the run's seed, the step and the data-parallel rank. A model that takes
+    The seed depends only on the run's seed, the step and the rank. A model that takes
     ``dropout_keys`` computes its dropout from these instead, and draws nothing.
     """
-    count = step * engine.data_parallel_size + engine.data_parallel_rank
+    count = step * engine.world_size + engine.rank
     seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
 
     # `torch.manual_seed` would look for devices of every kind, which takes 0.3 ms.
@@ -314,8 +314,8 @@ def _check_steps(run: Run) -> None:
         )
 
 
-def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
-    """Raise :class:`UserError` if the model or its parallel method lacks what the settings need."""
+def _check_engine(run: Run, engine: Engine) -> None:
+    """Raise :class:`UserError` if the model or its rows lack what the settings need."""
     sample_prompts = run.settings.eval.sample_prompts
     if sample_prompts and run.rows.tokenizer is None:
         raise UserError(
@@ -325,25 +325,6 @@ def _check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."
-        )
-    if engine.runs_whole_forward:
-        return
-
-    # The layers are split into pipeline stages.
-    if run.settings.parallel.torch_compile == "always":
-        raise UserError(
-            "--torch_compile always does not work with pipeline stages, because no process holds "
-            "all layers; leave it out."
-        )
-    if sample_prompts:
-        raise UserError(
-            "--sample_prompts does not work with pipeline stages, because no process holds all "
-            "layers; leave it out."
-        )
-    if metric is not None:
-        raise UserError(
-            "a custom metric does not work with pipeline stages, because no process holds all "
-            "layers; leave it out."
         )
 
 

@@ -11,7 +11,7 @@ from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
-from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.types import JsonObject
 
 
@@ -253,7 +253,7 @@ class LogConfig(Config):
     )
     xray_steps: str | None = flag(
         None,
-        "A:B records a timeline of steps A to B in the folder xray/ of the run folder",
+        "A:B records steps A to B; llmtrain xray RUN draws them",
         hidden=True,
     )
     log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
@@ -438,7 +438,7 @@ CONFIGS: tuple[type[Config], ...] = (
     PairConfig,
     PreferenceConfig,
     OptimConfig,
-    PipelineConfig,
+    ParallelConfig,
     EvalConfig,
     LogConfig,
     RunConfig,
