@@ -64,21 +64,20 @@ def tokenize(
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
     """
-    with config.errors_as_spelled():
-        request = make_request(
-            config,
-            max_length,
-            chat=chat,
-            trust_remote_code=trust_remote_code,
-            records=records,
-            unpaired=unpaired,
-            max_positions=max_positions,
-        )
-        folder = cache_folder() / request.digest()
-        rows = _open(folder, request.spec)
-        is_cached = rows is not None
-        if rows is None:
-            rows = _make_once(folder, request)
+    request = make_request(
+        config,
+        max_length,
+        chat=chat,
+        trust_remote_code=trust_remote_code,
+        records=records,
+        unpaired=unpaired,
+        max_positions=max_positions,
+    )
+    folder = cache_folder() / request.digest()
+    rows = _open(folder, request.spec)
+    is_cached = rows is not None
+    if rows is None:
+        rows = _make_once(folder, request)
 
     # The cache entry may have been made from other files with the same content.
     rows.metadata.dataset = " ".join(config.dataset)

@@ -13,7 +13,7 @@ from lm_eval import evaluator, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from llmtrain.config import did_you_mean
+from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.console import pluralize, say
 from llmtrain.errors import EVAL_MEMORY_REMEDY, UserError, explain, hub_error
 from llmtrain.model_folders import is_adapter

@@ -51,7 +51,7 @@ class Timing(Callback):
             shown=engine.is_main,
             step=run.step,
             max_steps=run.settings.optim.max_steps,
-            every_entry=run.settings.loop.is_set("logging_steps"),
+            every_entry=run.settings.log.is_set("logging_steps"),
         )
         self.heartbeat = Heartbeat(
             engine,
@@ -110,7 +110,7 @@ class LoopContext:
     @property
     def is_replay(self) -> bool:
         """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
-        return self.run.settings.loop.replay_step is not None
+        return self.run.settings.log.replay_step is not None
 
     @property
     def keeps_best(self) -> bool:
@@ -129,7 +129,7 @@ class LoopContext:
         if info.is_last:
             return True
         may_skip = info.should_stop and not self.keeps_best
-        return info.is_due(self.run.settings.loop.eval_steps) and not may_skip
+        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
 
     def saves_after(self, info: StepInfo) -> bool:
         """Return whether a checkpoint is made after a step.
@@ -139,7 +139,7 @@ class LoopContext:
         best checkpoint.
         """
         settings = self.run.settings
-        may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
+        may_become_best = self.keeps_best and info.is_due(settings.eval.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
 
 
@@ -151,7 +151,7 @@ class LoopCallback(Callback):
         self.run = context.run
         self.engine = context.engine
         self.timing = context.timing
-        self.settings = context.run.settings.loop
+        self.settings = context.run.settings
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
@@ -193,9 +193,9 @@ class MemoryAdvice(LoopCallback):
         """Return how to make rows shorter: with a flag, if the recipe has one."""
         model = self.run.settings.model
         if isinstance(model, ModelConfig):
-            return f"Lower {model.spelling('max_length')}"
+            return "Lower --max_length"
         if isinstance(model, GPTConfig):
-            return f"Lower {model.spelling('block_size')}"
+            return "Lower --block_size"
         return "Make the rows shorter"
 
 
@@ -220,13 +220,14 @@ class WarmUp(LoopCallback):
                 self.engine.rebuild_buckets(micro_batch)
 
     def _should_compile(self, shapes: int) -> bool:
-        if self.settings.torch_compile != "auto":
-            return self.settings.torch_compile == "always"
+        mode = self.settings.parallel.torch_compile
+        if mode != "auto":
+            return mode == "always"
         if self.run.compiled is not None:
             return self.run.compiled  # compiled code rounds differently, so a run keeps its choice
-        if self.settings.bitwise:
+        if self.settings.parallel.bitwise:
             return False
-        steps = self.run.settings.optim.max_steps
+        steps = self.settings.optim.max_steps
         return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
@@ -240,7 +241,7 @@ class Replay(LoopCallback):
     @property
     def _is_next_step_replayed(self) -> bool:
         """Whether the next step is the one to repeat; ``run.step`` counts the steps made so far."""
-        return self.run.step + 1 == self.settings.replay_step
+        return self.run.step + 1 == self.settings.log.replay_step
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if not self._is_next_step_replayed:
@@ -262,7 +263,7 @@ class RowLedger(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return context.run.settings.loop.log_rows
+        return context.run.settings.log.log_rows
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         rows = self.engine.gather_rows(batch.rows)
@@ -288,7 +289,7 @@ class Logging(LoopCallback):
         self.syncs = GradientSyncs(self.engine.model)
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        return self.syncs.counting() if self.settings.log_rows else contextlib.nullcontext()
+        return self.syncs.counting() if self.settings.log.log_rows else contextlib.nullcontext()
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         self.syncs.restart()
@@ -298,7 +299,7 @@ class Logging(LoopCallback):
             self.run.log({"train/weight_norm": float(self.engine.weight_norm())})
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if not (info.is_due(self.settings.logging_steps) or info.should_stop):
+        if not (info.is_due(self.settings.log.logging_steps) or info.should_stop):
             return
 
         loss, metrics = self._loss_and_metrics(result)
@@ -319,7 +320,7 @@ class Logging(LoopCallback):
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
-        if self.settings.log_rows:
+        if self.settings.log.log_rows:
             entry["train/gradient_syncs"] = self.syncs.count
         self.timing.progress.show_entry(info.step, entry)
         self.run.log(entry)
@@ -380,18 +381,18 @@ class XRayRecording(LoopCallback):
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
-        assert self.settings.xray_range is not None
+        assert self.settings.log.xray_range is not None
         self.xray = XRay(
             self.engine,
             self.timing.phases,
             self.engine.model,
-            self.settings.xray_range,
+            self.settings.log.xray_range,
             self.run.folder / "xray",
         )
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return context.run.settings.loop.xray_steps is not None and not context.is_replay
+        return context.run.settings.log.xray_steps is not None and not context.is_replay
 
     def context(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.watching_buckets(self.xray.on_bucket)
@@ -408,7 +409,7 @@ class Evaluation(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        evaluates = context.eval_batches is not None and context.run.settings.loop.eval_steps > 0
+        evaluates = context.eval_batches is not None and context.run.settings.eval.eval_steps > 0
         return evaluates and not context.is_replay
 
     def on_train_begin(self) -> None:
@@ -452,17 +453,17 @@ class Samples(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return bool(context.run.settings.loop.sample_prompts) and not context.is_replay
+        return bool(context.run.settings.eval.sample_prompts) and not context.is_replay
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         # A run that was asked to stop makes no samples, to stop sooner.
         if info.should_stop and not info.is_last:
             return
-        if not info.is_due(self.settings.eval_steps):
+        if not info.is_due(self.settings.eval.eval_steps):
             return
         start = time.monotonic()
-        prompts = self.settings.sample_prompts
-        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.seed)
+        prompts = self.settings.eval.sample_prompts
+        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.optim.seed)
 
         self.engine.set_phase("a sample")
         with self.timing.throughput.paused(), eager_code(self.engine.model):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from llmtrain.config import parse
+from llmtrain.config.command_line import parse
 from llmtrain.errors import UserError, first_line
 from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.models.config import ModelConfig

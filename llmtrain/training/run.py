@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from accelerate import Accelerator
 
-from llmtrain.config import resolved
+from llmtrain.config.flags import resolved
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
@@ -34,7 +34,6 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
@@ -171,7 +170,7 @@ class Run:
 
     def __repr__(self) -> str:
         """Describe the run in one line: its folder, its state, its step and the last eval loss."""
-        if self.settings.loop.dry_run:
+        if self.settings.run.dry_run:
             return f"Run('{self.folder}', dry run)"
         state = read_object(self.folder / "status.json").get("state", "not started")
         parts = [f"'{self.folder}'", state, f"step {self.step}"]
@@ -263,15 +262,19 @@ def open_run(
             be used.
     """
     ranks = Ranks(accelerator)
-    layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.loop.bitwise)
+    layout = Layout.of(
+        settings.data,
+        ranks.world_size,
+        bitwise=settings.parallel.bitwise,
+    )
     settle_steps(settings, rows)  # for a recipe that does not call `place`
-    if settings.loop.keeps_best and rows.eval is None:
+    if settings.eval.keeps_best and rows.eval is None:
         raise UserError(
-            f"{settings.loop.best_flag} needs eval rows, and there are none; raise "
+            f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
             "--eval_fraction, or name eval data with --eval_dataset."
         )
-    if not settings.loop.dry_run:
-        rows = with_reference(ranks, settings.loop.seed, rows, bundle)
+    if not settings.run.dry_run:
+        rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -295,13 +298,11 @@ def open_run(
             )
             return contexts.enter_context(choosing)
 
-        if settings.loop.dry_run:
+        if settings.run.dry_run:
             resume_point = ResumePoint(Path(settings.run.output_dir))
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
-            if resume_point.shorter_run is not None:
-                say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
             ranks,
@@ -312,7 +313,7 @@ def open_run(
             fingerprint=fingerprint,
             resume_point=resume_point,
         )
-        if not settings.loop.dry_run:
+        if not settings.run.dry_run:
             contexts.enter_context(_recorded(run, team))
         yield run
 
@@ -342,9 +343,9 @@ def _new_run(
         saver.verified.append(resume_point.checkpoint)
 
     deadline = Deadline()
-    if settings.loop.replay_step is None:
+    if settings.log.replay_step is None:
         # Tokenising, loading the model and the reference pass have taken part of the time.
-        deadline = Deadline.of(settings.loop.max_hours, seconds_since_start())
+        deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
     return Run(
         accelerator=ranks.accelerator,
         ranks=ranks,
@@ -359,9 +360,9 @@ def _new_run(
         metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=deadline,
         patience=Patience(
-            settings.loop.early_stopping_patience,
-            settings.loop.metric_for_best_model,
-            keeps_best=settings.loop.keeps_best,
+            settings.eval.early_stopping_patience,
+            settings.eval.metric_for_best_model,
+            keeps_best=settings.eval.keeps_best,
         ),
         resume_point=resume_point,
         step=resume_point.step,

@@ -214,14 +214,15 @@ def recipe(folder: Path, *lines: str) -> str:
     head += [
         "from llmtrain.data.config import BatchConfig",
         "from llmtrain.parallel.config import ParallelConfig",
-        "from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig",
+        "from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig",
     ]
     head += ["@dataclass", "class Settings:"]
     head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
     head += [
         "    parallel: ParallelConfig = field(default_factory=ParallelConfig)",
         "    data: BatchConfig = field(default_factory=BatchConfig)",
-        "    loop: LoopConfig = field(default_factory=LoopConfig)",
+        "    eval: EvalConfig = field(default_factory=EvalConfig)",
+        "    log: LogConfig = field(default_factory=LogConfig)",
         "    run: RunConfig = field(default_factory=RunConfig)",
         "    model: object = None",
     ]

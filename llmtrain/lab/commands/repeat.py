@@ -33,7 +33,7 @@ from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.config_file import Setting
+    from llmtrain.config.yaml_file import Setting
 
 EXAMPLES = (
     "llmtrain repeat 5 recipes/gpt.py",
@@ -101,7 +101,7 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
     Raises:
         UserError: if the recipe refuses the flags, or has no settings.
     """
-    from llmtrain.config_file import settings_in
+    from llmtrain.config.yaml_file import settings_in
 
     command = recipe_command([arguments.recipe, *arguments.flags], {}, processes=1)
     text = run_command([*command, "--print_config"], on_cpu=True)
@@ -164,8 +164,7 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
     """
     from llmtrain.training.steps import steps_of
 
-    origin = str(entry.get("from", "recipe"))
-    was_set = origin != "recipe" and not origin.startswith("--")
+    was_set = entry.get("from", "recipe") != "recipe"
     if not setting.is_set and not was_set:
         return True
 
