@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
@@ -82,8 +81,8 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     def write() -> None:
         run.saver.save(
             run.step,
-            weights=engine.gatherable(run.bundle.files.tensors(model)),
-            optimizer=engine.gatherable(optimizer_tensors(model, optimizer.optimizer)),
+            weights=run.bundle.files.tensors(model),
+            optimizer=optimizer_tensors(model, optimizer.optimizer),
             state=_state(run, engine),
             on_commit=functools.partial(_on_commit, run, run.step),
         )
@@ -155,13 +154,13 @@ def write_model(run: Run, engine: Engine) -> None:
 
     def write() -> None:
         if run.saver.saves_alone:
-            tensors = DistributedTensors(files.export_tensors(model))
+            tensors = files.export_tensors(model)
             saver.write_model(target, files, tensors)
             return
         saver.write_model(
             target,
             files,
-            engine.gatherable(files.tensors(model)),
+            files.tensors(model),
             team=run.saver.team,
             ranks=run.saver.ranks,
             convert=files.tensor_converter(model),
@@ -196,11 +195,8 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
     parameters = dict(model.named_parameters())
     flags = []
     for parameter in parameters.values():
-        if parameter.is_meta:  # another pipeline stage holds it
-            flags.append(torch.zeros((), dtype=torch.bool, device=ranks.device))
-        else:
-            is_bad = (~torch.isfinite(local_shard(parameter))).any()
-            flags.append(is_bad.to(ranks.device))
+        is_bad = (~torch.isfinite(local_shard(parameter))).any()
+        flags.append(is_bad.to(ranks.device))
 
     # Each rank has checked only the shards that it holds.
     bad_counts = ranks.accelerator.reduce(torch.stack(flags).int(), reduction="sum")
@@ -248,8 +244,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     for full_name, full in tensors:
         name, _, key = full_name.rpartition(".")
         parameter = parameters[name]
-        # Another pipeline stage holds the parameter, or this run does not train it.
-        if parameter.is_meta or parameter not in indices:
+        if parameter not in indices:  # this run does not train it
             continue
 
         value = full

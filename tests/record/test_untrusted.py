@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
@@ -28,7 +29,7 @@ from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.models.hub_safety import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
@@ -47,8 +48,8 @@ def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
     state = {"step": step, "fingerprint_sha256": fingerprint}
     Saver(folder, Files(), keep=3).save(
         step,
-        DistributedTensors(weights),
-        DistributedTensors({"w.exp_avg": weights["w"]}),
+        weights,
+        {"w.exp_avg": weights["w"]},
         state,
     )
     return folder / f"step-{step:08d}"
@@ -191,9 +192,7 @@ def model_folder(tmp_path: Path) -> Path:
     model = GPT(GPTConfig(1, 1, 8, 8), len(words))
 
     folder = tmp_path / "model"
-    write_model(
-        folder, ModelFiles(model.hf_config(0), words), DistributedTensors(model.state_dict())
-    )
+    write_model(folder, ModelFiles(model.hf_config(0), words), model.state_dict())
     return folder
 
 
@@ -267,7 +266,7 @@ def test_a_model_on_the_hub_is_known_by_its_commit(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "models--org--model" / "refs").mkdir(parents=True)
     arguments = SimpleNamespace(tasks=["t"], include_path=None)
-    accelerator = SimpleNamespace(num_processes=1, mixed_precision="no")
+    ranks = Ranks(Accelerator(cpu=True))
     paths = set()
     for commit in ("a" * 40, "b" * 40):
         snapshot = tmp_path / "models--org--model" / "snapshots" / commit
@@ -275,10 +274,10 @@ def test_a_model_on_the_hub_is_known_by_its_commit(
         (snapshot / "config.json").write_text("{}")
         (tmp_path / "models--org--model" / "refs" / "main").write_text(commit)
         assert origin_of("org/model") == {"name": "org/model", "commit": commit}
-        paths.add(_answers_path("org/model", arguments, {}, accelerator))  # type: ignore[arg-type]
+        paths.add(_answers_path("org/model", arguments, {}, ranks))  # type: ignore[arg-type]
     assert len(paths) == 2
     with pytest.raises(UserError, match="org/absent is no folder, and the hub did not provide it"):
-        _answers_path("org/absent", arguments, {}, accelerator)  # type: ignore[arg-type]
+        _answers_path("org/absent", arguments, {}, ranks)  # type: ignore[arg-type]
 
 
 def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> None:
