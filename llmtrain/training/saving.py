@@ -17,9 +17,10 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
 from llmtrain.record.loading import check_finite, load_weights, tensors_from_main
-from llmtrain.record.provenance import digest, versions
+from llmtrain.record.provenance import digest
 from llmtrain.training.run import Run
 from llmtrain.types import JsonObject
+from llmtrain.versions import versions
 
 
 def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:

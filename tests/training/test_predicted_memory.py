@@ -232,11 +232,11 @@ def recipe(folder: Path, *lines: str) -> str:
 
 
 def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    recipe = build_recipe_model(
+    model = build_recipe_model(
         recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
     )
-    assert (recipe.positions, recipe.class_name, recipe.flops_per_token) == (8, "Linear", 0)
-    assert Memory(recipe, on_gpu=False).parameters[0].numel() == 2**40
+    assert (model.positions, model.class_name, model.flops_per_token) == (8, "Linear", 0)
+    assert Memory(model, on_gpu=False).parameters[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:

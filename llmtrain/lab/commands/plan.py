@@ -117,8 +117,8 @@ def notes(layout: "PlannedLayout") -> list[str]:
     """
     if layout.fits_if_synced:
         return [
-            f"{layout.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients are "
-            "reduced after each of them"
+            f"{layout.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients "
+            "are reduced after each of them"
         ]
     if not layout.too_large:
         return []
