@@ -339,7 +339,7 @@ def _read_weights(folder: Path) -> dict[str, "torch.Tensor"]:
     """Return the weights of a run's finished model in float64."""
     import torch
 
-    from llmtrain.record.tensors import read_tensors
+    from llmtrain.record.tensor_files import read_tensors
 
     return {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
 

@@ -232,11 +232,15 @@ def recipe(folder: Path, *lines: str) -> str:
 
 
 def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    model = build_recipe_model(
+    described = build_recipe_model(
         recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
     )
-    assert (model.positions, model.class_name, model.flops_per_token) == (8, "Linear", 0)
-    assert Memory(model, on_gpu=False).parameters[0].numel() == 2**40
+    assert (described.positions, described.class_name, described.flops_per_token) == (
+        8,
+        "Linear",
+        0,
+    )
+    assert Memory(described, on_gpu=False).parameters[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, resume
+from llmtrain.record import resume, saver
 from llmtrain.record.history import History
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.tracking import Metrics
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
-from llmtrain.training.saving import restore, save
+from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
@@ -622,7 +622,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        monkeypatch.setattr(saver, "write_tensors", full)
         run.step = 2
         save(run, engine, optimizer)
         while not run.wants_to_stop():
@@ -746,22 +746,6 @@ def test_trackers_get_checkpoints_and_how_a_run_has_ended(begin, told) -> None:
     begin(steps=(30,))
     assert told.checkpoints == ["step-00000010", "step-00000020", "step-00000030"]
     assert told.exit_codes == [1, 0]
-
-
-@pytest.mark.parametrize("is_online", [True, False])
-def test_only_the_first_start_of_a_run_forks_what_it_extends(
-    is_online: bool, begin, told, tmp_path: Path
-) -> None:
-    begin(steps=(10,))
-    path = tmp_path / "run/run.json"
-    record = read_json(path)
-    if is_online:
-        path.write_text(json.dumps(record | {"trackers": {"wandb": "https://wandb/run"}}))
-    named = {"resume_from_checkpoint": str(tmp_path / "run")}
-    begin(steps=(20,), crash=True, **named)
-    begin(steps=(30,), **named)
-    fork = f"{record['run_id']}?_step=10" if is_online else ""
-    assert [run.fork for run in told.starts] == ["", fork, ""]
 
 
 def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(

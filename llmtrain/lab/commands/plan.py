@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmtrain.console import pluralize
+from llmtrain.console import labelled, pluralize
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 from llmtrain.quantities import duration_text, rate_text, size_text
@@ -152,19 +152,19 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     if recipe.flops_per_token:
         flops = rate_text(recipe.flops_per_token, "FLOPs")
         model += f"; {flops} per token, forward and backward"
-    print(f"model     {model}")
+    print(labelled("model", model))
 
     settings = recipe.settings
     rows = f"{settings.data.global_batch_size:,} rows of {recipe.positions:,} tokens"
     precision = "bf16" if plan.memory.bf16 else "float32"
-    print(f"run       {settings.optim.max_steps:,} steps of {rows}, {precision}")
+    print(labelled("run", f"{settings.optim.max_steps:,} steps of {rows}, {precision}"))
 
     cluster = plan.cluster
     devices = f"{arguments.processes:,} x {device_name(arguments.device)}"
     inside = rate_text(cluster.inside.bandwidth, "B/s")
     between = rate_text(cluster.between.bandwidth, "B/s")
     links = f"{inside} inside a machine, {between} to another"
-    print(f"devices   {devices}, {cluster.per_machine} per machine: {links}")
+    print(labelled("devices", f"{devices}, {cluster.per_machine} per machine: {links}"))
 
     if plan.compute is None:
         return
@@ -172,7 +172,7 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     source = f"at {arguments.mfu:.0%} of the peak (--mfu)"
     if arguments.calibrate:
         source = "measured on this machine"
-    print(f"speed     {duration_text(row_seconds)} per row, {source}")
+    print(labelled("speed", f"{duration_text(row_seconds)} per row, {source}"))
 
 
 # --- the tables

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import broadcast
 from safetensors import safe_open
-from safetensors.torch import _TYPES, load_file
+from safetensors.torch import load_file
 
-from llmtrain.files import json_text, write_hashed
+from llmtrain.files import Hashed, json_text, write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
-from llmtrain.parallel.team import THIS_RANK, Team
+from llmtrain.parallel.team import Team
 from llmtrain.types import JsonObject, TensorConverter
 
 # With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
@@ -27,8 +28,27 @@ _READ_OPTIONS = {"backend": "pread"} if "backend" in inspect.signature(load_file
 
 _STAGE_BYTES = 1 << 26  # the size of each of the two buffers between a GPU and the disk
 
-# An installed torch need not have all dtypes that safetensors knows.
-_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+# The dtypes of torch, by their names in the files.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -45,29 +65,25 @@ def unchanged(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: full}
 
 
-class Share(NamedTuple):
-    """The tensors of one safetensors file, or of one file for each rank that writes.
+class FilePlan(NamedTuple):
+    """A plan of safetensors files: which rank writes which tensors into which file.
 
     The tensors may be sharded, on any device. Each of them is gathered on the rank that writes it,
-    at most one on each writer at a time.
+    at most one on each rank at a time.
 
     Attributes:
+        path: the path of the file, relative to the folder that is written. If several ranks write,
+            their files have this name with a number.
         source: the tensors.
-        team: the ranks that write together.
-        divisible: whether each writer writes its own file. Otherwise the first one writes all.
+        ranks: the ranks that write, each a file.
         convert: takes the name of a tensor and the full tensor, and returns the tensors that are
             written for it.
     """
 
+    path: str
     source: DistributedTensors
-    team: Team = THIS_RANK
-    divisible: bool = True
+    ranks: tuple[int, ...] = (0,)
     convert: TensorConverter = unchanged
-
-    @property
-    def writers(self) -> tuple[int, ...]:
-        """The ranks that write a file."""
-        return self.team.writers if self.divisible else self.team.writers[:1]
 
     @property
     def byte_count(self) -> int:
@@ -77,10 +93,22 @@ class Share(NamedTuple):
         )
 
     @property
-    def names_by_writer(self) -> list[list[str]]:
-        """The names of the tensors of each writer, in the order of :attr:`writers`.
+    def paths(self) -> dict[int, str]:
+        """The file that each rank writes: :attr:`path` itself if only one rank writes."""
+        count = len(self.ranks)
+        if count == 1:
+            return {self.ranks[0]: self.path}
+        stem, _, ending = self.path.rpartition(".")
+        return {
+            rank: f"{stem}-{number:05d}-of-{count:05d}.{ending}"
+            for number, rank in enumerate(self.ranks, start=1)
+        }
 
-        The tensors are dealt to the writers in turn: those with wider elements first, so that each
+    @property
+    def names(self) -> dict[int, list[str]]:
+        """The names of the tensors that each rank writes, in their order in the file.
+
+        The tensors are dealt to the ranks in turn: those with wider elements first, so that each
         tensor is aligned in its file, and larger ones before smaller ones.
         """
         sort_keys = {
@@ -88,101 +116,89 @@ class Share(NamedTuple):
             for name, tensor in self.source.tensors.items()
         }
         names = sorted(sort_keys, key=sort_keys.__getitem__)
-        count = len(self.writers)
-        return [names[index::count] for index in range(count)]
+        count = len(self.ranks)
+        return {rank: names[index::count] for index, rank in enumerate(self.ranks)}
 
-    @property
-    def own_names(self) -> list[str]:
-        """The names of the tensors that this rank writes."""
-        if self.team.rank not in self.writers:
-            return []
-        return self.names_by_writer[self.writers.index(self.team.rank)]
-
-    def headers(self, names: list[str]) -> list[Header]:
-        """Return the headers of the tensors that are written for the tensors of these names."""
+    def headers(self, rank: int) -> list[Header]:
+        """Return the headers of the tensors in the file of a rank."""
         headers = []
-        for name in names:
+        for name in self.names[rank]:
             converted = self.convert(name, meta_like(self.source.tensors[name]))
             for written_name, tensor in converted.items():
                 headers.append(Header(written_name, tensor.shape, tensor.dtype))
         return headers
 
-    def file_names(self, name: str) -> list[str]:
-        """Return the name of each writer's file: ``name`` itself if there is one writer."""
-        count = len(self.writers)
-        if count == 1:
-            return [name]
-        stem, _, ending = name.rpartition(".")
-        return [f"{stem}-{i + 1:05d}-of-{count:05d}.{ending}" for i in range(count)]
-
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the full tensors that this rank writes, and yield them one at a time.
 
-        All ranks of the team call this and exhaust it.
+        All ranks that hold a part of the tensors call this and exhaust it.
         """
-        for names in itertools.zip_longest(*self.names_by_writer):
+        names_by_rank = self.names
+        for names in itertools.zip_longest(*names_by_rank.values()):
             gathered = []
-            for name, writer in zip(names, self.writers, strict=True):
-                if name is not None:  # else this writer has one tensor less
-                    gathered.append((name, self.source.gather_to(name, writer)))
+            for name, rank in zip(names, names_by_rank, strict=True):
+                if name is not None:  # else this rank writes one tensor less
+                    gathered.append((name, self.source.gather_to(name, rank)))
             for name, full in gathered:
                 if full is not None:
                     yield name, full
 
 
-def write_tensors(folder: Path, name: str, share: Share) -> JsonObject:
-    """Write this rank's file of a share. All ranks of the share's team call this.
+def write_tensors(folder: Path, plan: FilePlan, rank: int) -> dict[str, Hashed]:
+    """Write the file of this rank, if it has one. All ranks that hold tensors call this.
 
-    The host holds one full tensor at a time. ``safetensors.torch.load_file`` reads the file.
+    The bytes are hashed on their way to the file, and are on the disk when this returns. The host
+    holds one full tensor at a time. ``safetensors.torch.load_file`` reads the file.
 
     Args:
-        folder: where to write.
-        name: the name of the file, or the name that :meth:`Share.file_names` numbers.
-        share: the tensors.
+        folder: the folder that is written.
+        plan: the tensors and their files.
+        rank: this rank.
 
     Returns:
-        The file's ``bytes`` and ``sha256`` by its name; empty if this rank writes none.
+        The file's size and hash by its path; empty if this rank writes none.
     """
-    blocks = _file_blocks(share)
+    chunks = _file_chunks(plan, rank)
     try:
-        if share.team.rank not in share.writers:
+        if rank not in plan.ranks:
             return {}
-        file_name = share.file_names(name)[share.writers.index(share.team.rank)]
-        return {file_name: write_hashed(folder / file_name, blocks)}
+        path = plan.paths[rank]
+        return {path: write_hashed(folder / path, chunks)}
     finally:
         # Take part in gathering all tensors, even after an error: the other ranks wait for the
         # shards that this rank holds.
-        for _ in blocks:
+        for _ in chunks:
             pass
 
 
-def _file_blocks(share: Share) -> Iterator[bytes | memoryview]:
+def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
     """Yield the bytes of the file that this rank writes: the header, then the tensors."""
-    yield _encoded_header(share)
-    yield from _bytes_of(_byte_tensors(share))
+    if rank in plan.ranks:
+        yield _encoded_header(plan.headers(rank))
+    yield from _bytes_of(_byte_tensors(plan))
 
 
-def _encoded_header(share: Share) -> bytes:
-    header: JsonObject = {"__metadata__": {"format": "pt"}}
+def _encoded_header(headers: list[Header]) -> bytes:
+    content: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape, dtype in share.headers(share.own_names):
+    for name, shape, dtype in headers:
         end = offset + shape.numel() * dtype.itemsize
-        header[name] = {
+        content[name] = {
             "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [offset, end],
         }
         offset = end
 
-    text = json_text(header, separators=(",", ":")).encode()
+    text = json_text(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _byte_tensors(share: Share) -> Iterator[torch.Tensor]:
+def _byte_tensors(plan: FilePlan) -> Iterator[torch.Tensor]:
     """Yield the tensors that this rank writes, as bytes: uint8 [N]."""
-    for name, full in share.full_tensors():
-        for tensor in share.convert(name, full).values():
+    for name, full in plan.full_tensors():
+        for tensor in plan.convert(name, full).values():
             if tensor.numel():
                 yield tensor.detach().contiguous().flatten().view(torch.uint8)
 
@@ -259,6 +275,27 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for file, name in _stored_tensors(folder):
         yield name, file.get_tensor(name)
+
+
+def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a folder that rank 0 sees, by name and one at a time, on every rank.
+
+    Args:
+        folder: the folder. Other ranks need not see it.
+        device: the device over which rank 0 sends the tensors.
+    """
+    team = Team.everyone()
+    if team.group is None:
+        yield from read_tensors(folder)
+        return
+
+    tensors = read_tensors(folder) if team.is_main else None
+    for name, shape, dtype in team.on_main(lambda: read_headers(folder)):
+        if tensors is not None:
+            _, tensor = next(tensors)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        yield name, broadcast(tensor.to(device))
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
