@@ -254,3 +254,9 @@ def _sync(handle: int) -> None:
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
             return
     os.fsync(handle)
+
+
+def cache_folder() -> Path:
+    """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()

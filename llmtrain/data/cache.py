@@ -1,4 +1,4 @@
-"""The user's cache folder, and digests of files that are kept there."""
+"""Digests of files, kept in the user's cache folder."""
 
 import contextlib
 import hashlib
@@ -8,19 +8,13 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from llmtrain.files import write_json
+from llmtrain.files import cache_folder, write_json
 
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
 _MIN_KEPT_SIZE = 1 << 20
 # Seconds in which a file may change again and show the same times: the clocks of file systems are
 # coarse, and another machine may set the times.
 _SETTLING_TIME = 60.0
-
-
-def cache_folder() -> Path:
-    """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
 
 
 def file_digest(path: Path) -> bytes:

@@ -12,7 +12,6 @@ import filelock
 import numpy as np
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.cache import cache_folder
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.data_log import describe
@@ -28,7 +27,7 @@ from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import PythonRecords, Source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import new_folder, write_json
+from llmtrain.files import cache_folder, new_folder, write_json
 
 
 def tokenize(

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmtrain.console import labelled
-from llmtrain.lab.identity import METADATA, flat_record, groups_by_setting, tolerance_between
+from llmtrain.lab.identity import METADATA, flat_record, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
+from llmtrain.training.settings import effects_of_flags
 from llmtrain.types import Json, JsonObject
 
 
@@ -330,7 +331,7 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
 
 
 def _settings_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
-    groups = groups_by_setting()
+    groups = effects_of_flags()
     different = []
     for name in dict.fromkeys([*run_a.settings, *run_b.settings]):
         a = run_a.settings.get(name)

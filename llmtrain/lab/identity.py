@@ -7,9 +7,9 @@ Both follow from what each flag says it affects (see :func:`llmtrain.config.flag
 from collections.abc import Mapping
 from typing import TypeVar
 
-from llmtrain.config.flags import flags_of
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
+from llmtrain.training.settings import effects_of_flags
 from llmtrain.types import JsonObject
 
 T = TypeVar("T")
@@ -35,17 +35,6 @@ METADATA = {
 _OTHER_KEYS_OF_BITS = ("mixed_precision", "versions")
 
 
-def groups_by_setting() -> dict[str, list[str]]:
-    """Return for each flag of this package which parts of a run it affects."""
-    from llmtrain.training.settings import CONFIGS
-
-    groups = {}
-    for config in CONFIGS:
-        for name, field in flags_of(config).items():
-            groups[name] = (field.metadata["affects"] or config.affects).split()
-    return groups
-
-
 def compared_settings(settings: Mapping[str, T], *, is_bitwise: bool = False) -> dict[str, T]:
     """Return the settings that make another run, apart from the seed.
 
@@ -59,7 +48,7 @@ def compared_settings(settings: Mapping[str, T], *, is_bitwise: bool = False) ->
             The settings of the layout are then compared.
     """
     left_out = {"seed", "nowhere"} if is_bitwise else {"seed", "nowhere", "layout"}
-    groups = groups_by_setting()
+    groups = effects_of_flags()
     return {
         name: value
         for name, value in settings.items()
@@ -77,7 +66,7 @@ def may_bits_differ(run_a: History, run_b: History) -> bool:
     if not run_a.starts or not run_b.starts:
         return True
 
-    for name, groups in groups_by_setting().items():
+    for name, groups in effects_of_flags().items():
         if "layout" in groups and run_a.settings.get(name) != run_b.settings.get(name):
             return True
 

@@ -1,16 +1,18 @@
 """Which tokenised rows of two runs differ, as far as this machine's cache still has them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from llmtrain.console import pluralize
-from llmtrain.files import json_text
+from llmtrain.files import cache_folder, json_text
+from llmtrain.lab.tokenizer import load_tokenizer
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
-    from llmtrain.data.packing import TokenRows
+    import pyarrow
 
 _ROWS_AT_A_TIME = 4096
 _COMPARED_COLUMNS = ("input_ids", "labels")
@@ -49,13 +51,12 @@ def describe_row_difference(run_a: History, run_b: History) -> str | None:
 
 
 def _describe_split(split: str, run_a: History, run_b: History) -> str | None:
-    from llmtrain.data.packing import TokenRows
-
     key = "source_rows" if split == "train" else "eval_source_rows"
     tables = []
     for run in (run_a, run_b):
         count = len(run.record[key])
-        tables.append(TokenRows.open([_entry(run) / f"{split}-{i}.arrow" for i in range(count)]))
+        paths = [_entry(run) / f"{split}-{i}.arrow" for i in range(count)]
+        tables.append(_read_rows(paths))
     rows_a, rows_b = tables
 
     difference = _difference_of(rows_a, rows_b)
@@ -64,7 +65,7 @@ def _describe_split(split: str, run_a: History, run_b: History) -> str | None:
 
     common = min(len(rows_a), len(rows_b))
     texts = [
-        _text_at(run, rows[difference.row]["input_ids"], difference.position)
+        _text_at(run, rows["input_ids"][difference.row].as_py(), difference.position)
         for run, rows in ((run_a, rows_a), (run_b, rows_b))
     ]
     return (
@@ -75,44 +76,51 @@ def _describe_split(split: str, run_a: History, run_b: History) -> str | None:
 
 def _entry(run: History) -> Path:
     """Return the entry of the cache that holds the rows of a run."""
-    from llmtrain.data.cache import cache_folder
-
     return cache_folder() / str(run.record["cache_entry"] or "absent")
 
 
-def _difference_of(rows_a: "TokenRows", rows_b: "TokenRows") -> _Difference | None:
-    """Compare the rows that two tables have in common; ``None`` if they are the same."""
-    from llmtrain.data.packing import as_matrices
+def _read_rows(paths: Sequence[Path]) -> "pyarrow.Table":
+    """Map the tokenised rows of several files into memory, one file after the other."""
+    import pyarrow
 
+    streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
+    return pyarrow.concat_tables(stream.read_all() for stream in streams)
+
+
+def _difference_of(rows_a: "pyarrow.Table", rows_b: "pyarrow.Table") -> _Difference | None:
+    """Compare the rows that two tables have in common; ``None`` if they are the same."""
     total = 0
     first: tuple[int, int] | None = None
     for start in range(0, min(len(rows_a), len(rows_b)), _ROWS_AT_A_TIME):
-        length = min(_ROWS_AT_A_TIME, len(rows_a) - start, len(rows_b) - start)
-        differs = np.zeros((length, 0), dtype=bool)
+        block_a = rows_a.slice(start, min(_ROWS_AT_A_TIME, len(rows_b) - start))
+        block_b = rows_b.slice(start, len(block_a))
+        differs = np.zeros((len(block_a), 0), dtype=bool)
         for column in _COMPARED_COLUMNS:
-            if column in rows_a.column_names and column in rows_b.column_names:
-                blocks = [
-                    np.concatenate(as_matrices(rows.data.column(column).slice(start, length)))
-                    for rows in (rows_a, rows_b)
-                ]
+            if column in block_a.column_names and column in block_b.column_names:
                 # Rows of other lengths cannot be compared: this raises ValueError.
-                differs = np.concatenate([differs, np.not_equal(*blocks)], axis=1)
+                unequal = np.not_equal(_matrix(block_a[column]), _matrix(block_b[column]))
+                differs = np.concatenate([differs, unequal], axis=1)
 
         different_rows = np.flatnonzero(differs.any(axis=1))
         total += len(different_rows)
         if first is None and len(different_rows):
             row = int(different_rows[0])
-            width = len(rows_a[0]["input_ids"])
+            width = len(rows_a["input_ids"][0])
             first = start + row, int(differs[row].argmax()) % width
     return None if first is None else _Difference(total=total, row=first[0], position=first[1])
 
 
+def _matrix(column: "pyarrow.ChunkedArray") -> np.ndarray:
+    """Return a column of lists with the same length as an array [rows, length]."""
+    tokens = column.combine_chunks().flatten()
+    return np.asarray(tokens).reshape(len(column), -1)
+
+
 def _text_at(run: History, tokens: list[int], position: int) -> str:
     """Return the text from a position of a row on, in quotes."""
-    from llmtrain.data import tokenizer as tok
-
-    trained = tok.is_trained(str(run.record["tokenizer"]))
-    tokenizer = tok.load_tokenizer(str(_entry(run) / "tokenizer"), trained=trained)
+    tokenizer = load_tokenizer(_entry(run) / "tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"{_entry(run)} holds no tokenizer")
     text = tokenizer.decode(tokens[position : position + _SHOWN_TOKENS])
     return json_text(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -255,6 +256,32 @@ def runs_in(folder: Path) -> list[Path]:
         # os.walk goes on with the names that are left in this list, in its order.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
     return runs
+
+
+def candidate_folders(output_dir: str) -> Iterator[Path]:
+    """Yield the folders that a run may use: ``output_dir``, then with -2, -3, ... at its end."""
+    base = Path(output_dir)
+    if not base.name or base.name == "..":
+        base = base.resolve()
+    if not base.name:
+        raise UserError(f"--output_dir {output_dir} cannot be a run folder; use one inside it.")
+
+    yield base
+    for number in itertools.count(2):
+        yield base.with_name(f"{base.name}-{number}")
+
+
+def is_free(folder: Path) -> bool:
+    """Return whether a folder is absent or holds only leftovers.
+
+    Raises:
+        UserError: if ``folder`` is a file.
+    """
+    if not folder.exists():
+        return True
+    if not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file; use the name of a folder.")
+    return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
 def read_lines(path: Path) -> list[JsonObject]:

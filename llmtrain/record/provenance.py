@@ -7,22 +7,19 @@ resumed only by a command that has the same fingerprint.
 import ast
 import contextlib
 import hashlib
-import importlib.metadata
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-from llmtrain._version import __version__
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.parallel.team import Team
 from llmtrain.types import JsonObject
+from llmtrain.versions import versions
 
-_PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages
 # Flags that may differ between machines: paths, and what only rank 0 does.
 _LOCAL_FLAGS = {
@@ -47,23 +44,6 @@ def digest(content: JsonObject) -> str:
     return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
 
 
-def version_of(package: str) -> str:
-    """Return the version of a package, or an empty string if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of every package that the numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        "llmtrain": version_of("llmtrain") or __version__,
-        **{package: version_of(package) or "absent" for package in _PACKAGES},
-    }
-
-
 def code_digest() -> str:
     """Return one sha256 over all the code that :func:`code_digests` covers."""
     return digest(code_digests())
@@ -72,7 +52,7 @@ def code_digest() -> str:
 def code_digests() -> dict[str, str]:
     """Return the sha256 of the code that runs.
 
-    Installed packages are left out: :func:`versions` has those that matter.
+    Installed packages are left out: :func:`llmtrain.versions.versions` has those that matter.
 
     Returns:
         A sha256 for ``package``, for ``script``, and for each helper module by its file name.

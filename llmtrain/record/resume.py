@@ -1,7 +1,6 @@
 """Choose the folder that a run lives in, and the checkpoint that it resumes from."""
 
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -16,6 +15,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
+from llmtrain.record.history import candidate_folders, is_free
 from llmtrain.record.provenance import digest, named_difference
 from llmtrain.types import JsonObject
 
@@ -185,19 +185,6 @@ def _continued(
     return point._replace(reason=f"resumes from step {point.step}")
 
 
-def candidate_folders(output_dir: str) -> Iterator[Path]:
-    """Yield the folders that a run may use: ``output_dir``, then with -2, -3, ... at its end."""
-    base = Path(output_dir)
-    if not base.name or base.name == "..":
-        base = base.resolve()
-    if not base.name:
-        raise UserError(f"--output_dir {output_dir} cannot be a run folder; use one inside it.")
-
-    yield base
-    for number in itertools.count(2):
-        yield base.with_name(f"{base.name}-{number}")
-
-
 def newest_model(output_dir: str, command: str) -> str:
     """Return the model folder of the newest finished fine-tuning run next to a run's folder.
 
@@ -237,19 +224,6 @@ def _is_finished_fine_tuning(folder: Path) -> bool:
     takes_model = isinstance(settings, dict) and "model_name_or_path" in settings
     task = record.get("task")
     return task == "conversations" or (task == "text" and takes_model)
-
-
-def is_free(folder: Path) -> bool:
-    """Return whether a folder is absent or holds only leftovers.
-
-    Raises:
-        UserError: if ``folder`` is a file.
-    """
-    if not folder.exists():
-        return True
-    if not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file; use the name of a folder.")
-    return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
 
 
 def lock_of(folder: Path) -> filelock.FileLock:

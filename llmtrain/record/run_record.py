@@ -11,10 +11,11 @@ import torch
 from llmtrain.console import in_notebook
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.history import History
-from llmtrain.record.provenance import code_digest, digest, git_commit, versions
+from llmtrain.record.provenance import code_digest, digest, git_commit
 from llmtrain.record.resume import ResumePoint
 from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
+from llmtrain.versions import versions
 
 
 def run_record(

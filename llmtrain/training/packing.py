@@ -1,7 +1,7 @@
 """Decide how rows are packed for a model, before they are made."""
 
-from llmtrain.data.cache import cache_folder
 from llmtrain.data.config import PairConfig
+from llmtrain.files import cache_folder
 from llmtrain.models.architecture import check_causal_lm_class
 from llmtrain.models.packing_support import packing_support
 from llmtrain.training.settings import AnySettings

@@ -23,7 +23,7 @@ from llmtrain.training.activations import (
 )
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
-from llmtrain.training.recipe_model import RecipeModel
+from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
 
 # Trained weights are float32, and so are their gradients and their optimizer state.
 _FLOAT32_BYTES = 4
@@ -131,6 +131,21 @@ class Memory:
         self._muon_matrices = {
             name: p for name, p in recipe.model.named_parameters() if p in muon_matrices
         }
+
+    @classmethod
+    def of_recipe(cls, path: str, flags: list[str], precision: str, on_gpu: bool) -> "Memory":
+        """Return the memory that a recipe needs.
+
+        Args:
+            path: path of the recipe.
+            flags: its flags.
+            precision: mixed precision, ``no`` or ``bf16``.
+            on_gpu: whether it is trained on GPUs.
+
+        Raises:
+            UserError: if the file is not a recipe, or its model cannot be built without weights.
+        """
+        return cls(build_recipe_model(path, flags, precision), on_gpu)
 
     # --- what a process has
 

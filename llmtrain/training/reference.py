@@ -19,11 +19,11 @@ import torch
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, say
-from llmtrain.data.cache import cache_folder
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.files import cache_folder
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team

@@ -21,10 +21,11 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
-from llmtrain.record.provenance import digest, versions
+from llmtrain.record.provenance import digest
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.run import Run
 from llmtrain.types import JsonObject, ModelFormat, Weights
+from llmtrain.versions import versions
 
 
 def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from llmtrain.config.command_line import COMMAND_LINE
-from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, flags_of, require_at_least
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
@@ -448,3 +448,12 @@ CONFIGS: tuple[type[Config], ...] = (
     LogConfig,
     RunConfig,
 )
+
+
+def effects_of_flags() -> dict[str, list[str]]:
+    """Return for each flag which parts of a run it affects."""
+    effects = {}
+    for config in CONFIGS:
+        for name, config_field in flags_of(config).items():
+            effects[name] = (config_field.metadata["affects"] or config.affects).split()
+    return effects

@@ -10,7 +10,8 @@ from typing import IO
 import pytest
 
 from llmtrain.data import cache
-from llmtrain.data.cache import cache_folder, file_digest
+from llmtrain.data.cache import file_digest
+from llmtrain.files import cache_folder
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from llmtrain.launching.children import (
     run_to_end,
 )
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
-from llmtrain.record.history import History, is_run
+from llmtrain.record.history import History, candidate_folders, is_free, is_run
 from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 
@@ -115,8 +115,6 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
 
 
 def _output_dir(settings: Mapping[str, "Setting"]) -> Path:
-    from llmtrain.record.resume import candidate_folders
-
     return next(candidate_folders(settings["output_dir"].value))
 
 
@@ -127,7 +125,6 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
         UserError: if it is neither.
     """
     from llmtrain.lab.identity import compared_settings
-    from llmtrain.record.resume import is_free
 
     if is_free(folder):
         return
@@ -162,8 +159,6 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
         entry: its value and origin in ``run.json``.
         max_steps: the steps of the run.
     """
-    from llmtrain.training.steps import steps_of
-
     was_set = entry.get("from", "recipe") != "recipe"
     if not setting.is_set and not was_set:
         return True
@@ -173,8 +168,8 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
     if value == "auto":  # the run has recorded the choice
         return True
     if isinstance(recorded, int) and isinstance(value, float) and 0 < value < 1:
-        # A fraction of the run, which records it as steps.
-        value = steps_of(value, max_steps)
+        # A fraction of the run, which records it as steps, rounded up.
+        return abs(recorded - value * max_steps) < 1
     return bool(value == (None if recorded == [] else recorded))
 
 

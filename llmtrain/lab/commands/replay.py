@@ -293,11 +293,11 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
+    from llmtrain.lab.tokenizer import load_tokenizer
     from llmtrain.model_folders import model_folder
-    from llmtrain.models.generation import tokenizer_of
 
     try:
-        tokenizer = tokenizer_of(model_folder(str(run_folder)))
+        tokenizer = load_tokenizer(Path(model_folder(str(run_folder))))
     except UserError:  # the run has no checkpoint yet
         tokenizer = None
 

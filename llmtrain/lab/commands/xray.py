@@ -18,6 +18,7 @@ from llmtrain.launching.children import (
     short_run_flags,
 )
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.record.history import candidate_folders, is_free
 from llmtrain.types import JsonObject
 
 EXAMPLES = (
@@ -81,8 +82,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _record(arguments: argparse.Namespace) -> Path:
     """Run the recipe until the last step to record, and return the run folder."""
-    from llmtrain.record.resume import candidate_folders, is_free
-
     processes = process_count(
         arguments.processes, arguments.config_file, default=max(2, gpu_count())
     )

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import filelock
 import psutil
 import torch
 
@@ -23,8 +24,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.record.provenance import version_of, versions
-from llmtrain.record.resume import lock_of
+from llmtrain.versions import version_of, versions
 
 # The levels of a finding.
 GOOD = "good"
@@ -258,7 +258,7 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
             for _ in range(2):  # a bucket that is mounted without a cache takes only new files
                 with Path(scratch, "log").open("a") as log:
                     log.write("1\n")
-            with lock_of(Path(scratch)).acquire(blocking=False):
+            with filelock.FileLock(Path(scratch) / ".lock").acquire(blocking=False):
                 pass
     except OSError as error:
         yield Finding(

@@ -31,7 +31,6 @@ from llmtrain.lab.plan.speed import (
 from llmtrain.launching.children import gpu_count
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
-from llmtrain.training.recipe_model import build_recipe_model
 
 # Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)
@@ -137,9 +136,7 @@ def make_plan(request: PlanRequest) -> Plan:
     _check(request)
     device, cluster = _hardware(request)
     precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
-    memory = Memory(
-        build_recipe_model(request.recipe, request.flags, precision), on_gpu=cluster.nccl
-    )
+    memory = Memory.of_recipe(request.recipe, request.flags, precision, on_gpu=cluster.nccl)
     plan = Plan(
         memory=memory,
         device=device,

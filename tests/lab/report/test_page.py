@@ -15,11 +15,12 @@ import pytest
 
 from llmtrain.config.flags import Config, flag
 from llmtrain.lab.diff import compare, metadata_differences
-from llmtrain.lab.identity import groups_by_setting
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
+from llmtrain.training import settings
+from llmtrain.training.settings import effects_of_flags
 from tests.test_cli import ended
 
 CHROMIUM = (
@@ -348,7 +349,7 @@ class Some(Config):
 def test_what_differs_is_grouped_by_where_its_flag_acts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=(Some,)))
+    monkeypatch.setattr(settings, "CONFIGS", (Some,))
     one, other = (
         History.of_run(
             make(
@@ -400,7 +401,7 @@ ACTS = {
 def test_every_flag_of_the_package_says_where_it_acts() -> None:
     pytest.importorskip("llmtrain.training.settings", exc_type=ImportError)
     known = {"data", "model", "update", "pass", "gradient", "layout", "seed", "nowhere"}
-    groups = groups_by_setting()
+    groups = effects_of_flags()
     assert {group for acts in groups.values() for group in acts} <= known
     assert {name: groups.get(name) for name in ACTS} == ACTS
 
