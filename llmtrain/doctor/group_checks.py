@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from llmtrain.doctor.local_checks import BAD, DOUBTFUL, GOOD, Finding, nearest_existing
 from llmtrain.errors import first_line
 from llmtrain.parallel.team import Team
-from llmtrain.record.provenance import versions
+from llmtrain.record.running_code import versions
 
 _MESSAGE_BYTES = 2**24  # of the tensor that is sent
 _SLOW_LINK_SHARE = 0.5  # of the median rate; a link below it is slow

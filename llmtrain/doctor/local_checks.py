@@ -23,8 +23,8 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.record.provenance import version_of, versions
 from llmtrain.record.resume import lock_of
+from llmtrain.record.running_code import version_of, versions
 
 # The levels of a finding.
 GOOD = "good"

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
+    digest,
     json_text,
     new_folder,
     read_hashed,
@@ -41,7 +42,6 @@ from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
 from llmtrain.record.format import check_not_newer, version_fault, with_version
-from llmtrain.record.provenance import digest
 from llmtrain.record.tensors import Share, unchanged, write_tensors
 from llmtrain.types import JsonObject, ModelWriter, TensorConverter, Weights
 

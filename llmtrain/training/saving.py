@@ -12,12 +12,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.files import digest
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
 from llmtrain.record.loading import check_finite, load_weights, tensors_from_main
-from llmtrain.record.provenance import digest, versions
+from llmtrain.record.running_code import versions
 from llmtrain.training.run import Run
 from llmtrain.types import JsonObject
 

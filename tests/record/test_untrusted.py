@@ -21,6 +21,7 @@ from transformers.integrations import hub_kernels
 from llmtrain.commands.eval import _answers_path
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.files import digest
 from llmtrain.models.adapters import adapted_model, merged_model
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
@@ -31,7 +32,6 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
-from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensors import read_tensors
