@@ -22,7 +22,8 @@ from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.experts import balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import is_hub_kernel, local_folder, origin_of
+from llmtrain.models.hub_models import local_folder, origin_of
+from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe

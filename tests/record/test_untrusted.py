@@ -27,7 +27,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.models.hub_safety import load_causal_lm, origin_of
+from llmtrain.models.hub_models import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
