@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.models.attention import ATTENTION_NAME
+from llmtrain.models.balancing_loss import is_mixture_of_experts
 from llmtrain.models.documents import Documents
-from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
     linear_logits,
