@@ -19,9 +19,9 @@ from torch import nn
 
 from llmtrain.errors import first_line
 from llmtrain.files import json_text, read_object, write_json
-from llmtrain.models.architecture import model_configuration
 from llmtrain.models.causal_lm import has_recurrence_kernels, make_causal_lm
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.meta_models import model_configuration
 from llmtrain.models.miniature import ROW_LENGTH, miniatures
 from llmtrain.models.probe import leaks, probe, shares_prompts
 

@@ -1,4 +1,4 @@
-"""Build Hugging Face models without weights, from their configuration."""
+"""Build Hugging Face models on the meta device, without weights, from their configuration."""
 
 import contextlib
 import functools
