@@ -121,6 +121,11 @@ def json_text(content: object, indent: int | None = None, **options: Any) -> str
         return json.dumps(finite(content), indent=indent, **options)
 
 
+def digest(content: "JsonObject") -> str:
+    """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
+    return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
+
+
 def append_json_line(path: Path, content: "JsonObject") -> None:
     """Append one line of JSON to a file; see :func:`json_text`.
 

@@ -165,7 +165,7 @@ def _answers_path(
     from llmtrain.data.cache import file_digest
     from llmtrain.errors import as_user_error
     from llmtrain.files import cache_folder, json_text
-    from llmtrain.models.hub_safety import commit_of
+    from llmtrain.models.hub_models import commit_of
 
     commit = None
     if not Path(source).is_dir():

@@ -15,13 +15,8 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, write_json
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_safety import (
-    DATA_ONLY,
-    load_causal_lm,
-    local_folder,
-    origin_of,
-    refuse_pickles,
-)
+from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
+from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 
 if TYPE_CHECKING:
     from peft import PeftModel

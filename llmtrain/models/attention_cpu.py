@@ -186,7 +186,9 @@ class _BlockwiseAttention(torch.autograd.Function):
                 if starts is not None:
                     masked = positions[block.keys] < starts[block.rows, block.queries, None]
             if masked is not None:
-                _mask_all_heads(scores, masked, heads)
+                # All heads of a row share its mask.
+                scores_by_head = scores.view(-1, heads, *scores.shape[1:])
+                scores_by_head.masked_fill_(masked[:, None], float("-inf"))
 
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[flat_rows, block.queries] = torch.bmm(probabilities[-1], v[flat_rows, block.keys])
@@ -239,11 +241,6 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _mask_all_heads(scores: Tensor, masked: Tensor, heads: int) -> None:
-    """Set scores [R * H, Q, K] to -inf, in place, wherever ``masked`` [R, Q, K] is true."""
-    scores.view(-1, heads, *scores.shape[1:]).masked_fill_(masked[:, None], float("-inf"))
 
 
 def _flat_rows(block: Block, heads: int) -> slice:

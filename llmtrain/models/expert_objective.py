@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.experts import (
+from llmtrain.models.balancing_loss import (
     balancing_loss,
     count_choices,
     expert_weights,
     routed_positions,
     router_logits_of,
 )
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import targets_of
 from llmtrain.models.probe import example_tokens, probe_length, probe_output, trying
 from llmtrain.types import Batch, LossSums, Objective, StepTotals

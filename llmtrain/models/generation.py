@@ -13,7 +13,8 @@ from llmtrain.files import read_object
 from llmtrain.model_folders import holds_model, is_adapter
 from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import gives_scores, how_to_load, module_class_of
-from llmtrain.models.hub_safety import DATA_ONLY, load_causal_lm, refuse_pickles
+from llmtrain.models.hub_models import load_causal_lm
+from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -325,15 +325,13 @@ class Layer(nn.Module):
         sin: Tensor,
         documents: Documents | None = None,
     ) -> Tensor:
-        x = x + self.drop(self._operator(self.operator_norm(x), cos, sin, documents), keys)
-        x = x + self.drop(self.feed_forward(self.ffn_norm(x)), keys_at(keys, 1))
-        return x
-
-    def _operator(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
+        normed = self.operator_norm(x)
         if self.has_attention:
-            x = self.self_attn(x, cos, sin, documents)
+            mixed = self.self_attn(normed, cos, sin, documents)
         else:
-            x = self.conv(x, documents)
+            mixed = self.conv(normed, documents)
+        x = x + self.drop(mixed, keys)
+        x = x + self.drop(self.feed_forward(self.ffn_norm(x)), keys_at(keys, 1))
         return x
 
 

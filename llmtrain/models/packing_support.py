@@ -19,9 +19,9 @@ from torch import nn
 
 from llmtrain.errors import first_line
 from llmtrain.files import json_text, read_object, write_json
-from llmtrain.models.architecture import model_configuration
 from llmtrain.models.causal_lm import has_recurrence_kernels, make_causal_lm
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.meta_models import model_configuration
 from llmtrain.models.miniature import ROW_LENGTH, miniatures
 from llmtrain.models.probe import leaks, probe, shares_prompts
 
@@ -78,12 +78,15 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
         )
 
     implementation = _attention_to_try(config, model_config)
+    values = model_config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        values.pop(name, None)  # the class does not depend on it
     key = [
         _VERSION,
         transformers.__version__,
         torch.__version__,
         class_name,
-        _relevant(model_config),
+        values,
         implementation,
         config.longest_row,
         has_recurrence_kernels() and torch.cuda.is_available(),
@@ -118,14 +121,6 @@ def _has_own_code(model_config: "PreTrainedConfig", trust_remote_code: bool) -> 
     return trust_remote_code and "AutoModelForCausalLM" in auto_map
 
 
-def _relevant(model_config: "PreTrainedConfig") -> dict[str, object]:
-    """Return a configuration without what the class does not depend on."""
-    values = model_config.to_dict()
-    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
-        values.pop(key, None)
-    return values
-
-
 def _attention_to_try(config: ModelConfig, model_config: "PreTrainedConfig") -> str | None:
     """Return the attention of transformers that a miniature uses; ``None`` for the class's own.
 
@@ -155,7 +150,9 @@ def _try(
     problem = ""
     for miniature in miniatures(model_config, row_length, _on_meta_device):
         try:
-            _check_size(miniature)
+            parameters = sum(weight.numel() for weight in _on_meta_device(miniature).parameters())
+            if parameters > _MOST_PARAMETERS:
+                raise ValueError(f"it has {parameters:,} parameters")
             packs, shares = _verdicts(miniature, implementation, min(row_length, ROW_LENGTH))
         except Exception as error:  # each class fails in its own way
             problem = problem or f"a small model of it fails: {first_line(error).rstrip('.')}"
@@ -167,12 +164,6 @@ def _try(
         shares_prompts=False,
         problem=problem or "it accepts no small sizes",
     )
-
-
-def _check_size(miniature: "PreTrainedConfig") -> None:
-    parameters = sum(weight.numel() for weight in _on_meta_device(miniature).parameters())
-    if parameters > _MOST_PARAMETERS:
-        raise ValueError(f"it has {parameters:,} parameters")
 
 
 def _verdicts(

@@ -27,7 +27,7 @@ But ``from_pretrained`` (transformers 5.23) cannot do the following:
 
 Without sharding, ``from_pretrained`` loads the same weights. It is not used for that, because it
 would be a second path with separate checks. Quantized models are loaded with it, since they are
-never sharded (:mod:`llmtrain.models.architecture`).
+never sharded (:mod:`llmtrain.models.meta_models`).
 """
 
 import copy

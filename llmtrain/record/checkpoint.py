@@ -22,9 +22,8 @@ from pathlib import Path
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import read_hashed, read_object, temporary_sibling
+from llmtrain.files import digest, read_hashed, read_object, temporary_sibling
 from llmtrain.record.format import check_not_newer, version_fault
-from llmtrain.record.provenance import digest
 from llmtrain.types import JsonObject
 
 MANIFEST = "MANIFEST.json"

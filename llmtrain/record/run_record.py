@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from llmtrain.console import in_notebook
+from llmtrain.files import digest
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.history import History
-from llmtrain.record.provenance import code_digest, digest, git_commit
 from llmtrain.record.resume import ResumePoint
+from llmtrain.record.running_code import code_digest, git_commit
 from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 from llmtrain.versions import versions

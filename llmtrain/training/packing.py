@@ -2,7 +2,7 @@
 
 from llmtrain.data.config import PairConfig
 from llmtrain.files import cache_folder
-from llmtrain.models.architecture import check_causal_lm_class
+from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.packing_support import packing_support
 from llmtrain.training.settings import AnySettings
 

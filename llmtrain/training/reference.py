@@ -23,11 +23,10 @@ from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder
+from llmtrain.files import cache_folder, digest
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
-from llmtrain.record.provenance import digest
 from llmtrain.types import ModelBundle
 
 _ROWS_PER_PASS = 4

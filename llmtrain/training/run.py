@@ -24,9 +24,9 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History, as_numbers, read_lines
 from llmtrain.record.output import OUTPUT_FILE, copied_output
-from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_description import check_ranks_agree, run_description
 from llmtrain.record.run_record import run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals

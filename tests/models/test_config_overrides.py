@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoConfig
 
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import configuration_of
 from llmtrain.models.config import ModelConfig, parse_overrides
+from llmtrain.models.meta_models import configuration_of
 
 
 def head_dim_of(source: str, overrides: str) -> int | None:

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
+from llmtrain.models.balancing_loss import balancing_loss, routed_positions
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.experts import balancing_loss, routed_positions
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import place

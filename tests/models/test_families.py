@@ -25,12 +25,12 @@ from transformers import (
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.architecture import configuration_of
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import add_lora
+from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe_output
 from llmtrain.models.weight_loading import random_weights

@@ -71,7 +71,7 @@ def load(
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of small pretrained models; those named tied have one matrix for embedding and head."""
-    from llmtrain.models.architecture import configuration_of
+    from llmtrain.models.meta_models import configuration_of
 
     made: dict[str, Path] = {}
 

@@ -160,7 +160,7 @@ def test_the_card_names_the_loss(
 def test_padding_is_the_tokenizers_even_if_its_id_is_zero() -> None:
     """Transformers scores the last token that is not padding."""
     from llmtrain.data import tokenizer as tok
-    from llmtrain.models.architecture import build_model
+    from llmtrain.models.meta_models import build_model
 
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
     words.add_special_tokens({"eos_token": "<|end|>"})

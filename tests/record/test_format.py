@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
+from llmtrain.files import digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.history import History
-from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
 from tests.test_cli import ended
 from tests.test_runs import save

@@ -10,8 +10,8 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.team import THIS_RANK, Team
-from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.resume import choose_folder
+from llmtrain.record.run_description import check_ranks_agree, run_description
 
 
 def failing(error: Exception) -> Callable[[], None]:

@@ -22,17 +22,17 @@ from transformers.integrations import hub_kernels
 from llmtrain.commands.eval import _answers_path
 from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.files import digest
 from llmtrain.models.adapters import adapted_model, merged_model
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.models.hub_safety import load_causal_lm, origin_of
+from llmtrain.models.hub_models import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
-from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver, write_model
 from llmtrain.record.tensor_files import read_tensors

@@ -87,7 +87,7 @@ def test_an_error_of_one_rank_alone_is_said_too(text_file: Path, tmp_path: Path)
     [
         ("argv += ['--dataset', OTHER]", "data: "),  # as two machines that share no disk could
         pytest.param(
-            "provenance.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form
+            "run_description.versions = lambda: {'torch': '1.0'}", "versions: ", marks=long_form
         ),
         pytest.param(
             "argv += ['--per_device_train_batch_size', '4']",
@@ -104,7 +104,7 @@ def test_ranks_that_are_apart_stop_before_anything_is_written(
     script = tmp_path / "apart.py"
     script.write_text(
         "import os, sys\nsys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
-        "from llmtrain.record import provenance\n"
+        "from llmtrain.record import run_description\n"
         f"OTHER = {str(other)!r}\n"
         f"argv = [*{TINY}, '--output_dir', {str(out)!r}, '--dataset', {str(text_file)!r}]\n"
         f"if os.environ['RANK'] == '1':\n    {on_rank_1}\n"

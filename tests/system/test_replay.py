@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.commands import replay
+from llmtrain.lab.commands import replay
 from tests.forked import run_forked
 from tests.launching import GPT, PYTHON, TINY, long_form, metrics, torchrun
 from tests.test_cli import ended

@@ -12,8 +12,8 @@ import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.models import packing_support, short_convolution
-from llmtrain.models.architecture import configuration_of
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.packing_support import PackingSupport
 from llmtrain.parallel.placement import place
 from recipes import finetune, preference

@@ -48,16 +48,13 @@ class Trackio(ContinuingTracker):
         self._sending: deque[tuple[float, Position]] = deque()  # when each position was logged
 
     def _begin(self, earlier_id: str | None) -> GeneralTracker:
-        tracker = self._start(self.run.project, name=self._id_of_run(), resume="allow")
+        tracker = self._start(self.run.project, name=self._id_of_inner(), resume="allow")
         if earlier_id is not None:
             # Trackio replaces the config of the run in each start.
             tracker.store_init_configuration(plain(self.run.config))
         return tracker
 
     def _id_of_inner(self) -> str:
-        return self._id_of_run()
-
-    def _id_of_run(self) -> str:
         return f"{self.run.name}-{self.run.run_id}"
 
     def log(self, numbers: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Build Hugging Face models without weights, from their configuration."""
+"""Build Hugging Face models on the meta device, without weights, from their configuration."""
 
 import contextlib
 import functools
@@ -12,12 +12,8 @@ from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.hub_safety import (
-    load_causal_lm,
-    local_folder,
-    refuse_hub_attention,
-    refuse_pickles,
-)
+from llmtrain.models.hub_models import load_causal_lm, local_folder
+from llmtrain.models.hub_safety import refuse_hub_attention, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import load_buffers
 

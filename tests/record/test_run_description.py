@@ -2,19 +2,19 @@
 
 import importlib
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.record import provenance
-from llmtrain.record.provenance import (
+from llmtrain.record.run_description import (
     check_ranks_agree,
-    code_digest,
     named_difference,
     run_description,
 )
+from llmtrain.record.running_code import code_digest, git_commit
 from tests.record.test_team import Two
 
 ImportHelper = Callable[[str], Path]
@@ -45,7 +45,7 @@ def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper
 
     yield go
     for name in ("llmtrain_helper", "llmtrain_nested", "llmtrain_installed"):
-        provenance.sys.modules.pop(name, None)
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", ["llmtrain_helper.py", "lib/llmtrain_nested.py"])
@@ -134,17 +134,17 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_the_commit_of_a_run_says_whether_files_were_changed_since(script: Path) -> None:
-    assert provenance.git_commit() is None
+    assert git_commit() is None
 
     git(script.parent, "init", "-q")
     git(script.parent, "add", "train.py")
     git(script.parent, "commit", "-qm", "first")
     commit = git(script.parent, "rev-parse", "HEAD")
     (script.parent / "notes.txt").write_text("an untracked file")
-    assert provenance.git_commit() == commit
+    assert git_commit() == commit
 
     script.write_text("RATE = 2\n")
-    assert provenance.git_commit() == f"{commit}-dirty"
+    assert git_commit() == f"{commit}-dirty"
 
 
 BEFORE = {
