@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from llmtrain.types import JsonObject
+    from llmtrain.json_types import JsonObject
 
 EXAMPLES = (
     "llmtrain eval runs/finetune --tasks hellaswag arc_easy",

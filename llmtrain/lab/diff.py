@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.identity import METADATA, flat_record, groups_by_setting, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
-from llmtrain.types import Json, JsonObject
 
 
 class Link(NamedTuple):

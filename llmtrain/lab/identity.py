@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from llmtrain.config.flags import flags_of
+from llmtrain.json_types import JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
-from llmtrain.types import JsonObject
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_hashed
+from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_adapter
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

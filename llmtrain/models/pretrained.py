@@ -15,6 +15,10 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.model_bundle import ModelBundle, Weights
+from llmtrain.interfaces.objective import Objective
+from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.architecture import build_model
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
@@ -28,7 +32,6 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.weight_loading import random_weights, stored_weights
-from llmtrain.types import Batch, JsonObject, ModelBundle, Objective, Weights
 
 if TYPE_CHECKING:
     from transformers import (

@@ -19,8 +19,8 @@ from typing import Any
 from llmtrain._version import __version__
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.team import Team
-from llmtrain.types import JsonObject
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of installed packages

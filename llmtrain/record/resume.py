@@ -14,10 +14,10 @@ import filelock
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, read_object
+from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import digest, named_difference
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from llmtrain.console import in_notebook
+from llmtrain.json_types import JsonObject
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.history import History
 from llmtrain.record.provenance import code_digest, digest, git_commit, versions
 from llmtrain.record.resume import ResumePoint
-from llmtrain.secrets import redacted
-from llmtrain.types import JsonObject
+from llmtrain.redaction import redacted
 
 
 def run_record(

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.batches import Batch
 from llmtrain.parallel.blocks import blocks_of, reshard
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch
 
 # Compiling takes 10 to 60 seconds and saves a tenth of the time or more. It is not worth trying
 # for a run with fewer seconds of steps to come, for each shape that is compiled.

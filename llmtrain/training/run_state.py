@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelFormat, Weights
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
@@ -25,7 +27,6 @@ from llmtrain.record import checkpoint, saver
 from llmtrain.record.provenance import digest, versions
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.run import Run
-from llmtrain.types import JsonObject, ModelFormat, Weights
 
 
 def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:

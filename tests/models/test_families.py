@@ -25,6 +25,8 @@ from transformers import (
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import IGNORED, count_targets
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.architecture import configuration_of
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import LoraConfig, ModelConfig
@@ -38,7 +40,6 @@ from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
-from llmtrain.types import IGNORED, ModelBundle, count_targets
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
 from tests.models.some_rows import SomeRows

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import (
     gpu_count,
     has_too_few_gpus,
@@ -18,7 +19,6 @@ from llmtrain.launching.children import (
     short_run_flags,
 )
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
-from llmtrain.types import JsonObject
 
 EXAMPLES = (
     "llmtrain xray recipes/gpt.py",

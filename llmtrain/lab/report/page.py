@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.report.charts import (
     AXES,
     charts,
@@ -24,7 +25,6 @@ from llmtrain.lab.run_groups import RunGroup
 from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
-from llmtrain.types import JsonObject
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
