@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models import nll_kernels
-from llmtrain.shapes import padded_size
+from llmtrain.padded_sizes import padded_size
 
 
 def targets_of(labels: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ class ParallelConfig(Config):
         "bits; slower",
         hidden=True,
     )
-    torch_compile: Literal["auto", "always", "never"] | None = flag(
-        None,
-        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
-        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "auto",
+        "compile the model's blocks with torch.compile; auto: on a GPU, in a run of 2,000 steps or "
+        "more, but not with --bitwise",
         hidden=True,
         group="batch and memory",
     )

@@ -30,10 +30,11 @@ from llmtrain.observe.throughput import Throughput
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
+from llmtrain.training.summary import final_sample
 
 _SAMPLE_TOKENS = 64
 _COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
@@ -47,7 +48,6 @@ class Timing(Callback):
         self.engine = engine
         self.first_step = run.step
         self.phases = Phases(engine.device, engine.model)
-        self.syncs = GradientSyncs(engine.model)
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.progress = Progress(
             shown=engine.is_main,
@@ -66,7 +66,7 @@ class Timing(Callback):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+        with self.phases.watching(), self.heartbeat.beating():
             yield
 
     def on_train_begin(self) -> None:
@@ -79,9 +79,6 @@ class Timing(Callback):
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
-        # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
-        if phase == "count":
-            self.syncs.restart()
         self.phases.begin(phase, self.run.step)
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
@@ -205,37 +202,34 @@ class MemoryAdvice(LoopCallback):
 
 
 class WarmUp(LoopCallback):
-    """Chooses between compiled and eager code, with the first batch of this start."""
+    """Compiles the model, if the run does, with the first batch of this start."""
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if self.run.step > self.timing.first_step:
             return
         micro_batch = batch.batches[-1]  # any would do
-        steps_to_come = self.run.settings.optim.max_steps - self.run.step
+        shapes = count_shapes(self.run.rows.train)
 
         self.engine.set_phase(WARM_UP_PHASE)
         with self.timing.throughput.paused():
-            self.run.compiled = choose_compiled_or_eager(
-                self.engine,
-                micro_batch,
-                passes=steps_to_come * len(batch.batches),
-                mode=self._compile_mode(),
-                earlier_choice=self.run.compiled,
-                shapes=count_shapes(self.run.rows.train),
-            )
+            self.run.compiled = self._should_compile(shapes)
+            if self.run.compiled:
+                compile_blocks(self.engine, micro_batch, shapes)
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
             # them here, before its first step, so that it adds them like a run without a break.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
-    def _compile_mode(self) -> str:
-        """Return ``always``, ``never`` or ``auto``."""
-        on_gpu = self.engine.device.type == "cuda"
-        mode = self.settings.parallel.torch_compile or ("auto" if on_gpu else "never")
-        if mode == "auto" and not self.engine.may_choose_by_timing:
-            return "never"
-        return mode
+    def _should_compile(self, shapes: int) -> bool:
+        if self.settings.parallel.torch_compile != "auto":
+            return self.settings.parallel.torch_compile == "always"
+        if self.run.compiled is not None:
+            return self.run.compiled  # compiled code rounds differently, so a run keeps its choice
+        if self.settings.parallel.bitwise:
+            return False
+        steps = self.run.settings.optim.max_steps
+        return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
 class Replay(LoopCallback):
@@ -291,6 +285,16 @@ class CompareReplicas(LoopCallback):
 class Logging(LoopCallback):
     """Writes the metrics of a step."""
 
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self.syncs = GradientSyncs(self.engine.model)
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        return self.syncs.counting() if self.settings.log.log_rows else contextlib.nullcontext()
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.syncs.restart()
+
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self.run.log({"train/weight_norm": float(self.engine.weight_norm())})
@@ -312,12 +316,13 @@ class Logging(LoopCallback):
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(self.engine.weight_norm()),
             "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
-            "train/gradient_syncs": self.timing.syncs.count,
             **self.timing.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
+        if self.settings.log.log_rows:
+            entry["train/gradient_syncs"] = self.syncs.count
         self.timing.progress.show_entry(info.step, entry)
         self.run.log(entry)
 
@@ -503,20 +508,22 @@ class Finish(LoopCallback):
 
         wait_for_saves(run)
         if run.patience.is_over:
-            self._write_model()
-            run.outcome = Outcome("finished", run.patience.reason)
+            self._finish(run.patience.reason)
         elif run.step == run.settings.optim.max_steps:
-            self._write_model()
-            run.outcome = Outcome("finished", "all steps are done")
+            self._finish("all steps are done")
         else:
             reason = run.stop_reason or "asked to stop"
             run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
             self._say_how_to_resume(reason)
 
-    def _write_model(self) -> None:
+    def _finish(self, reason: str) -> None:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
-        load_best(self.run, self.engine)
-        write_model(self.run, self.engine)
+        run = self.run
+        load_best(run, self.engine)
+        write_model(run, self.engine)
+        self.engine.set_phase("a sample")
+        text = final_sample(self.engine, run.rows, run.folder / "model")
+        run.outcome = Outcome("finished", reason, sample=text)
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

@@ -20,8 +20,6 @@ from llmtrain.files import read_object
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import leave_group, seconds_since_start
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -65,10 +63,11 @@ LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class Outcome(NamedTuple):
-    """How a run has ended, as ``status.json`` records it."""
+    """How a run has ended. ``status.json`` records the state and the reason."""
 
     state: str  # ``finished``, ``preempted`` or ``failed``
     reason: str
+    sample: str = ""  # a text by the finished model, on rank 0
 
 
 _NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
@@ -106,6 +105,7 @@ class Run:
 
     Attributes:
         accelerator: the Accelerator of this run.
+        ranks: the ranks of the run, and where this process is among them.
         settings: all settings of the recipe.
         layout: how a global batch is divided among the ranks.
         rows: the rows to train and evaluate on.
@@ -130,6 +130,7 @@ class Run:
     """
 
     accelerator: Accelerator
+    ranks: Ranks
     settings: AnySettings
     layout: Layout
     rows: Tokenized
@@ -151,11 +152,6 @@ class Run:
     last_eval: EvalResult | None = None
     outcome: Outcome = _NOT_TRAINED
     log_listeners: list[LogListener] = field(default_factory=list)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that logs and writes files."""
-        return Ranks(self.accelerator).is_main
 
     @property
     def is_finished(self) -> bool:
@@ -241,11 +237,7 @@ class Run:
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(
-                self.folder,
-                question=self.rows.eval_prompt(),
-                opening=self.rows.train[0]["input_ids"][:1],
-            )
+            show_result(self.folder, self.rows, self.outcome.sample)
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
@@ -270,11 +262,8 @@ def open_run(
         UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
             be used.
     """
-    layout = Layout.of(
-        settings.data,
-        Ranks(accelerator).world_size,
-        bitwise=settings.parallel.bitwise,
-    )
+    ranks = Ranks(accelerator)
+    layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     settle_steps(settings, rows)  # for a recipe that does not call `place`
     if settings.eval.keeps_best and rows.eval is None:
         raise UserError(
@@ -282,7 +271,7 @@ def open_run(
             "--eval_fraction, or name eval data with --eval_dataset."
         )
     if not settings.run.dry_run:
-        rows = with_reference(accelerator, settings.optim.seed, rows, bundle)
+        rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -313,7 +302,7 @@ def open_run(
             say("run", f"{resume_point.folder} ({resume_point.reason})")
 
         run = _new_run(
-            accelerator,
+            ranks,
             settings,
             layout=layout,
             rows=rows,
@@ -326,12 +315,12 @@ def open_run(
         yield run
 
     leave_group()
-    if run.is_finished and run.is_main:
+    if run.is_finished and run.ranks.is_main:
         publish(run.folder / "model", settings.run.push_to_hub)
 
 
 def _new_run(
-    accelerator: Accelerator,
+    ranks: Ranks,
     settings: AnySettings,
     *,
     layout: Layout,
@@ -355,16 +344,17 @@ def _new_run(
         # Tokenising, loading the model and the reference pass have taken part of the time.
         deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
     return Run(
-        accelerator=accelerator,
+        accelerator=ranks.accelerator,
+        ranks=ranks,
         settings=settings,
         layout=layout,
         rows=rows,
         bundle=bundle,
         fingerprint=fingerprint,
         folder=resume_point.folder,
-        writer=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
+        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
         saver=saver,
-        metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
+        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=deadline,
         patience=Patience(
             settings.eval.early_stopping_patience,
@@ -391,7 +381,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         return _tracked(run)
 
     tracked = team.on_main(begin)
-    if is_sharded(run.accelerator):
+    if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
         run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
@@ -399,7 +389,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.ask_to_stop))
-        if run.is_main and "wandb" in trackers:
+        if run.ranks.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
         run.metrics.start(trackers, tracked)
@@ -468,19 +458,19 @@ def _tracked(run: Run) -> TrackedRun:
 
 def _record_addresses(run: Run) -> None:
     """Record the addresses of the run's pages at its trackers in ``run.json``."""
-    if run.is_main and run.metrics.addresses:
+    if run.ranks.is_main and run.metrics.addresses:
         record = read_object(run.folder / "run.json")
         run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
 
 
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
-    accelerator = run.accelerator
+    ranks = run.ranks
     start = {
-        "processes": Ranks(accelerator).world_size,
-        "sharded": sharding_of(accelerator).layout if is_sharded(accelerator) else None,
-        "device": accelerator.device.type,
-        "mixed_precision": accelerator.mixed_precision,
+        "processes": ranks.world_size,
+        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
+        "device": ranks.device.type,
+        "mixed_precision": run.accelerator.mixed_precision,
     }
     return run_record(
         run.folder,

@@ -256,7 +256,12 @@ class LogConfig(Config):
         "A:B records steps A to B; llmtrain xray RUN draws them",
         hidden=True,
     )
-    log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
+    log_rows: bool = flag(
+        False,
+        "write to rows.jsonl which rows each step trains on, and log how often each step reduces "
+        "gradients",
+        hidden=True,
+    )
     replay_step: int | None = flag(
         None,
         "write the loss of each row of this step to replay.json, and stop after it; the command "
