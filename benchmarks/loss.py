@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from benchmarks.comparison import Row, report
 from benchmarks.runs import figure, scratch
 from llmtrain.console import say
+from llmtrain.interfaces.batches import IGNORED
 from llmtrain.launching.process import launch
 from llmtrain.models.loss import linear_nll, summed_nll
-from llmtrain.types import IGNORED
 
 ROUNDS = 3
 ROWS, POSITIONS, WIDTH, VOCABULARY = 2, 1024, 512, 151_936

@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.config import PairConfig as PairConfig
     from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
+    from llmtrain.interfaces.callback import Callback as Callback
+    from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
+    from llmtrain.interfaces.objective import LossSums as LossSums
+    from llmtrain.interfaces.objective import Objective as Objective
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
@@ -39,10 +43,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
-    from llmtrain.types import Callback as Callback
-    from llmtrain.types import LossSums as LossSums
-    from llmtrain.types import ModelBundle as ModelBundle
-    from llmtrain.types import Objective as Objective
 
 # Each public name and the module that defines it.
 _MODULES = {
@@ -53,6 +53,10 @@ _MODULES = {
     "PairConfig": "llmtrain.data.config",
     "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
+    "Callback": "llmtrain.interfaces.callback",
+    "ModelBundle": "llmtrain.interfaces.model_bundle",
+    "LossSums": "llmtrain.interfaces.objective",
+    "Objective": "llmtrain.interfaces.objective",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",
@@ -76,10 +80,6 @@ _MODULES = {
     "loaders": "llmtrain.training.start",
     "place": "llmtrain.training.start",
     "start": "llmtrain.training.start",
-    "Callback": "llmtrain.types",
-    "LossSums": "llmtrain.types",
-    "ModelBundle": "llmtrain.types",
-    "Objective": "llmtrain.types",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings

@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from llmtrain.secrets import redacted
+from llmtrain.redaction import redacted
 
 
 def rank() -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from llmtrain.types import JsonObject
+    from llmtrain.json_types import JsonObject
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
 

@@ -5,11 +5,12 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import Objective
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.callbacks import Finish, LoopContext
 from llmtrain.training.run import Run
-from llmtrain.types import Batch, Objective
 
 
 def engine_of(

@@ -248,7 +248,7 @@ TABLE = [
 ]
 
 # Names that look private and are not: Python documents them, or they are our own.
-PUBLIC = {"os._exit", "_argument_group_name"}
+PUBLIC = {"os._exit", "group"}
 NAMED_TUPLE_METHODS = {"_asdict", "_replace", "_fields", "_make"}
 
 

@@ -19,8 +19,9 @@ import llmtrain as lt
 from benchmarks.gpu.recipe_loop import build_gpt
 from benchmarks.gpu.rows import text_rows
 from benchmarks.gpu.sizes import FULL, TINY, GPTSize
+from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.training.settings import AnySettings
-from llmtrain.types import Batch, LocalBatch, StepInfo, StepResult
 
 _ROWS = 64
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import (
     failure_message,
     gpu_count,
@@ -27,7 +28,6 @@ from llmtrain.record.tolerances import (
     weight_difference,
 )
 from llmtrain.shipped import shipped_config
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmtrain.json_types import JsonObject
     from llmtrain.parallel.ranks import Ranks
-    from llmtrain.types import JsonObject
 
 EXAMPLES = (
     "llmtrain eval runs/finetune --tasks hellaswag arc_easy",

@@ -18,8 +18,8 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
+    from llmtrain.json_types import JsonObject
     from llmtrain.models.generation import Sampling, TextModel
-    from llmtrain.types import JsonObject
 
 EXAMPLES = (
     'llmtrain generate runs/gpt --prompt "Return the"',

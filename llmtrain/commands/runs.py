@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.record.saved_checkpoints import SavedCheckpoint

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from llmtrain.data.grouping import LengthGrouping
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
-from llmtrain.types import IGNORED, Batch, LocalBatch, Trimming
 
 _POSITIONS_PER_CALL = 4096  # for which one call computes the order
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row

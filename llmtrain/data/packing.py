@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 
 if TYPE_CHECKING:
     import datasets

@@ -55,7 +55,7 @@ from llmtrain.data.packing import (
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, is_trained
 from llmtrain.errors import UserError, first_line
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 
 # Characters in a call of the tokenizer, which divides the texts of a call among the CPU cores.
 _ENCODE_CHARACTERS = 1 << 20

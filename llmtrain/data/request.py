@@ -31,7 +31,7 @@ from llmtrain.data.sources import (
 )
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.types import JsonObject
+from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.

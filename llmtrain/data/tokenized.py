@@ -21,7 +21,7 @@ from llmtrain.data.packing import (
 from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 
 if TYPE_CHECKING:
     import pyarrow

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmtrain.console import labelled
+from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.identity import METADATA, flat_record, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
 from llmtrain.training.settings import effects_of_flags
-from llmtrain.types import Json, JsonObject
 
 
 class Link(NamedTuple):

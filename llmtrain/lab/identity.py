@@ -7,10 +7,10 @@ Both follow from what each flag says it affects (see :func:`llmtrain.config.flag
 from collections.abc import Mapping
 from typing import TypeVar
 
+from llmtrain.json_types import JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
 from llmtrain.training.settings import effects_of_flags
-from llmtrain.types import JsonObject
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.diff import shorten_hash
 from llmtrain.lab.identity import (
     METADATA,
@@ -19,7 +20,6 @@ from llmtrain.lab.identity import (
     have_same_eval_loss,
 )
 from llmtrain.record.history import History, runs_in
-from llmtrain.types import Json, JsonObject
 
 # Besides the settings and the code, the data and the precision determine the numbers of a run.
 _COMPARED_METADATA = [

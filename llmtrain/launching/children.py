@@ -16,7 +16,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.record.stopping import stop_signals
 
 if TYPE_CHECKING:
-    from llmtrain.types import JsonObject
+    from llmtrain.json_types import JsonObject
 
 Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 

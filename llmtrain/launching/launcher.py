@@ -14,8 +14,8 @@ import psutil
 import yaml
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.shipped import shipped_config
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.parallel.mesh import Sharding

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     batch,
@@ -18,7 +19,6 @@ from llmtrain.lessons.common import (
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch
 
 PROCESSES = 2
 

@@ -14,6 +14,8 @@ from torch.distributed import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.children import start_command
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
@@ -26,7 +28,6 @@ from llmtrain.shipped import shipped_folder
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch, Objective
 
 VOCABULARY = 64
 BLOCK = 32

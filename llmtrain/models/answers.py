@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models.documents import Documents
 from llmtrain.models.loss import inputs_of, target_positions_of, targets_of
-from llmtrain.types import IGNORED, Batch
 
 
 @dataclass(frozen=True)

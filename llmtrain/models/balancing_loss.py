@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

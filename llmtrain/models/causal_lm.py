@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.balancing_loss import is_mixture_of_experts
 from llmtrain.models.documents import Documents
@@ -23,7 +24,6 @@ from llmtrain.models.loss import (
 from llmtrain.models.short_convolution import keep_documents_apart
 from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.trainable import TrainableModel, put_in_front
-from llmtrain.types import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.balancing_loss import (
     balancing_loss,
     count_choices,
@@ -16,7 +18,6 @@ from llmtrain.models.balancing_loss import (
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.loss import targets_of
 from llmtrain.models.probe import example_tokens, probe_length, probe_output, trying
-from llmtrain.types import Batch, LossSums, Objective, StepTotals
 
 
 class ExpertObjective(Objective):

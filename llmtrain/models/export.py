@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
+from llmtrain.interfaces.model_bundle import TensorConverter
+from llmtrain.json_types import JsonObject
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
-from llmtrain.types import JsonObject, TensorConverter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

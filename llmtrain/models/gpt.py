@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.json_types import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
@@ -22,7 +25,6 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_nll, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
-from llmtrain.types import Batch, JsonObject, ModelBundle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from llmtrain.errors import as_user_error
 from llmtrain.files import read_hashed
+from llmtrain.json_types import JsonObject
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_hub_attention, refuse_pickles
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

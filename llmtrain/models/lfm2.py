@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
-from llmtrain.types import JsonObject
 
 _EPS = 1e-5
 _THETA = 10_000.0

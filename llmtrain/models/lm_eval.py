@@ -16,10 +16,10 @@ from lm_eval.tasks import TaskManager
 from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.console import pluralize, say
 from llmtrain.errors import EVAL_MEMORY_REMEDY, UserError, explain, hub_error
+from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.generation import TextModel
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.types import JsonObject
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import write_json
+from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.types import JsonObject, Weights
 
 if TYPE_CHECKING:
     import peft

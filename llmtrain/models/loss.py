@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models import nll_kernels
 from llmtrain.padded_sizes import padded_size
-from llmtrain.types import IGNORED
 
 
 def targets_of(labels: Tensor) -> Tensor:

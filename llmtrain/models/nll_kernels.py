@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 
 
 class LogitLimits(NamedTuple):

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.causal_lm import CausalLM, own_arguments
 from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.preference import Answers, losses
 from llmtrain.models.probe import shares_prompts
-from llmtrain.types import Batch, LossSums, Objective, StepTotals
 
 
 class _Pairs(NamedTuple):

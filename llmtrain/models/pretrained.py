@@ -15,6 +15,10 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.model_bundle import ModelBundle, Weights
+from llmtrain.interfaces.objective import Objective
+from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
@@ -29,7 +33,6 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.weight_loading import random_weights, stored_weights
-from llmtrain.types import Batch, JsonObject, ModelBundle, Objective, Weights
 
 if TYPE_CHECKING:
     from transformers import (

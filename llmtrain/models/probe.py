@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError, first_line, is_out_of_memory
+from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.balancing_loss import is_mixture_of_experts
 from llmtrain.models.causal_lm import (
@@ -27,7 +28,6 @@ from llmtrain.models.causal_lm import (
 from llmtrain.models.documents import Documents
 from llmtrain.models.towers import outermost_modules
 from llmtrain.parallel.blocks import blocks_of, reshard
-from llmtrain.types import Batch
 
 
 def probe(model: CausalLM) -> None:

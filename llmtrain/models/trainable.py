@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from llmtrain.types import Batch
+from llmtrain.interfaces.batches import Batch
 
 Result = TypeVar("Result")
 # Computes something of the unwrapped model and a micro-batch, inside the model's `forward`.

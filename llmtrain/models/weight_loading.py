@@ -45,9 +45,9 @@ from torch import Tensor, nn
 
 from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.models.towers import outermost_modules
 from llmtrain.parallel.blocks import block_classes
-from llmtrain.types import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,7 @@ import math
 import sys
 from typing import Any
 
-from llmtrain.types import JsonObject
+from llmtrain.json_types import JsonObject
 
 # In characters. plotille writes a label at each row, and below every tenth column.
 _MOST_ROWS = 20

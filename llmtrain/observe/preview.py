@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import rank
-from llmtrain.types import IGNORED, RowSequence
+from llmtrain.interfaces.batches import IGNORED, RowSequence
 
 _LENGTHS = "lengths"  # the column of unpacked rows that has their number of tokens
 

@@ -18,11 +18,11 @@ from torch.distributed import GradBucket
 
 from llmtrain.console import say
 from llmtrain.files import write_json
+from llmtrain.json_types import JsonObject
 from llmtrain.observe.phases import Mark, Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phase_names import PHASES
-from llmtrain.types import JsonObject
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
 WARM_UP_PHASE = "the warm-up"

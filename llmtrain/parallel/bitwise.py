@@ -19,10 +19,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import LossSums
 from llmtrain.parallel.collectives import swap_with
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import add_metrics
-from llmtrain.types import Batch, LossSums
 
 
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.console import say
+from llmtrain.interfaces.batches import Batch
 from llmtrain.parallel.collectives import BucketFuture, BucketWatcher
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch
 
 
 def average_exactly(state: None, bucket: GradBucket) -> BucketFuture:

@@ -17,9 +17,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.types import Batch, LossSums, Objective, StepTotals, count_targets
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,7 @@ class Engine(Ranks):
     """The model, its parallel method, and sums over the ranks.
 
     Several methods take ``extra``: inputs of the loss that depend on the whole global batch, which
-    :meth:`llmtrain.types.Objective.prepass` has computed.
+    :meth:`llmtrain.interfaces.objective.Objective.prepass` has computed.
 
     Args:
         accelerator: the Accelerator of this run.

@@ -4,13 +4,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import say
+from llmtrain.interfaces.objective import Objective
 from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.mesh import sharding_of
-from llmtrain.types import Objective
 
 
 def engine_for(

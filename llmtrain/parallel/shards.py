@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.parallel.collectives import all_gather_rows, range_of, transfer
-from llmtrain.types import Weights
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

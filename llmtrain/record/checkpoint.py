@@ -23,8 +23,8 @@ from pathlib import Path
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import digest, read_hashed, read_object, temporary_sibling
+from llmtrain.json_types import JsonObject
 from llmtrain.record.format import check_not_newer, version_fault
-from llmtrain.types import JsonObject
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -17,7 +17,7 @@ from llmtrain.files import (
     sync_file,
     write_json,
 )
-from llmtrain.types import JsonObject
+from llmtrain.json_types import JsonObject
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 _LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")

@@ -9,7 +9,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import read_object
 
 if TYPE_CHECKING:
-    from llmtrain.types import JsonObject
+    from llmtrain.json_types import JsonObject
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
 FORMAT_VERSION = 1

@@ -20,7 +20,7 @@ from llmtrain.files import read_object
 from llmtrain.record.format import read_versioned, version_fault
 
 if TYPE_CHECKING:
-    from llmtrain.types import JsonObject
+    from llmtrain.json_types import JsonObject
 
 
 class History(NamedTuple):

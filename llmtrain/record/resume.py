@@ -13,11 +13,11 @@ import filelock
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import digest, json_text, read_object
+from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.history import candidate_folders, is_free
 from llmtrain.record.run_description import named_difference
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]

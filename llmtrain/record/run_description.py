@@ -7,9 +7,9 @@ resumed only by a command that has the same fingerprint.
 from typing import Any
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.team import Team
 from llmtrain.record.running_code import code_digests
-from llmtrain.types import JsonObject
 from llmtrain.versions import versions
 
 # Flags that may differ between machines: paths, and what only rank 0 does.

@@ -10,12 +10,12 @@ import torch
 
 from llmtrain.console import in_notebook
 from llmtrain.files import digest
+from llmtrain.json_types import JsonObject
 from llmtrain.record.format import read_versioned, with_version
 from llmtrain.record.history import History
 from llmtrain.record.resume import ResumePoint
 from llmtrain.record.running_code import code_digest, git_commit
-from llmtrain.secrets import redacted
-from llmtrain.types import JsonObject
+from llmtrain.redaction import redacted
 from llmtrain.versions import versions
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import MANIFEST, eval_losses
-from llmtrain.types import JsonObject
 
 
 class SavedCheckpoint(NamedTuple):

@@ -21,13 +21,14 @@ from llmtrain.files import (
     write_hashed,
     write_json,
 )
+from llmtrain.interfaces.model_bundle import ModelFormat, TensorConverter
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
 from llmtrain.record.checkpoint import MANIFEST, file_names, path_of, prune
 from llmtrain.record.format import with_version
 from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
-from llmtrain.types import JsonObject, ModelFormat, TensorConverter
 
 _SPARE_BYTES = 1 << 24  # for all files without tensors
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmtrain.errors import UserError
-from llmtrain.types import JsonObject
+from llmtrain.json_types import JsonObject
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0  # a second signal within this time after the first one is ignored

@@ -17,9 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from llmtrain.files import Hashed, json_text, write_hashed
+from llmtrain.interfaces.model_bundle import TensorConverter
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.shards import gather_to, meta_like
 from llmtrain.parallel.team import Team
-from llmtrain.types import JsonObject, TensorConverter
 
 # With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
 # are read faster. Older versions of safetensors do not have it.

@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from llmtrain.json_types import Json
 from llmtrain.record.history import History, read_lines
-from llmtrain.types import Json
 
 if TYPE_CHECKING:
     import torch

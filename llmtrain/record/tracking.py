@@ -9,12 +9,12 @@ from pathlib import Path
 
 from llmtrain.console import note
 from llmtrain.files import append_json_line
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.trackers.local import MLflow, TensorBoard, Trackio
 from llmtrain.record.trackers.mirror import Mirror, errors_as_notes
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
 from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases, wants_model
-from llmtrain.types import JsonObject
 
 _START_SECONDS = 120  # for a tracker to start, with all its attempts
 _CLOSE_SECONDS = 60  # for all trackers to end

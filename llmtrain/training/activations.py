@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from llmtrain.interfaces.objective import Objective
+from llmtrain.json_types import JsonObject
 from llmtrain.models import attention_cpu
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes
-from llmtrain.types import JsonObject, Objective
 
 # A deeper model is computed with this many blocks. Each further block keeps as much as these.
 _MAX_BLOCKS = 4

@@ -15,6 +15,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llmtrain.console import pluralize, say
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.objective import Metric
 from llmtrain.launching.launcher import has_launcher
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.generation import Sampling
@@ -32,7 +35,6 @@ from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.summary import final_sample
-from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
 _COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints

@@ -11,9 +11,9 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.batches import Batch
 from llmtrain.parallel.blocks import blocks_of
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch
 
 # On a GPU, compiling takes 10 seconds or more, and saves a tenth of a step or more. A step of 50 ms
 # regains 10 seconds after 2,000 steps. The step of a larger model takes longer and saves more.

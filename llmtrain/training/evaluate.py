@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
+from llmtrain.interfaces.objective import Metric
+from llmtrain.json_types import JsonObject
 from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import IGNORED, Batch, JsonObject, LocalBatch, Metric
 
 _LOSS = ""  # the name under which the loss is summed; it sorts before all others
 

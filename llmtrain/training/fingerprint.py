@@ -3,9 +3,10 @@
 from accelerate import Accelerator
 
 from llmtrain.data.tokenized import Tokenized
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.json_types import JsonObject
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
-from llmtrain.types import JsonObject, ModelBundle
 
 
 def run_fingerprint(

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
-from llmtrain.types import JsonObject
+from llmtrain.json_types import JsonObject
 
 
 class Layout(NamedTuple):

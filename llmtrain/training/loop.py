@@ -16,6 +16,9 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.data.shuffle import key_of
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.objective import Metric
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.parallel.engine import Engine
@@ -27,7 +30,6 @@ from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _READER_SECONDS = 5.0  # to wait for the thread that reads ahead, when training ends
 

@@ -11,13 +11,15 @@ from torch import nn
 
 from llmtrain.config.command_line import parse
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.objective import Objective
+from llmtrain.json_types import JsonObject
 from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.steps import settle_steps
-from llmtrain.types import JsonObject, ModelBundle, Objective
 
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
 

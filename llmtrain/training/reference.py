@@ -24,10 +24,10 @@ from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
-from llmtrain.types import ModelBundle
 
 _ROWS_PER_PASS = 4
 _ROWS_PER_CHUNK = 64  # a chunk is stored and verified as a whole

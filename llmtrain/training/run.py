@@ -17,6 +17,8 @@ from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
@@ -33,14 +35,13 @@ from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import Metrics
-from llmtrain.secrets import redacted
+from llmtrain.redaction import redacted
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.steps import settle_steps, steps_per_epoch
 from llmtrain.training.summary import show_result
-from llmtrain.types import JsonObject, ModelBundle
 
 if TYPE_CHECKING:
     import pandas

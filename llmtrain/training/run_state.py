@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import digest
+from llmtrain.interfaces.model_bundle import ModelFormat, Weights
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
@@ -24,7 +26,6 @@ from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.run import Run
-from llmtrain.types import JsonObject, ModelFormat, Weights
 from llmtrain.versions import versions
 
 

@@ -10,9 +10,9 @@ from llmtrain.config.flags import Config, flag, flags_of, require_at_least
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.types import JsonObject
 
 
 def steps_or_fraction(text: str) -> float:

@@ -12,6 +12,7 @@ from llmtrain.console import pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
@@ -21,7 +22,6 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.steps import describe_steps, settle_steps
-from llmtrain.types import ModelBundle
 
 S = TypeVar("S", bound=AnySettings)
 

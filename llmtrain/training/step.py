@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.callback import StepResult
 from llmtrain.parallel.engine import Engine
-from llmtrain.types import Batch, StepResult
 
 
 def train_step(

@@ -32,6 +32,7 @@ from llmtrain.data.packing import Examples, TokenRows, TokenStore
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
@@ -39,7 +40,6 @@ from llmtrain.parallel.placement import place
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
-from llmtrain.types import IGNORED, Batch, LocalBatch
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65

@@ -22,7 +22,7 @@ from llmtrain.data.loader import (
     slots_of,
     train_loader,
 )
-from llmtrain.types import Batch, LocalBatch
+from llmtrain.interfaces.batches import Batch, LocalBatch
 
 SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
 BLOCK = 4

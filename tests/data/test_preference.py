@@ -18,7 +18,7 @@ from llmtrain.data.preference import PairAudit
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sft import total_audit
 from llmtrain.data.sources import Fields
-from llmtrain.types import IGNORED
+from llmtrain.interfaces.batches import IGNORED
 from tests.data.test_prepare import complaint, left_behind
 from tests.data.test_sft import END, ENDED, chat, config, printed, write
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
-from llmtrain.types import Batch
 from tests.engines import engine_of
 from tests.families import OVERRIDES
 from tests.launching import long_form

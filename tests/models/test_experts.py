@@ -9,12 +9,14 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.objective import Objective
 from llmtrain.models.balancing_loss import balancing_loss, routed_positions
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import place
-from llmtrain.types import IGNORED, Batch, ModelBundle, Objective
 from tests.engines import engine_of, split
 from tests.families import OVERRIDES
 from tests.forked import run_forked

@@ -25,6 +25,8 @@ from transformers import (
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import IGNORED, count_targets
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.documents import Documents
@@ -37,7 +39,6 @@ from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
-from llmtrain.types import IGNORED, ModelBundle, count_targets
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
 from tests.models.some_rows import SomeRows

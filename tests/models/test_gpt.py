@@ -9,13 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import count_targets
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
 from llmtrain.models.loss import summed_nll
 from llmtrain.record.saver import write_model
-from llmtrain.types import count_targets
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)
 STOCK = {"gpt2": "GPT2LMHeadModel", "lfm2": "Lfm2ForCausalLM"}

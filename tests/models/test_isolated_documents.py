@@ -12,13 +12,14 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.placement import place
 from llmtrain.training.start import place as place_recipe
-from llmtrain.types import Batch, ModelBundle
 from tests.data.test_prepare import TEXTS, tokenize_texts
 from tests.models.test_gpt import jolted
 

@@ -19,6 +19,7 @@ from transformers import (
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.adapters import merged_folder, merged_model, write_merged
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import how_to_load
@@ -29,7 +30,6 @@ from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import Saver, write_model
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.types import ModelBundle
 from tests.launching import FINETUNE, ROOT
 from tests.models.some_rows import SomeRows
 

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models import nll_kernels
 from llmtrain.models.loss import linear_nll, summed_nll, target_positions_of
 from llmtrain.padded_sizes import padded_size
-from llmtrain.types import IGNORED
 
 ROWS = 16  # of the head in a block, in these tests
 WIDTH = 6

@@ -10,12 +10,12 @@ import torch
 
 import llmtrain as lt
 from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
-from llmtrain.types import ModelBundle
 from tests.families import OVERRIDES
 from tests.launching import ROOT
 

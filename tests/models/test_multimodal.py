@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import pretrained
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
@@ -17,7 +18,6 @@ from llmtrain.models.generation import TextModel
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
 from llmtrain.parallel.placement import place
-from llmtrain.types import ModelBundle
 from tests.models.some_rows import SomeRows
 from tests.multimodal import write_checkpoint
 

@@ -18,6 +18,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.data.packing import TokenRows
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.preference import Answers, losses
@@ -25,7 +27,6 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
-from llmtrain.types import Batch, ModelBundle
 from recipes import preference
 from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.data import tokenizer as tok
+from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models import short_convolution
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
@@ -20,7 +21,6 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe
 from llmtrain.parallel.placement import place
 from llmtrain.training import compiling
-from llmtrain.types import IGNORED, Batch
 from tests.models.some_rows import SomeRows
 
 SIZES: dict[str, Any] = {

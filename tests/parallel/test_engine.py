@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.types import Batch
 from tests.engines import engine_of, split
 
 

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
 from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.parallel.placement import check_memory, place
-from llmtrain.types import ModelBundle, ModelFormat
 
 FILES = cast(ModelFormat, None)  # not used
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain import GPTConfig, launch
 from llmtrain.data import tokenizer as tok
+from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.parallel.engine import Engine
@@ -22,7 +23,6 @@ from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
-from llmtrain.types import Batch
 
 LENGTH = 16
 

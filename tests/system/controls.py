@@ -17,13 +17,14 @@ from accelerate.utils import gather_object
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import optim
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch, LossSums, StepTotals, count_targets
 from tests.engines import split
 
 OPTIM = OptimConfig(max_steps=4, warmup_steps=2, learning_rate=1e-2)

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
+from llmtrain.interfaces.objective import LossSums, Objective
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.probe import probe
@@ -21,7 +24,6 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import full_tensor
-from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelFormat, Objective
 
 VOCABULARY = 60
 ROWS = 8

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, launch, make_optimizer
+from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training.step import train_step
-from llmtrain.types import Objective
 from tests.memory import resident
 from tests.record.test_checkpoint import Files
 

@@ -15,12 +15,12 @@ from accelerate import Accelerator
 from torch.distributed import GradBucket
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch
 
 
 def batches_of(engine: Engine, step: int) -> list[Batch]:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.models import attention_gpu
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import make_causal_lm
@@ -30,7 +31,6 @@ from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training import run_state
 from llmtrain.training.muon import Muon
-from llmtrain.types import LocalBatch
 
 CUDA = torch.device("cuda")
 ACCELERATOR: Any = SimpleNamespace(

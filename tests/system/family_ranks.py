@@ -13,13 +13,13 @@ from accelerate import Accelerator
 
 from llmtrain import ModelConfig, OptimConfig, launch, load_model, make_optimizer
 from llmtrain.data import tokenizer as tok
+from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import place
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch
 from tests.engines import split
 from tests.families import FAMILIES, OVERRIDES, rows_of
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from llmtrain import launch
+from llmtrain.interfaces.callback import StepResult
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training import loop
-from llmtrain.types import StepResult
 from tests.memory import resident
 
 FIRST = 3  # those before make optimizer state, and settle DDP's buckets

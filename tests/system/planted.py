@@ -19,10 +19,12 @@ import preference
 
 from llmtrain import launch
 from llmtrain.data.loader import Collate, RowBatch
+from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.callback import StepResult
+from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import loop, optim
-from llmtrain.types import Batch, LocalBatch, LossSums, StepResult, StepTotals
 from tests.system import controls
 
 RANK = int(os.environ.get("RANK", "0"))

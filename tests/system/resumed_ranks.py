@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
+from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch
 
 
 def batches_of(engine: Engine, step: int) -> list[Batch]:

@@ -28,6 +28,7 @@ from llmtrain import (
     make_optimizer,
 )
 from llmtrain.data import tokenizer as tok
+from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.observe.replicas import check_replicas
@@ -41,7 +42,6 @@ from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.team import Team
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
-from llmtrain.types import IGNORED, Batch
 from tests.engines import split
 from tests.families import OVERRIDES, rows_of
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.callback import StepInfo
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.training import callbacks
 from llmtrain.training.callbacks import LoopContext, MemoryAdvice, Samples
-from llmtrain.types import StepInfo
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses
-from llmtrain.types import Batch, LossSums, Objective, StepTotals
 from tests.engines import engine_of
 
 

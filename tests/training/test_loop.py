@@ -13,10 +13,11 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import loop
 from llmtrain.training.loop import check_wrapping
-from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
 from tests.launching import read_json
 
 SETTINGS = lt.Settings(

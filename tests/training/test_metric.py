@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.training.evaluate import evaluate
-from llmtrain.types import LocalBatch
 from tests.engines import engine_of
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from llmtrain.data import tokenizer as tok
 from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
+from llmtrain.interfaces.objective import Objective
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
@@ -22,7 +23,6 @@ from llmtrain.training.activations import ActivationBytes, MicroBatch, count_act
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
 from llmtrain.training.settings import OptimConfig
-from llmtrain.types import Objective
 from tests.families import OVERRIDES, rows_of
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import nn
 
 from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.training import loop
-from llmtrain.types import LocalBatch
 from recipes import gpt
 from tests.engines import engine_of
 from tests.launching import TINY

@@ -15,12 +15,12 @@ import torch
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.reference import with_reference
-from llmtrain.types import ModelBundle
 from tests.launching import write_pairs
 
 CHUNK, TOGETHER = 64, 4  # rows that are kept together, and rows of a forward pass

@@ -15,9 +15,10 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.cli import main as command
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.training.loop import training_steps
 from llmtrain.training.run import Run
-from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
 
 NUMBERS = 12
 

@@ -15,6 +15,7 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.record import resume, saver
 from llmtrain.record.history import History
 from llmtrain.record.trackers import weights_and_biases
@@ -24,7 +25,6 @@ from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
 from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
-from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
 from tests.launching import read_json
 from tests.record.test_checkpoint import Files

@@ -11,6 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.callback import StepInfo
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import Engine, unwrap
@@ -18,7 +21,6 @@ from llmtrain.training.loop import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from llmtrain.types import Batch, LossSums, Objective, StepInfo, StepTotals, count_targets
 from tests.engines import engine_of, split
 
 VOCABULARY = 40

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain.console import labelled, pluralize
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.commands._seeds import SUGGESTED_SEEDS, repeat_command
 from llmtrain.quantities import duration_text
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.lab.compare import (

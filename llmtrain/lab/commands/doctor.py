@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import read_accelerate_config
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.lab.doctor.group_checks import Process

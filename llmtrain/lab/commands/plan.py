@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from llmtrain.console import labelled, pluralize
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.quantities import duration_text, rate_text, size_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.lab.plan.layouts import Plan, PlannedLayout

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.commands._seeds import seed_flags, seed_folder
 from llmtrain.lab.commands.compare import comparison_as_json, group_lines
 from llmtrain.launching.children import (
@@ -29,8 +30,7 @@ from llmtrain.launching.children import (
 )
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 from llmtrain.record.history import History, candidate_folders, is_free, is_run
-from llmtrain.secrets import redacted
-from llmtrain.types import JsonObject
+from llmtrain.redaction import redacted
 
 if TYPE_CHECKING:
     from llmtrain.config.yaml_file import Setting

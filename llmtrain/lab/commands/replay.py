@@ -15,9 +15,9 @@ from typing import NamedTuple
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import recipe_command, run_command
 from llmtrain.record.history import History, read_lines
-from llmtrain.types import JsonObject
 
 EXAMPLES = ("llmtrain replay runs/gpt --step 10",)
 

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import (
     gpu_count,
     has_too_few_gpus,
@@ -19,7 +20,6 @@ from llmtrain.launching.children import (
 )
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 from llmtrain.record.history import candidate_folders, is_free
-from llmtrain.types import JsonObject
 
 EXAMPLES = (
     "llmtrain xray recipes/gpt.py",

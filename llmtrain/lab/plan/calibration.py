@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.plan.speed import Compute
 from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
 from llmtrain.phase_names import OWN_PHASES
 from llmtrain.record.history import read_lines
-from llmtrain.types import JsonObject
 
 _STEPS = 12  # the first one is not measured
 

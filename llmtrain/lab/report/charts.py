@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.run_groups import RunGroup, group_runs, seed_of
 from llmtrain.phase_names import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
-from llmtrain.types import JsonObject
 
 AXES = {"step": "steps", "tokens": "target tokens", "hours": "hours of training"}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.report.charts import (
     AXES,
     charts,
@@ -23,7 +24,6 @@ from llmtrain.lab.run_groups import RunGroup
 from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
-from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
     from llmtrain.record.saved_checkpoints import SavedCheckpoint

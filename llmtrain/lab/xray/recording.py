@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from llmtrain.errors import UserError
 from llmtrain.files import read_object
+from llmtrain.json_types import JsonObject
 from llmtrain.phase_names import PHASES
-from llmtrain.types import JsonObject
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.files import json_text, write_json
+from llmtrain.json_types import JsonObject
 from llmtrain.lab.xray.recording import Recording
 from llmtrain.phase_names import PHASES
-from llmtrain.types import JsonObject
 
 # Threads of a process in the trace.
 _THREAD_NAMES = ("computes", "sends")

@@ -11,9 +11,9 @@ from queue import Empty, SimpleQueue
 
 from llmtrain.console import note
 from llmtrain.errors import first_line
+from llmtrain.json_types import JsonObject
 from llmtrain.record.history import TrainingClock, as_numbers, read_lines
 from llmtrain.record.trackers.tracker import Position, Tracker
-from llmtrain.types import JsonObject
 
 
 class Mirror:

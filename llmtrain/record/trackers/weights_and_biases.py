@@ -14,11 +14,11 @@ from accelerate.tracking import GeneralTracker
 
 from llmtrain.console import note, say
 from llmtrain.errors import first_line
+from llmtrain.json_types import JsonObject
 from llmtrain.record.output import OUTPUT_FILE
 from llmtrain.record.stopping import is_lower_better
 from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
-from llmtrain.secrets import redacted
-from llmtrain.types import JsonObject
+from llmtrain.redaction import redacted
 
 _INIT_SECONDS = 30  # for one attempt to start
 _SAMPLE_COLUMNS = ("step", "prompt", "text")

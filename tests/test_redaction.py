@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import tokenize
-from llmtrain.secrets import redacted
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.redaction import redacted
 from llmtrain.training import run as running
 from llmtrain.training.run import open_run
 from llmtrain.training.settings import RunConfig, Settings
-from llmtrain.types import ModelBundle
 from tests.engines import finish
 from tests.record.test_checkpoint import Files
 

@@ -1,0 +1,129 @@
+"""Batches of rows: the columns of a micro-batch, and a rank's share of a global batch."""
+
+from __future__ import annotations  # so that annotations do not import torch
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+# A label that is not trained on, the default of cross_entropy. In a stored row, padding.
+IGNORED = -100
+# The columns of a micro-batch: tensors, and what the model's `prepare_batch` has returned.
+Batch: TypeAlias = dict[str, Any]
+
+
+class RowSequence(Protocol):
+    """Rows of tokens, by column."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, list[int]]: ...
+
+
+class Trimming(NamedTuple):
+    """How much of their rows micro-batches keep. An unpacked row ends in padding.
+
+    A row of preference data has two halves, one for each answer, and each half ends in padding.
+
+    Attributes:
+        columns: the names of the columns of tokens, [rows, length], which are trimmed.
+        parts: 2 if rows have two halves, otherwise 1.
+        widths: for each micro-batch, the number of tokens that it keeps of each part.
+    """
+
+    columns: tuple[str, ...]
+    parts: int
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's share of a global batch, as micro-batches.
+
+    Attributes:
+        columns: the columns of all rows, one micro-batch after the other. They go to the device.
+            Rows are not trimmed here.
+        micro_batch: rows of a micro-batch.
+        rows: int64 [rows], the number of each row in the data set; -1 if the row is padding.
+        targets: int64 [rows], the number of target tokens of each row.
+        token_fingerprint: a hash of the tokens. Those of all ranks add up to the hash of the
+            global batch.
+        label_fingerprint: the same for the labels.
+        prepared: what the model's ``prepare_batch`` returned for each micro-batch.
+        trimming: how much of their rows the micro-batches keep; ``None`` if they keep everything.
+        source: in an evaluation, the number of the source whose rows this batch has.
+    """
+
+    columns: dict[str, torch.Tensor]
+    micro_batch: int
+    rows: torch.Tensor
+    targets: torch.Tensor
+    token_fingerprint: int
+    label_fingerprint: int
+    prepared: tuple[Batch, ...] = ()
+    trimming: Trimming | None = None
+    source: int = 0
+
+    @property
+    def batches(self) -> list[Batch]:
+        """The micro-batches."""
+        count = -(-len(self.columns["labels"]) // self.micro_batch)
+        slices = [self._micro_batch(index) for index in range(count)]
+        if not self.prepared:
+            return slices
+        return [batch | prepared for batch, prepared in zip(slices, self.prepared, strict=True)]
+
+    def _micro_batch(self, index: int) -> Batch:
+        start = index * self.micro_batch
+        end = start + self.micro_batch
+        batch = {name: column[start:end] for name, column in self.columns.items()}
+        if self.trimming is None:
+            return batch
+
+        width = self.trimming.widths[index]
+        for name in self.trimming.columns:
+            column = batch[name]
+            parts = column.reshape(len(column), self.trimming.parts, -1)
+            batch[name] = parts[:, :, :width].flatten(1).contiguous()
+        return batch
+
+    @property
+    def positions(self) -> int:
+        """Number of positions that the model computes, with or without a loss."""
+        labels = self.columns["labels"]
+        if self.trimming is None:
+            return labels[:, 1:].numel()
+
+        positions = 0
+        for index, width in enumerate(self.trimming.widths):
+            rows = min(self.micro_batch, len(labels) - index * self.micro_batch)
+            positions += rows * (self.trimming.parts * width - 1)
+        return positions
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> LocalBatch:
+        """Return the batch on a device; Accelerate calls this."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> LocalBatch:
+        """Return the batch in pinned memory, for asynchronous copies; torch calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, move: Callable[[Any], Any]) -> LocalBatch:
+        """Return the batch with ``move`` applied to all columns and prepared values."""
+
+        def move_all(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: move(value) for name, value in values.items()}
+
+        return replace(
+            self,
+            columns=move_all(self.columns),
+            prepared=tuple(move_all(batch) for batch in self.prepared),
+        )
+
+
+def count_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Return the number of target tokens in labels [B, T], after the shift; an int64 scalar."""
+    return (labels[:, 1:] != IGNORED).sum()

@@ -1,0 +1,83 @@
+"""A model that a recipe has built: its weights, its files and its objective."""
+
+from __future__ import annotations  # so that annotations do not import torch
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import Objective
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# Names and full tensors, one at a time.
+Weights: TypeAlias = Iterable[tuple[str, "torch.Tensor"]]
+# Takes the name and the value of a tensor in a checkpoint. Returns the tensors, by name, that the
+# folder of the finished model has instead.
+TensorConverter: TypeAlias = Callable[[str, "torch.Tensor"], dict[str, "torch.Tensor"]]
+
+
+class ModelFormat(Protocol):
+    """How a model is stored: the files of its folder, and the names of its tensors."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The description of the model in the fingerprint of a run."""
+
+    @property
+    def weights_name(self) -> str:
+        """The name of the file with the weights, if they are in a single file."""
+
+    @property
+    def may_split_weights(self) -> bool:
+        """Whether the weights may be split over several files."""
+
+    def write(self, folder: Path, parameters: int) -> None:
+        """Write all files of a model folder except the weights.
+
+        Args:
+            folder: the folder.
+            parameters: the number of weights.
+        """
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint by name.
+
+        They are the model's own tensors, not copies. Loading a checkpoint fills them.
+        """
+
+    def export_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors in the folder of the finished model, by name."""
+
+    def tensor_converter(self, model: nn.Module) -> TensorConverter:
+        """Return the function that converts a checkpoint's tensors to those of a finished model."""
+
+
+@dataclass
+class ModelBundle:
+    """A model that a recipe has built, with its weights, files and objective.
+
+    Attributes:
+        model: the model. Its parameters may be on the meta device until it is placed.
+        files: how the model is stored. Without it, :func:`llmtrain.place` adds files that
+            describe a plain torch module.
+        weights: the initial weights of parameters on the meta device.
+        start: where the weights came from, for the fingerprint of a run.
+        check: called when the model has its weights. It raises UserError if it rejects them.
+        objective: the loss that is minimised.
+        columns: columns that the model takes besides ``input_ids`` and ``labels``.
+        prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
+    """
+
+    model: nn.Module
+    files: ModelFormat = None  # type: ignore[assignment] # `llmtrain.place` sets it
+    weights: Weights | None = None
+    start: dict[str, Any] | None = None
+    check: Callable[[], None] = field(default=lambda: None)
+    objective: Objective = field(default_factory=Objective)
+    columns: frozenset[str] = frozenset()
+    prepare_batch: Callable[[Batch], Batch] | None = None

@@ -1,0 +1,115 @@
+"""The loss that a run minimises, and the sums and counts that it consists of."""
+
+from __future__ import annotations  # so that annotations do not import torch
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from llmtrain.interfaces.batches import Batch, count_targets
+
+if TYPE_CHECKING:
+    import torch
+
+# A custom metric of the user. It takes the unwrapped model and an eval micro-batch, and returns a
+# sum and its denominator by name.
+Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torch.Tensor"]]]
+
+
+class LossSums(NamedTuple):
+    """Sums of the loss and of further metrics, over one or several micro-batches."""
+
+    loss: torch.Tensor  # a sum, not a mean; scalar
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})  # sums of further metrics; scalars
+
+
+class StepTotals(NamedTuple):
+    """Counts over the global batch, before its gradient is computed; int64 scalars."""
+
+    target_tokens: torch.Tensor
+    denominator: torch.Tensor  # divides the summed loss
+    stop_votes: torch.Tensor  # how many ranks were asked to stop
+
+
+class Objective:
+    """The loss that a run minimises; by default the mean negative log-likelihood per target token.
+
+    The loss of a step is a sum over the whole global batch, divided by one denominator. So every
+    method works on sums, which add up over micro-batches and ranks.
+    """
+
+    # Numbers that `reference` returns for each row; 0 if the objective has no reference.
+    reference_size: int = 0
+    # What `reference` depends on besides the initial weights and the rows, such as a hash of a
+    # teacher's weights. References in the cache are only used for the same source.
+    reference_source: str = ""
+    # Whether the eval loss needs `prepass`, too.
+    uses_prepass_in_eval: bool = False
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
+        """Return the summed loss of a micro-batch, and the sums of further metrics.
+
+        This runs inside ``model.forward``, with weights gathered and autocast on.
+
+        Args:
+            model: the unwrapped model.
+            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T]. If rows
+                are not packed, they are trimmed, so T differs between micro-batches.
+            extra: what :meth:`prepass` returned for the global batch.
+        """
+        return LossSums(model.nll(**batch), metrics={})
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        """Return the micro-batch's part of the denominator, an int64 scalar.
+
+        By default this is the number of its target tokens, after the shift.
+        """
+        return count_targets(batch["labels"])
+
+    def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
+        """Return extra inputs of :meth:`loss` that depend on the whole global batch.
+
+        All ranks call this before the first forward pass of a step. An objective that needs a
+        separate pass uses ``engine.sum_over_batches``. With :attr:`uses_prepass_in_eval`, they call
+        it before an evaluation, too, whose global batch is all eval rows.
+
+        Args:
+            engine: how this process computes.
+            batches: this rank's micro-batches. They can be read once.
+            totals: counts over the global batch, int64.
+        """
+        return {}
+
+    def reference(self, model: Any, batch: Batch) -> torch.Tensor:
+        """Return numbers of a reference model or a teacher, float [B, ``reference_size``].
+
+        They are computed once, before training, and become the column ``reference`` of the rows.
+        This runs inside ``model.forward``.
+        """
+        raise NotImplementedError
+
+    def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
+        """Return further metrics, given their sums over the global batch."""
+        return {}
+
+    def eval_metrics(self, loss_sum: float, mean_loss: float, text_bytes: int) -> dict[str, float]:
+        """Return metrics that follow from the eval loss.
+
+        Args:
+            loss_sum: the loss summed over all eval rows.
+            mean_loss: that sum divided by the denominator.
+            text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text. Bits per byte
+                compare models with different tokenizers.
+        """
+        metrics = {"perplexity": math.exp(min(mean_loss, 700.0))}
+        if text_bytes:
+            metrics["bits_per_byte"] = loss_sum / math.log(2) / text_bytes
+        return metrics
+
+    def check(self, model: Any) -> None:
+        """Check that the objective works with a model that has its weights; all ranks call this.
+
+        Raises:
+            UserError: if it does not.
+        """
