@@ -345,13 +345,6 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no sharded.py --report_to none --max_steps 20",
         ],
     ),
-    "see-ddp.md": (
-        "lessons, which test_lessons.py runs",
-        [
-            "llmtrain learn overlap",
-            "llmtrain learn late",
-        ],
-    ),
     "survive-failure.md": (
         "kills, signals and a full disk, as in test_kills.py, test_faults.py and test_crashes.py",
         [

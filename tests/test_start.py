@@ -304,28 +304,6 @@ def test_what_a_recipe_returns_is_shown_when_it_ended_well(
     assert (done.returncode, done.stdout) == (status, out), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "typed"),
-    [
-        (["/env/bin/python", "{on_path}", "launch", "a.py"], ["accelerate", "launch", "a.py"]),
-        (["/env/bin/python", "/else/torchrun", "a.py"], ["/else/torchrun", "a.py"]),
-        (["python", "recipes/gpt.py", "--seed", "1"], ["python", "recipes/gpt.py", "--seed", "1"]),
-        (
-            ["python", "-m", "accelerate.commands.launch", "a.py"],
-            ["python", "-m", "accelerate.commands.launch", "a.py"],
-        ),
-    ],
-)
-def test_a_command_line_is_shown_as_it_was_typed(
-    words: list[str], typed: list[str], tmp_path, monkeypatch
-) -> None:
-    script = tmp_path / "accelerate"
-    script.write_text("")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launched._as_typed([word.format(on_path=script) for word in words]) == typed
-
-
 def test_a_process_knows_for_how_long_it_has_existed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = process.seconds_since_start()
     assert 0 < seconds < 3600

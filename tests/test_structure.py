@@ -12,7 +12,7 @@ PACKAGE = Path(llmtrain.__file__).parent
 ROOT = PACKAGE.parent
 
 # Packages that make the processes, or start and teach about them.
-MAY_READ_RANKS = ("parallel", "launching", "lessons", "doctor", "commands")
+MAY_READ_RANKS = ("parallel", "launching", "lessons", "lab", "commands")
 READS_RANKS = re.compile(
     r"\.(num_processes|process_index|local_process_index|is_main_process|is_local_main_process)\b"
     r"|\bget_(rank|world_size)\("
@@ -62,7 +62,7 @@ RENAMING = {
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
     "heartbeat.py:beating": "only for a lost connection",
-    "subject.py:_load_recipe": "runs the user's own program",
+    "recipe_model.py:_load_recipe": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",
 }
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate import __version__ as accelerate_version
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from llmtrain.console import pluralize, say
 from llmtrain.devices import cpu_cores

@@ -13,7 +13,8 @@ from llmtrain.lessons.common import (
     small_gpt,
     train_steps,
 )
-from llmtrain.observe.phases import PHASES, Phases
+from llmtrain.observe.phases import Phases
+from llmtrain.phase_names import PHASES
 
 PROCESSES = 2
 STEPS = 13

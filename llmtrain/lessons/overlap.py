@@ -11,8 +11,10 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
+from llmtrain.lab.xray.recording import Communication, Recording
+from llmtrain.lab.xray.timeline import as_lines
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     claim,
@@ -23,7 +25,6 @@ from llmtrain.lessons.common import (
     train_steps,
 )
 from llmtrain.observe.phases import Phases
-from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler
@@ -87,9 +88,10 @@ def _xray(
         for step in train_steps(engine, phases, optimizer, STEPS, load):
             xray.at_step_boundary(step)
 
-    if xray.report is None:
+    if xray.recording is None:
         return Communication(0.0, 0.0, 0.0)
-    each_step = [xray.report.communication(step) for step in xray.report.steps]
+    recording = Recording.from_json(xray.recording)
+    each_step = [recording.communication(step) for step in recording.steps]
     medians = Communication(*map(statistics.median, zip(*each_step, strict=True)))
     travelling = 1000 * (medians.hidden + medians.exposed)
     hidden = 1000 * medians.hidden
@@ -97,7 +99,7 @@ def _xray(
         f"{name}: gradients travel {travelling:.1f} ms per step, {hidden:.1f} of it hidden"
     )
     if has_table:
-        for line in as_lines(xray.report):
+        for line in as_lines(recording):
             show_measured(line)
     return medians
 

@@ -1,4 +1,7 @@
-"""An x-ray of some steps: when each process does what, and which gradients travel meanwhile."""
+"""Records some steps: when each process does what, and which gradients travel meanwhile.
+
+The recording is ``xray/recording.json`` in the run folder. ``llmtrain xray RUN`` draws it.
+"""
 
 import platform
 import statistics
@@ -11,23 +14,15 @@ import psutil
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
+from torch.distributed import GradBucket
 
 from llmtrain.console import say
-from llmtrain.files import json_text
-from llmtrain.observe.phases import PHASES, Mark, Phases
-from llmtrain.observe.timeline import (
-    Bucket,
-    Report,
-    Span,
-    Transfer,
-    as_html,
-    as_lines,
-    as_trace,
-    summary,
-)
+from llmtrain.files import write_json
+from llmtrain.observe.phases import Mark, Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.phase_names import PHASES
+from llmtrain.types import JsonObject
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
 WARM_UP_PHASE = "the warm-up"
@@ -45,31 +40,28 @@ class _PhaseStart(NamedTuple):
 
 
 class _MarkedTransfer(NamedTuple):
-    """A transfer of this process whose times have not been read from their marks yet.
-
-    The fields are those of :class:`Transfer`.
-    """
+    """A bucket of gradients that this process sent. Its times are still marks."""
 
     step: int
     micro_batch: int
     bucket: int
-    sent_bytes: int
-    ready: Mark
-    blocked: float
+    sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
+    ready: Mark  # when the bucket was full on this process
+    blocked: float  # seconds of the backward pass that sending took
     end: Mark
 
 
 class XRay:
     """Records some steps.
 
-    After the last of them, :attr:`report` is there on rank 0.
+    After the last of them, :attr:`recording` is there on rank 0.
 
     Args:
         ranks: the ranks of the run.
         phases: the phases of this process.
         model: the model that ``accelerator.prepare`` returned.
         steps: the steps to record; the first of a run is 1.
-        folder: a folder to which rank 0 writes the report.
+        folder: a folder to which rank 0 writes the recording.
     """
 
     def __init__(
@@ -84,7 +76,7 @@ class XRay:
         self.phases = phases
         self.steps = steps
         self.folder = folder
-        self.report: Report | None = None
+        self.recording: JsonObject | None = None
 
         self._clock = phases.clock
         self._parameter_names: dict[torch.Tensor, str] = {
@@ -103,7 +95,7 @@ class XRay:
         self._micro_batch = -1
         self._phase_starts: list[_PhaseStart] = []
         self._transfers: list[_MarkedTransfer] = []
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, JsonObject] = {}
         phases.on_change.append(self._on_phase)
 
     def at_step_boundary(self, step: int) -> None:
@@ -122,7 +114,7 @@ class XRay:
         elif self._is_recording and step == self.steps[-1]:
             self.phases.begin("other")  # ends the phase before it
             self._is_recording = False
-            self._make_report()
+            self._gather()
 
     def on_bucket(
         self, bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
@@ -146,7 +138,7 @@ class XRay:
         names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
         # DDP rebuilds its buckets after the first step of a run, and numbers them from 0 again. If
         # that step is recorded, too, the later bucket of each number replaces the earlier one here.
-        self._buckets[number] = Bucket(size=bucket.buffer().nbytes, parameters=names)
+        self._buckets[number] = {"size": bucket.buffer().nbytes, "parameters": names}
 
         ready = self._clock.now()
         send_start = time.perf_counter()
@@ -186,57 +178,55 @@ class XRay:
         self._phase_starts.append(_PhaseStart(phase, self._step, self._micro_batch, mark))
         self._cost += time.perf_counter() - start
 
-    def _make_report(self) -> None:
+    def _gather(self) -> None:
         """Gather the recordings of all processes; all ranks call this."""
         counted_bytes: list[int] = gather_object([_bytes_sent(self.ranks) - self._bytes_before])
         costs: list[float] = gather_object([self._cost / len(self.steps)])
-        spans: list[Span] = gather_object(self._local_spans())
-        transfers: list[Transfer] = gather_object(self._local_transfers())
+        spans: list[JsonObject] = gather_object(self._local_spans())
+        transfers: list[JsonObject] = gather_object(self._local_transfers())
         if not self.ranks.is_main:
             return
 
-        self.report = Report(
-            processes=len(costs),
-            spans=spans,
-            transfers=transfers,
-            buckets=self._buckets,
-            counted_bytes=sum(counted_bytes),
-            cost=max(costs),
-        )
+        self.recording = {
+            "processes": len(costs),
+            "spans": spans,
+            "transfers": transfers,
+            "buckets": self._buckets,
+            "counted_bytes": sum(counted_bytes),
+            "cost": max(costs),
+        }
         if self.folder is not None:
-            write_report(self.report, self.folder)
+            self.folder.mkdir(exist_ok=True)
+            write_json(self.folder / "recording.json", self.recording, durable=False)
+            say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
-    def _local_spans(self) -> list[Span]:
+    def _local_spans(self) -> list[JsonObject]:
         """Return the phases of this process; each ends when the next one begins."""
         times = [self._seconds(start.mark) for start in self._phase_starts]
         return [
-            Span(
-                rank=self.ranks.rank,
-                step=start.step,
-                micro_batch=start.micro_batch,
-                phase=start.phase,
-                start=start_time,
-                end=end_time,
-            )
+            {
+                "rank": self.ranks.rank,
+                "step": start.step,
+                "micro_batch": start.micro_batch,
+                "phase": start.phase,
+                "start": start_time,
+                "end": end_time,
+            }
             for start, start_time, end_time in zip(
                 self._phase_starts, times, times[1:], strict=False
             )
             if start.phase in PHASES
         ]
 
-    def _local_transfers(self) -> list[Transfer]:
+    def _local_transfers(self) -> list[JsonObject]:
         """Return the transfers of this process, with the times that their marks have."""
         return [
-            Transfer(
-                rank=self.ranks.rank,
-                step=marked.step,
-                micro_batch=marked.micro_batch,
-                bucket=marked.bucket,
-                sent_bytes=marked.sent_bytes,
-                ready=self._seconds(marked.ready),
-                blocked=marked.blocked,
-                end=self._seconds(marked.end),
-            )
+            {
+                **marked._asdict(),
+                "rank": self.ranks.rank,
+                "ready": self._seconds(marked.ready),
+                "end": self._seconds(marked.end),
+            }
             for marked in self._transfers
         ]
 
@@ -244,20 +234,6 @@ class XRay:
         """Return when a mark passed, by the clock of rank 0."""
         # `since` reads this process's clock, which is ahead of rank 0's by the offset.
         return self._clock.since(self._zero, mark) - self._clock_offset
-
-
-def write_report(report: Report, folder: Path) -> None:
-    """Write the table as text and as JSON, the trace, and the page."""
-    folder.mkdir(exist_ok=True)
-    title = f"x-ray of {folder.parent}: steps {report.steps[0]} to {report.steps[-1]}"
-    (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
-    (folder / "summary.json").write_text(json_text(summary(report), indent=1))
-    (folder / "trace.json").write_text(json_text(as_trace(report)))
-    (folder / "timeline.html").write_text(as_html(report, title))
-    say(
-        "x-ray",
-        f"{folder}/timeline.html; open trace.json in ui.perfetto.dev or chrome://tracing",
-    )
 
 
 def _clock_offset(ranks: Ranks) -> float:

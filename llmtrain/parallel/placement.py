@@ -108,7 +108,7 @@ def _give_addresses(model: nn.Module) -> None:
     shards.
     """
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter._local_tensor.numel() == 0:
+        if isinstance(parameter, DTensor) and local_shard(parameter).numel() == 0:
             address = functools.partial(id, parameter)
             parameter._local_tensor.data_ptr = address  # type: ignore[method-assign]
 

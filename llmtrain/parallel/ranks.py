@@ -1,6 +1,5 @@
 """The ranks of a run: who this process is, and sums over all of them."""
 
-import os
 from collections.abc import Mapping
 
 import torch
@@ -39,17 +38,6 @@ class Ranks:
     def is_local_main(self) -> bool:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
-
-    @property
-    def machines(self) -> int:
-        """The number of machines, if all have as many processes as this one."""
-        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        return -(-self.world_size // per_machine)
-
-    @property
-    def machine(self) -> int:
-        """The number of this machine."""
-        return self.rank * self.machines // self.world_size
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; all ranks call this."""

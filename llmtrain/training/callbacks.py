@@ -30,7 +30,7 @@ from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
-from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.summary import final_sample
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
@@ -303,7 +303,11 @@ class Logging(LoopCallback):
 
         loss, metrics = self._loss_and_metrics(result)
         by_rank = self._gather_by_rank(batch)
-        self._record_events(metrics, by_rank)
+
+        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
+        if late_rank is not None:
+            self.run.record_event("late", str(late_rank))
+
         entry = {
             "train/loss": loss,
             **{f"train/{name}": value for name, value in metrics.items()},
@@ -359,15 +363,6 @@ class Logging(LoopCallback):
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
-
-    def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
-        """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
-        event = self.engine.objective.notable_event(metrics)
-        if event is not None:
-            self.run.record_event(*event)
-        late_rank = self.timing.phases.new_straggler(by_rank.phase_seconds)
-        if late_rank is not None:
-            self.run.record_event("late", str(late_rank))
 
 
 class _ByRank(NamedTuple):

@@ -24,7 +24,7 @@ from llmtrain.parallel.mesh import TrainingAccelerator
 from llmtrain.training.callbacks import LoopContext, Timing, callbacks_of
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
-from llmtrain.training.saving import restore
+from llmtrain.training.run_state import restore
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult

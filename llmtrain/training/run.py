@@ -26,21 +26,16 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History, as_numbers, read_lines
 from llmtrain.record.output import OUTPUT_FILE, copied_output
-from llmtrain.record.provenance import (
-    check_ranks_agree,
-    run_description,
-    run_record,
-)
+from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.publish import publish
-from llmtrain.record.resume import choose_folder
-from llmtrain.record.resume_point import ResumePoint
+from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_record import run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
@@ -312,8 +307,6 @@ def open_run(
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
-            if resume_point.shorter_run is not None:
-                say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
             accelerator,
@@ -397,7 +390,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
+        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
 
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
@@ -451,7 +444,6 @@ def _tracked(run: Run) -> TrackedRun:
     """Return what trackers are told about a run, whose ``run.json`` has this start."""
     history = History.read(run.folder)
     start = history.starts[-1]
-    is_first_start = len(history.starts) == 1
     parameters, trained_parameters = parameter_counts(run.bundle.model)
     facts = {
         "parameters": parameters,
@@ -460,30 +452,14 @@ def _tracked(run: Run) -> TrackedRun:
         "layout": run.layout._asdict(),
         **{key: start[key] for key in _TRACKED_KEYS},
     }
-    ranks = Ranks(run.accelerator)
     return TrackedRun(
         folder=run.folder,
         name=run.settings.run.run_name or run.folder.name,
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
         config=redacted(history.settings | facts),
-        machines=ranks.machines,
         start_times=history.all_start_seconds(),
-        fork=_fork_of(history.extends) if is_first_start else "",
     )
-
-
-def _fork_of(extends: JsonObject) -> str:
-    """Return the W&B run and step that a run begins from; empty if there is none.
-
-    Args:
-        extends: the run that it extends, as in ``run.json``.
-    """
-    if not extends:
-        return ""
-    extended_record = read_object(Path(extends["run"]) / "run.json")
-    was_online = "wandb" in extended_record.get("trackers", {})
-    return f"{extends['run_id']}?_step={extends['step']}" if was_online else ""
 
 
 def _record_addresses(run: Run) -> None:

@@ -247,7 +247,7 @@ class LoopConfig(Config):
     )
     xray_steps: str | None = flag(
         None,
-        "A:B records a timeline of steps A to B in the folder xray/ of the run folder",
+        "A:B records steps A to B; llmtrain xray RUN draws them",
         hidden=True,
     )
     log_rows: bool = flag(

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.observe import phases
-from llmtrain.observe.phases import OWN_PHASES, PHASES, Phases, find_straggler
+from llmtrain.observe.phases import Phases, find_straggler
+from llmtrain.phase_names import OWN_PHASES, PHASES
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import full_tensor
-from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelWriter, Objective
+from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelFormat, Objective
 
 VOCABULARY = 60
 ROWS = 8
@@ -79,7 +79,7 @@ def main(file: str) -> None:
     model = make_causal_lm(llama(seed=1, layers=2), row_length=16)
     bundle = ModelBundle(
         model=model,
-        files=cast(ModelWriter, None),
+        files=cast(ModelFormat, None),
         weights=(),  # its parameters are not on the meta device
         check=functools.partial(probe, model),
         objective=Distillation(llama(seed=2, layers=3)),

@@ -28,7 +28,7 @@ from llmtrain.observe import replicas
 from llmtrain.parallel import shards
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.record import loading
+from llmtrain.training import run_state
 from llmtrain.training.muon import Muon
 from llmtrain.types import LocalBatch
 
@@ -180,7 +180,7 @@ def finite(sent: LocalBatch) -> None:
     sharded = {"is_fsdp2": True, "reduce": lambda bad, reduction: seen.append(bad)}
     accelerator = SimpleNamespace(**{**vars(ACCELERATOR), **sharded})
     try:
-        loading.check_finite(gpt(), Ranks(accelerator))
+        run_state.check_finite(gpt(), Ranks(accelerator))
     except AttributeError:  # a list of values, which there are none of
         assert seen[0].device.type == "cuda"
 
@@ -195,7 +195,7 @@ def on_the_host(model: nn.Module, ranks: Any) -> None:
 
 
 FAULTS: dict[str, Any] = {
-    "3": mock.patch.object(loading, "check_finite", on_the_host),
+    "3": mock.patch.object(run_state, "check_finite", on_the_host),
     "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
 }
 PATHS: list[Callable[[LocalBatch], None]] = [

@@ -40,7 +40,7 @@ from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.team import Team
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
 from llmtrain.types import IGNORED, Batch
 from tests.engines import split
@@ -187,9 +187,15 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     files = bundle.files
     model = engine.unwrapped
     if engine.is_sharded:
-        team = Team.with_new_group(can_write=True)
         tensors = engine.gatherable(files.tensors(model))
-        write_model(folder, files, tensors, team, files.tensor_converter(model))
+        write_model(
+            folder,
+            files,
+            tensors,
+            team=Team.with_new_group(),
+            ranks=tuple(range(engine.world_size)),
+            convert=files.tensor_converter(model),
+        )
     elif engine.is_main:
         write_model(folder, files, DistributedTensors(files.export_tensors(model)))
 

@@ -12,7 +12,7 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import find_fault
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.tensor_files import read_tensors
 from tests.forked import run_forked
 from tests.launching import (
     BIN,

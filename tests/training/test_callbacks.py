@@ -1,41 +1,21 @@
 """What the callbacks of the loop record, and when."""
 
 import contextlib
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.config import Config, parse
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
-from llmtrain.models.answers import AnswerRows
-from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
-from llmtrain.models.preference_objective import PreferenceObjective
-from llmtrain.observe.phases import Phases
-from llmtrain.observe.throughput import Throughput
+from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.training import callbacks
-from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice, Samples
+from llmtrain.training.callbacks import LoopContext, MemoryAdvice, Samples
 from llmtrain.training.settings import Settings
-from llmtrain.types import Batch, LossSums, StepInfo, StepResult
-from tests.engines import engine_of
-
-
-class GivenRewards(PreferenceObjective):
-    """The objective of a preference run, whose mean rewards the test sets."""
-
-    def __init__(self) -> None:
-        rows = AnswerRows(answers_per_row=2, are_packed=True, share_prompts=True, are_scored=False)
-        super().__init__(PreferenceConfig(), rows)
-        self.chosen = 0.0
-        self.rejected = 0.0
-
-    def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
-        return {"rewards/chosen": self.chosen, "rewards/rejected": self.rejected}
+from llmtrain.types import StepInfo
 
 
 def typed(model: Config, *flags: str) -> Config:
@@ -67,84 +47,6 @@ def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, exp
         MemoryAdvice(context).context(),
     ):
         raise torch.OutOfMemoryError
-
-
-def logging_of(objective: GivenRewards, run: Any) -> Logging:
-    """Return the callback that logs, without a loop around it."""
-    accelerator = Accelerator(cpu=True)
-    engine = engine_of(accelerator, nn.Linear(1, 1), objective)
-    timing = SimpleNamespace(
-        phases=Phases(engine.device, engine.model),
-        throughput=Throughput(accelerator, engine.unwrapped),
-        progress=SimpleNamespace(show_entry=lambda step, entry: None),
-    )
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    context: Any = SimpleNamespace(run=run, engine=engine, optimizer=optimizer, timing=timing)
-    return Logging(context)
-
-
-def events_of(rewards: list[tuple[float, float]]) -> list[int]:
-    """Return the log entries, counted from 1, at which the event was recorded."""
-    objective = GivenRewards()
-    entries: list[Any] = []
-    events: list[int] = []
-
-    def note_event(kind: str, text: str) -> None:
-        assert kind == "chosen"
-        events.append(len(entries) + 1)
-
-    settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1, log_rows=False))
-    run = SimpleNamespace(settings=settings, record_event=note_event, log=entries.append)
-    logging = logging_of(objective, run)
-
-    batch: Any = SimpleNamespace(token_fingerprint=0, label_fingerprint=0)
-    result = StepResult(
-        sums=LossSums(torch.zeros(()), metrics={}),
-        extra={},
-        target_tokens=1,
-        denominator=1,
-        grad_norm=1.0,
-        should_stop=False,
-    )
-    for step, (chosen, rejected) in enumerate(rewards, start=1):
-        objective.chosen = chosen
-        objective.rejected = rejected
-        logging.on_step_end(batch, result, StepInfo(step, is_last=False, should_stop=False))
-        assert entries[-1]["train/rewards/chosen"] == chosen
-    return events
-
-
-DISPLACED = (-0.3, -0.9)  # both below the reference model, rejected answers further
-
-
-def test_displaced_answers_are_an_event_after_five_log_entries_once() -> None:
-    assert events_of([DISPLACED] * 4) == []
-    assert events_of([DISPLACED] * 20) == [5]
-
-
-@pytest.mark.parametrize(
-    "rewards",
-    [
-        [(-0.001, -0.002)] * 20,
-        [DISPLACED, DISPLACED, (0.1, -0.9)] * 7,
-        [(-0.3, -0.1)] * 20,
-        [(0.3, -0.9)] * 20,
-        [(-0.3, 0.0)] * 20,
-    ],
-    ids=[
-        "noise around zero",
-        "no five entries in a row",
-        "rejected answers have fallen less",
-        "chosen answers have become more likely",
-        "rejected answers have not fallen",
-    ],
-)
-def test_answers_that_are_not_displaced_are_no_event(rewards: list[tuple[float, float]]) -> None:
-    assert events_of(rewards) == []
-
-
-def test_a_healthy_start_does_not_hide_a_later_displacement() -> None:
-    assert events_of([(0.1, -0.1)] * 9 + [DISPLACED] * 9) == [14]
 
 
 @pytest.mark.parametrize(("keeps_best", "evaluates"), [(False, False), (True, True)])

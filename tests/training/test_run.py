@@ -15,14 +15,14 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, resume
+from llmtrain.record import resume, saver
 from llmtrain.record.history import History
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.tracking import Metrics
 from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
-from llmtrain.training.saving import restore, save
+from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
@@ -382,38 +382,6 @@ def test_tensorboard_is_sent_the_log_of_the_run_that_is_extended(begin, tmp_path
     assert [event.step for event in reader.Scalars("train/loss")] == [10, 20, 30]
 
 
-def longer(steps: int, **settings: object) -> dict:
-    return {**FINGERPRINT, "optimizer": {"max_steps": steps, "learning_rate": 0.1, **settings}}
-
-
-def test_a_longer_run_says_how_to_extend_the_finished_one(
-    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--max_steps", "40"])
-    begin(longer(10, warmup_steps=1), steps=(10,))
-    begin(longer(20, warmup_steps=2), steps=(20,))
-    capsys.readouterr()
-    assert begin(longer(40, warmup_steps=4))[0] == "run-3"
-    line = f"to extend it instead: python train.py --max_steps 40 --resume_from_checkpoint {tmp_path}/run-2"
-    assert line in capsys.readouterr().out.splitlines()[1]
-
-
-@pytest.mark.parametrize(
-    "fingerprint",
-    [longer(10), longer(5), longer(20, learning_rate=0.2), {**longer(20), "seed": 1}],
-)
-def test_a_run_that_extends_nothing_says_nothing(begin, fingerprint: dict, capsys) -> None:
-    begin(longer(10), steps=(10,))
-    assert begin(fingerprint)[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
-def test_an_unfinished_run_is_not_called_shorter(begin, capsys) -> None:
-    begin(longer(10), steps=(5,), crash=True)
-    assert begin(longer(20))[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
     begin, tmp_path: Path
 ) -> None:
@@ -622,7 +590,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "write_tensors", full)
+        monkeypatch.setattr(saver, "write_tensors", full)
         run.step = 2
         save(run, engine, optimizer)
         while not run.wants_to_stop():
@@ -746,22 +714,6 @@ def test_trackers_get_checkpoints_and_how_a_run_has_ended(begin, told) -> None:
     begin(steps=(30,))
     assert told.checkpoints == ["step-00000010", "step-00000020", "step-00000030"]
     assert told.exit_codes == [1, 0]
-
-
-@pytest.mark.parametrize("is_online", [True, False])
-def test_only_the_first_start_of_a_run_forks_what_it_extends(
-    is_online: bool, begin, told, tmp_path: Path
-) -> None:
-    begin(steps=(10,))
-    path = tmp_path / "run/run.json"
-    record = read_json(path)
-    if is_online:
-        path.write_text(json.dumps(record | {"trackers": {"wandb": "https://wandb/run"}}))
-    named = {"resume_from_checkpoint": str(tmp_path / "run")}
-    begin(steps=(20,), crash=True, **named)
-    begin(steps=(30,), **named)
-    fork = f"{record['run_id']}?_step=10" if is_online else ""
-    assert [run.fork for run in told.starts] == ["", fork, ""]
 
 
 def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(

@@ -17,7 +17,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.training.summary import final_sample, show_result
 from tests.engines import engine_of
 
