@@ -20,7 +20,6 @@ from llmtrain.console import say
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import fill
@@ -92,8 +91,8 @@ def main() -> None:
         def save(saver: Saver = saver) -> None:
             saver.save(
                 1,
-                DistributedTensors(model.state_dict()),
-                DistributedTensors(state),
+                model.state_dict(),
+                state,
                 {"step": 1},
             )
             saver.wait()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from llmtrain.commands import runs
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, path_of
@@ -33,8 +32,8 @@ def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = 
     state = {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint}
     Saver(folder, Files(), keep=100).save(
         step,
-        DistributedTensors(weights),
-        DistributedTensors({"w.exp_avg": weights["w"] * 2}),
+        weights,
+        {"w.exp_avg": weights["w"] * 2},
         state,
     )
     return path_of(folder, step)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.parallel.collectives import BucketWatcher
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.types import Batch, LossSums, Objective, StepTotals, count_targets
 
@@ -214,17 +213,6 @@ class Engine(Ranks):
         """Return the norm of all trained weights; a scalar, the same on every rank."""
         trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
         return nn.utils.get_total_norm(trained)
-
-    def gatherable(self, tensors: dict[str, Tensor]) -> DistributedTensors:
-        """Wrap this rank's tensors of the model, so that full tensors can be gathered later.
-
-        All ranks call this, and all of them take part in each gathering.
-
-        Args:
-            tensors: the tensors of this rank by name. A name is that of a parameter, or of a
-                parameter and a key of the optimizer (``wte.weight.exp_avg``).
-        """
-        return DistributedTensors(tensors)
 
     def watching_buckets(self, watcher: BucketWatcher) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a watcher sees the buckets of gradients, if there are any."""

@@ -21,7 +21,6 @@ from llmtrain.files import (
     write_hashed,
     write_json,
 )
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
@@ -92,8 +91,8 @@ class Saver:
     def save(
         self,
         step: int,
-        weights: DistributedTensors,
-        optimizer: DistributedTensors,
+        weights: dict[str, torch.Tensor],
+        optimizer: dict[str, torch.Tensor],
         state: JsonObject,
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -195,7 +194,7 @@ class Saver:
         Of all other tensors it has only the shapes. The memory of the copies is used again by the
         next save: allocating new pages would take longer than copying.
         """
-        copies = {name: meta_like(tensor) for name, tensor in plan.source.tensors.items()}
+        copies = {name: meta_like(tensor) for name, tensor in plan.tensors.items()}
         for name, tensor in plan.full_tensors():
             key = (plan.path, name)  # a parameter and its optimizer state may have the same name
             if key not in self._host_copies:
@@ -205,15 +204,15 @@ class Saver:
             host_copy = self._host_copies[key]
             copies[name] = host_copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
-        if any(tensor.is_cuda for tensor in plan.source.tensors.values()):
+        if any(tensor.is_cuda for tensor in plan.tensors.values()):
             torch.cuda.synchronize()
-        return plan._replace(source=DistributedTensors(copies))
+        return plan._replace(tensors=copies)
 
 
 def write_model(
     folder: Path,
     files: ModelFormat,
-    tensors: DistributedTensors,
+    tensors: dict[str, torch.Tensor],
     team: Team = THIS_RANK,
     ranks: tuple[int, ...] = (0,),
     convert: TensorConverter = unchanged,
@@ -239,7 +238,7 @@ def write_model(
 def _plan_of_weights(
     part: str,
     files: ModelFormat,
-    tensors: DistributedTensors,
+    tensors: dict[str, torch.Tensor],
     ranks: tuple[int, ...],
     convert: TensorConverter = unchanged,
 ) -> FilePlan:
@@ -270,9 +269,7 @@ def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> 
     If there are several files of weights, this includes an index of them.
     """
     first_file = working / weights.path
-    files.write(
-        first_file.parent, sum(tensor.numel() for tensor in weights.source.tensors.values())
-    )
+    files.write(first_file.parent, sum(tensor.numel() for tensor in weights.tensors.values()))
     if len(weights.ranks) == 1:
         return
 

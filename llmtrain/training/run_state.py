@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
@@ -82,8 +81,8 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     def write() -> None:
         run.saver.save(
             run.step,
-            weights=engine.gatherable(run.bundle.files.tensors(model)),
-            optimizer=engine.gatherable(optimizer_tensors(model, optimizer.optimizer)),
+            weights=run.bundle.files.tensors(model),
+            optimizer=optimizer_tensors(model, optimizer.optimizer),
             state=_state(run, engine),
             on_commit=functools.partial(_on_commit, run, run.step),
         )
@@ -155,13 +154,12 @@ def write_model(run: Run, engine: Engine) -> None:
 
     def write() -> None:
         if run.saver.saves_alone:
-            tensors = DistributedTensors(files.export_tensors(model))
-            saver.write_model(target, files, tensors)
+            saver.write_model(target, files, files.export_tensors(model))
             return
         saver.write_model(
             target,
             files,
-            engine.gatherable(files.tensors(model)),
+            files.tensors(model),
             team=run.saver.team,
             ranks=run.saver.ranks,
             convert=files.tensor_converter(model),

@@ -34,7 +34,6 @@ from llmtrain.models.lora import add_lora
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe_output
 from llmtrain.models.weight_loading import random_weights
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
@@ -330,7 +329,7 @@ def test_what_is_written_is_what_transformers_loads_and_generates_from(
         ("checkpoint", files.tensors(model)),
         ("model", files.export_tensors(model)),
     ):
-        write_model(tmp_path / name, files, DistributedTensors(tensors))
+        write_model(tmp_path / name, files, tensors)
         loaded, found = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, output_loading_info=True
         )
@@ -366,7 +365,7 @@ def saved(
 ) -> Path:
     bundle = load(family, **settings)
     model, files = bundle.model, bundle.files
-    write_model(folder, files, DistributedTensors(files.export_tensors(model)))
+    write_model(folder, files, files.export_tensors(model))
     return folder
 
 
@@ -432,7 +431,7 @@ def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
     model, files = bundle.model, bundle.files
     tensors = files.export_tensors(model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    write_model(tmp_path / "base", files, DistributedTensors(tensors))
+    write_model(tmp_path / "base", files, tensors)
     with pytest.raises(
         UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 in all\)"
     ):

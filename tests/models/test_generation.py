@@ -16,7 +16,6 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.saver import write_model
 from tests.models.test_gpt import jolted
 
@@ -28,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONTEXT)
     model = jolted(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words)))
     path = tmp_path_factory.mktemp("model")
-    write_model(path, model.files(words, "text"), DistributedTensors(model.state_dict()))
+    write_model(path, model.files(words, "text"), model.state_dict())
     return path
 
 
@@ -111,7 +110,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = ModelFiles(
         model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]}
     )
-    write_model(path, files, DistributedTensors(model.state_dict()))
+    write_model(path, files, model.state_dict())
     return path
 
 

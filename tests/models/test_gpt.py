@@ -14,7 +14,6 @@ from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
 from llmtrain.models.loss import summed_nll
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.saver import write_model
 from llmtrain.types import count_targets
 
@@ -48,7 +47,7 @@ def test_an_exported_gpt_computes_what_the_stock_class_computes(
 ) -> None:
     words = tokenizer()
     ours = jolted(small(architecture, len(words), seed=1))
-    write_model(tmp_path, ours.files(words, "text"), DistributedTensors(ours.state_dict()))
+    write_model(tmp_path, ours.files(words, "text"), ours.state_dict())
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(theirs).__name__ == STOCK[architecture]
     assert not report["missing_keys"]

@@ -24,7 +24,6 @@ from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.plan.subject import subject_of
@@ -143,8 +142,8 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     bundle = adapt(kind, tokenizer)
     model, files = bundle.model, bundle.files
     train_a_little(model, ids)
-    weights = DistributedTensors(files.tensors(model))
-    Saver(tmp_path, files, keep=1).save(4, weights, DistributedTensors({}), {"step": 4})
+    weights = files.tensors(model)
+    Saver(tmp_path, files, keep=1).save(4, weights, {}, {"step": 4})
     path = tmp_path / "step-00000004"
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
@@ -171,7 +170,7 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
     model, files = bundle.model, bundle.files
     train_a_little(model, ids)
     expected = logits(model, ids)
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
 
     write_merged(tmp_path / "model", tmp_path / "merged")
@@ -189,7 +188,7 @@ def test_adapter_and_merged_model_compute_the_trained_logits(
 
 def test_loading_an_adapter_with_new_tokens_warns_of_nothing(adapt, tmp_path, monkeypatch):
     files = (bundle := adapt("untied", chatting())).files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(bundle.model)))
+    write_model(tmp_path / "model", files, files.export_tensors(bundle.model))
     warnings: list[str] = []
     monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
     TextModel(str(tmp_path / "model"))
@@ -204,7 +203,7 @@ def test_loading_an_adapter_with_new_tokens_warns_of_nothing(adapt, tmp_path, mo
 def test_an_adapter_without_a_stop_token_stops_as_its_base(adapt, tmp_path, settings, expected):
     files = (bundle := adapt("untied")).files
     folder = tmp_path / "model"
-    write_model(folder, files, DistributedTensors(files.export_tensors(bundle.model)))
+    write_model(folder, files, files.export_tensors(bundle.model))
     (folder / "generation_config.json").unlink(missing_ok=True)
     if settings is not None:
         (folder / "generation_config.json").write_text(settings)
@@ -216,7 +215,7 @@ def test_an_adapter_without_a_stop_token_stops_as_its_base(adapt, tmp_path, sett
 def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     names = {name.rpartition(".")[2] for name in settings["target_modules"]}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -226,7 +225,7 @@ def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt
     bundle = adapt()
     model, files = bundle.model, bundle.files
     train_a_little(model)
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
     )
@@ -239,7 +238,7 @@ def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path, monkeyp
     model, files = bundle.model, bundle.files
     train_a_little(model, ids)
     folder = tmp_path / "model"
-    write_model(folder, files, DistributedTensors(files.export_tensors(model)))
+    write_model(folder, files, files.export_tensors(model))
     assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
     card = (folder / "README.md").read_text()
@@ -266,7 +265,7 @@ def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
 def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     path = tmp_path / "model" / "adapter_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
@@ -281,7 +280,7 @@ def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, caps
     model, files = bundle.model, bundle.files
     train_a_little(model, IDS)
     run = tmp_path / "run"
-    write_model(run / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(run / "model", files, files.export_tensors(model))
 
     for _ in range(2):
         config = ModelConfig(str(run), max_length=64)
@@ -296,7 +295,7 @@ def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, caps
     merged_model(run / "model")
     assert (run / "merged" / "model.safetensors").stat().st_mtime_ns == before
     train_a_little(model, IDS)
-    write_model(run / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(run / "model", files, files.export_tensors(model))
     with pytest.raises(UserError, match=r"merged exists and was not merged from .*model; delete"):
         merged_model(run / "model")
 
@@ -306,7 +305,7 @@ def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, caps
 def test_a_plan_of_an_adapter_writes_nothing_next_to_it(adapt, tmp_path, kind, tokenizer):
     bundle = adapt(kind, tokenizer())
     run = tmp_path / "run"
-    tensors = DistributedTensors(bundle.files.export_tensors(bundle.model))
+    tensors = bundle.files.export_tensors(bundle.model)
     write_model(run / "model", bundle.files, tensors)
     (tmp_path / "text.txt").write_text("some words of text " * 200)
     before = sorted(tmp_path.rglob("*"))
@@ -335,7 +334,7 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
     write_model(
         tmp_path / "model",
         loaded.files,
-        DistributedTensors(loaded.files.export_tensors(loaded.model)),
+        loaded.files.export_tensors(loaded.model),
     )
     assert TextModel(str(tmp_path / "model"))
     settings = json.loads((base / "config.json").read_text())
@@ -347,7 +346,7 @@ def test_a_base_with_another_configuration_is_another_base(accelerator, bases, t
 def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     path = tmp_path / "model" / "adapter_config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"})
@@ -383,7 +382,7 @@ def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
         "all-linear"
     )
     expected = logits(model)
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
     write_merged(tmp_path / "model", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -463,7 +462,7 @@ def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
     write_model(
         tmp_path / "model",
         loaded.files,
-        DistributedTensors(loaded.files.export_tensors(loaded.model)),
+        loaded.files.export_tensors(loaded.model),
     )
     assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
 
@@ -473,7 +472,7 @@ def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
     write_model(
         tmp_path / "model",
         loaded.files,
-        DistributedTensors(loaded.files.export_tensors(loaded.model)),
+        loaded.files.export_tensors(loaded.model),
     )
     for rank in (0, 4):
         config = ModelConfig(str(tmp_path / "model"), max_length=64)
@@ -501,7 +500,7 @@ def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
 def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
     bundle = adapt()
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     (tmp_path / "model" / name).unlink()
     if content is not None:
         (tmp_path / "model" / name).write_text(content)
@@ -517,7 +516,7 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
     config = ModelConfig(bases("untied").name, max_length=64)
     bundle = load(accelerator, config, LoraConfig(lora_r=4))
     model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", files, files.export_tensors(model))
     monkeypatch.chdir(tmp_path)
     assert torch.equal(logits(TextModel("model").model), logits(model))
 
@@ -573,7 +572,7 @@ def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
     bundle = adapt("untied", tokenizer)
     model, files = bundle.model, bundle.files
     ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
-    write_model(tmp_path / "model", ending, DistributedTensors(files.export_tensors(model)))
+    write_model(tmp_path / "model", ending, files.export_tensors(model))
     loaded = TextModel(str(tmp_path / "model"))
     said = torch.full((1, 2, 259), -100.0)
     said[..., end] = 100.0

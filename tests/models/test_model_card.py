@@ -13,7 +13,6 @@ from llmtrain.data.loader import Collate, Slot, SlotRows
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
 from llmtrain.types import ModelBundle
@@ -65,7 +64,7 @@ def bundle_of(
 
 def write_card(bundle: ModelBundle, folder: Path) -> str:
     """Write the model folder, and return its card."""
-    tensors = DistributedTensors(bundle.files.export_tensors(bundle.model))
+    tensors = bundle.files.export_tensors(bundle.model)
     write_model(folder, bundle.files, tensors)
     return (folder / "README.md").read_text()
 

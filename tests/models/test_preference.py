@@ -22,7 +22,6 @@ from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.preference import Answers, losses
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
@@ -382,7 +381,7 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
     bundle = load(rows, "qwen3", "reward")
     model: Any = bundle.model.eval()
     scores = values_of(rows, bundle, micro_batch=4)
-    tensors = DistributedTensors(bundle.files.export_tensors(model))
+    tensors = bundle.files.export_tensors(model)
     write_model(tmp_path / "model", bundle.files, tensors)
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert type(theirs).__name__ == "Qwen3ForSequenceClassification"

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint, saver, tensor_files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, path_of, prune
 from llmtrain.record.saver import Saver
@@ -37,9 +36,7 @@ class Files:
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
     moments = {"w.exp_avg": weights["w"] * 2}
-    Saver(folder, Files(), keep=100).save(
-        step, DistributedTensors(weights), DistributedTensors(moments), {"step": step}
-    )
+    Saver(folder, Files(), keep=100).save(step, weights, moments, {"step": step})
     return path_of(folder, step)
 
 

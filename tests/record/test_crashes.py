@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain import files
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
@@ -35,8 +34,8 @@ def save(writer: Saver, step: int) -> None:
     weights = {"w": torch.full((500,), float(step))}
     writer.save(
         step,
-        DistributedTensors(weights),
-        DistributedTensors({"w.exp_avg": weights["w"] * 2}),
+        weights,
+        {"w.exp_avg": weights["w"] * 2},
         {"step": step},
     )
 
@@ -275,7 +274,7 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, values, done = Saver(tmp_path, Files(), 2, in_background=True), torch.ones(1000), []
-    weights, moments = DistributedTensors({"w": values}), DistributedTensors({"w.exp_avg": values})
+    weights, moments = {"w": values}, {"w.exp_avg": values}
     for step in (1, 2):
         writer.save(step, weights, moments, {"step": step}, lambda step=step: done.append(step))
         values += 1  # training goes on
@@ -289,7 +288,7 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saver, "write_tensors", full)
-    writer.save(3, weights, DistributedTensors({}), {"step": 3}, lambda: done.append(3))
+    writer.save(3, weights, {}, {"step": 3}, lambda: done.append(3))
     with pytest.raises(files.UserError, match="could not be written"):
         writer.wait()
     assert not writer.failed

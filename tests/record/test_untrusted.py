@@ -28,7 +28,6 @@ from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.models.hub_safety import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
@@ -47,8 +46,8 @@ def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
     state = {"step": step, "fingerprint_sha256": fingerprint}
     Saver(folder, Files(), keep=3).save(
         step,
-        DistributedTensors(weights),
-        DistributedTensors({"w.exp_avg": weights["w"]}),
+        weights,
+        {"w.exp_avg": weights["w"]},
         state,
     )
     return folder / f"step-{step:08d}"
@@ -191,9 +190,7 @@ def model_folder(tmp_path: Path) -> Path:
     model = GPT(GPTConfig(1, 1, 8, 8), len(words))
 
     folder = tmp_path / "model"
-    write_model(
-        folder, ModelFiles(model.hf_config(0), words), DistributedTensors(model.state_dict())
-    )
+    write_model(folder, ModelFiles(model.hf_config(0), words), model.state_dict())
     return folder
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.saver import Saver
 from tests.record.test_checkpoint import Files
 
@@ -21,8 +20,8 @@ def ours(folder: Path, step: int) -> None:
         weights = {"w": torch.full((30_000,), float(step))}
         saver.save(
             step,
-            DistributedTensors(weights),
-            DistributedTensors({"w.exp_avg": weights["w"] * 2}),
+            weights,
+            {"w.exp_avg": weights["w"] * 2},
             {"step": step},
         )
         acknowledge(step)

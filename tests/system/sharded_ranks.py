@@ -33,7 +33,6 @@ from llmtrain.models.gpt_family import build_gpt
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
@@ -187,7 +186,7 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     files = bundle.files
     model = engine.unwrapped
     if engine.is_sharded:
-        tensors = engine.gatherable(files.tensors(model))
+        tensors = files.tensors(model)
         write_model(
             folder,
             files,
@@ -197,7 +196,7 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
             convert=files.tensor_converter(model),
         )
     elif engine.is_main:
-        write_model(folder, files, DistributedTensors(files.export_tensors(model)))
+        write_model(folder, files, files.export_tensors(model))
 
 
 COUNTS: list[int] = []  # one for each reduce-scatter

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
 from llmtrain.launching.process import launch
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, tensor_files
@@ -87,8 +86,8 @@ def main() -> None:
     def save(saver: Saver, step: int) -> Path:
         saver.save(
             step,
-            DistributedTensors(spread(step)),
-            DistributedTensors(spread(step)),
+            spread(step),
+            spread(step),
             {"step": step},
         )
         return saver.folder / f"step-{step:08d}"

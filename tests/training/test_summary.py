@@ -11,7 +11,6 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.saver import write_model
 from llmtrain.training.summary import show_result
 
@@ -29,7 +28,7 @@ def finished(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> Path:
     """Write what the summary reads of a run folder."""
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16), 256, seed=0)
     files: ModelFiles = model.files(tokenizer, "some text")
-    write_model(folder / "model", files, DistributedTensors(model.state_dict()))
+    write_model(folder / "model", files, model.state_dict())
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     return folder
 
