@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: flags, commands and configs.
+"""Write the reference pages that follow from the code: flags and commands.
 
     python docs/generate_reference.py
 
@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmtrain.cli import COMMANDS, GROUPS, build_parser
-from llmtrain.config import FlagDescription, describe_flags
+from llmtrain.config.flag_parser import FlagParser
+from llmtrain.config.flag_syntax import Flag
+from llmtrain.config.flags import configs_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -26,7 +28,6 @@ def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     texts = {f"{recipe}.md": _recipe_page(recipe) for recipe in RECIPES}
     texts["commands.md"] = _commands_page()
-    texts["configs.md"] = _configs_page()
     return texts
 
 
@@ -53,30 +54,26 @@ def _recipe_page(recipe: str) -> str:
         "a flag is a key without its dashes, and `--no_NAME` is `NAME: false`.",
         "",
     ]
-    for title, flags in describe_flags(module["DEFAULTS"]).items():
+    parser = FlagParser(configs_of(module["DEFAULTS"]).values())
+    for title, flags in parser.settings.items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += _table(["Flag", "Meaning"], map(_flag_row, flags))
     return "\n".join(lines)
 
 
-def _flag_row(flag: FlagDescription) -> list[str]:
-    choices: list[str] = []
-    value = flag.value
-    if value.startswith("{"):
-        choices = value.removesuffix(" ...").strip("{}").split(",")
-        value = ""
-
-    name = f"`{flag.name} {value}`" if value else f"`{flag.name}`"
+def _flag_row(flag: Flag) -> list[str]:
+    value = "" if flag.choices else flag.value_name
+    name = f"`{flag.shown_name} {value}`" if value else f"`{flag.shown_name}`"
     if flag.is_hidden:
         name += " \\*"
 
     meaning = _with_code(flag.help)
-    if choices:
-        meaning += f" ({_code(choices)})"
+    if flag.choices:
+        meaning += f" ({_code(flag.choices)})"
     if flag.alias:
-        meaning += f"; also called `{flag.alias}`"
-    if flag.default:
-        meaning += f" (default: `{flag.default}`)"
+        meaning += f"; also called `--{flag.alias}`"
+    if flag.default_text:
+        meaning += f" (default: `{flag.default_text}`)"
     return [name, meaning]
 
 
@@ -140,28 +137,6 @@ def _argument_row(action: argparse.Action) -> list[str]:
     if choices:
         meaning += f" ({_code(choices)})"
     return [f"`{names}`", meaning]
-
-
-# --- configs
-
-
-def _configs_page() -> str:
-    lines = [
-        "# Accelerate configs",
-        "",
-        _MARK,
-        "",
-        "`accelerate launch --config_file accelerate_configs/FILE recipes/gpt.py` starts a recipe "
-        "with one of these files. `accelerate config` asks for the same settings and writes such a "
-        "file, and `llmtrain init` copies the one that fits this machine.",
-        "",
-    ]
-    folder = ROOT / "accelerate_configs"
-    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*.slurm")]):
-        # Not "bash", because a test runs each command of such a block.
-        language = "yaml" if path.suffix == ".yaml" else "sh"
-        lines += [f"## {path.name}", "", f"```{language}", path.read_text().rstrip(), "```", ""]
-    return "\n".join(lines)
 
 
 # --- Markdown

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
-    from llmtrain.config import parse as parse
+    from llmtrain.config.command_line import parse as parse
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
@@ -25,12 +25,14 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.pretrained import load_model as load_model
+    from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.packing import resolve_packing as resolve_packing
     from llmtrain.training.run import open_run as open_run
-    from llmtrain.training.settings import LoopConfig as LoopConfig
+    from llmtrain.training.settings import EvalConfig as EvalConfig
+    from llmtrain.training.settings import LogConfig as LogConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
     from llmtrain.training.settings import RunConfig as RunConfig
     from llmtrain.training.settings import Settings as Settings
@@ -44,7 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
 
 # Each public name and the module that defines it.
 _MODULES = {
-    "parse": "llmtrain.config",
+    "parse": "llmtrain.config.command_line",
     "BatchConfig": "llmtrain.data.config",
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
@@ -60,12 +62,14 @@ _MODULES = {
     "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
     "load_model": "llmtrain.models.pretrained",
+    "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
     "make_optimizer": "llmtrain.training.optim",
     "resolve_packing": "llmtrain.training.packing",
     "open_run": "llmtrain.training.run",
-    "LoopConfig": "llmtrain.training.settings",
+    "EvalConfig": "llmtrain.training.settings",
+    "LogConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",
     "RunConfig": "llmtrain.training.settings",
     "Settings": "llmtrain.training.settings",

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from llmtrain._version import __version__
+from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import debugging
 from llmtrain.errors import (
     MODEL_MEMORY_REMEDY,
@@ -159,10 +160,6 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
         """Raise :class:`UserError` for words of the command line that this parser does not know."""
-        # These load transformers' parser, which only a mistake needs.
-        from llmtrain.config import did_you_mean
-        from llmtrain.flag_hints import command_hint
-
         flags = [word.partition("=")[0] for word in words if word.startswith("-")]
         if not flags or not words[0].startswith("-"):
             self.error(f"'{words[0]}' is neither a flag nor the value of one")
@@ -170,7 +167,7 @@ class _Parser(argparse.ArgumentParser):
         known = [option for option in self._option_string_actions if option.startswith("--")]
         described = []
         for flag in flags:
-            hint = command_hint(flag.lstrip("-").replace("-", "_"), known)
+            hint = hint_for(flag.lstrip("-").replace("-", "_"), known, "commands")
             described.append(
                 f"unknown flag {flag}{f': {hint}' if hint else did_you_mean(flag, known)}"
             )

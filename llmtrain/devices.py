@@ -4,6 +4,7 @@ import os
 import re
 from typing import NamedTuple
 
+from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
 
 
@@ -79,8 +80,6 @@ def get_device(name: str) -> Device:
     Raises:
         UserError: if there is no such device. The message lists the names.
     """
-    from llmtrain.config import did_you_mean
-
     device = DEVICES.get(name.lower())
     if device is None:
         suggestion = did_you_mean(name.lower(), DEVICES) or "."

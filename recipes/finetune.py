@@ -68,9 +68,9 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
         settings.model,
         settings.lora,
         rows,
-        seed=settings.loop.seed,
+        seed=settings.optim.seed,
         precision=precision,
-        bitwise=settings.loop.bitwise,
+        bitwise=settings.parallel.bitwise,
     )
 
 

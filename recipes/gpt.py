@@ -43,7 +43,7 @@ def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBun
     return model.bundle(
         rows.tokenizer,
         trained_on=rows.metadata.dataset,
-        seed=settings.loop.seed,
+        seed=settings.optim.seed,
     )
 
 

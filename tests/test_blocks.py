@@ -278,7 +278,7 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "faq.md": (
-        "an error message, as in test_flag_hints.py",
+        "an error message, as in test_unknown_names.py",
         [
             "python recipes/finetune.py --lr 2e-5 --bf16",
         ],

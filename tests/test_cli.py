@@ -104,7 +104,7 @@ def test_version(capsys: pytest.CaptureFixture) -> None:
         ),
         (["generate", "x", "--debug"], "unknown flag --debug; see llmtrain generate --help"),
         (["generate", "x", "--prompt-fil", "f"], "--prompt-fil - did you mean --prompt_file? see"),
-        (["generate", "x", "--input_file=f"], "unknown flag --input_file: use --prompt_file FILE"),
+        (["generate", "x", "--file=f"], "unknown flag --file: use --prompt_file FILE"),
         (["generate", "x", "--prompt_file", "no/such"], "no/such: No such file or directory."),
         (["chat", "x", "--system_prompt", "Hi"], "--system_prompt: use --system TEXT"),
         (["export", "x", "--output_dir", "y"], "--output_dir: use --to FOLDER"),

@@ -11,18 +11,20 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from llmtrain.config import Config, configs_of, describe_flags, flag, parse, resolved
+from llmtrain.config.command_line import parse
+from llmtrain.config.flag_parser import FlagParser
+from llmtrain.config.flags import Config, configs_of, flag, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
-from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig
+from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 
 
 @dataclass
 class Toy(Config):
-    _argument_group_name: ClassVar[str] = "toys"
+    group: ClassVar[str] = "toys"
 
     size: int = flag(3, "how large it is, 100% of the time")
     rate: float = flag(0.5, "a rate")
@@ -40,7 +42,7 @@ class Toy(Config):
 
 @dataclass
 class Box(Config):
-    _argument_group_name: ClassVar[str] = "boxes"
+    group: ClassVar[str] = "boxes"
 
     lid: str = flag("round", "a lid")
 
@@ -209,7 +211,10 @@ def test_a_stray_word_hides_no_unknown_flag():
         ("size: big", "--size: invalid int value: 'big'"),
         ("size: {width: 3}", "'size' must be a value or a list, not nested keys"),
         ("parts: []", "--parts is an empty list; give a value or leave the key out"),
-        ("no_soft: perhaps", "'no_soft' must be true or false, not 'perhaps'"),
+        (
+            "no_soft: perhaps",
+            "--soft: 'perhaps' is not a value of this switch: use true or false",
+        ),
         ("name: a\nname: b", "'name' is set twice; remove one of the lines"),
     ],
 )
@@ -283,7 +288,9 @@ def test_yaml_null_leaves_a_setting_out(tmp_path, text):
         ("soft: false", ["--no_soft"]),
         ("soft: 0", ["--soft", "0"]),
         ("no_soft: true", ["--no_soft"]),
-        ("no_soft: false", []),
+        ("no_soft: false", ["--soft"]),
+        ("no_loud: true", ["--no_loud"]),
+        ("no_stuffed: true", ["--stuffed", "false"]),
         ("colour: blue", ["--colour", "blue"]),
         ("name: -x", ["--name=-x"]),
         ("name: ''", ["--name", ""]),
@@ -296,6 +303,8 @@ def test_yaml_null_leaves_a_setting_out(tmp_path, text):
         ("parts: a", ["--parts", "a"]),
         ("shifts: [1, -2]", ["--shifts", "1", "-2"]),
         ("shifts: [-2]", ["--shifts", "-2"]),
+        ("rate: -1e-3", ["--rate", "-1e-3"]),
+        ("parts: ['- a', '-b c']", ["--parts", "- a", "-b c"]),
     ],
 )
 def test_a_yaml_value_becomes_what_the_flag_would(tmp_path, text, argv):
@@ -346,7 +355,7 @@ def test_names_may_be_written_with_dashes(tmp_path):
         ("size: [", "toy.yaml is not YAML"),
         ("size: 3\n---\nsize: 4\n", "toy.yaml is not YAML"),
         ("size: !!python/object/apply:os.getcwd []", "toy.yaml: --size"),
-        ("no_soft: perhaps", "toy.yaml: 'no_soft'"),
+        ("no_soft: perhaps", "toy.yaml: --soft"),
         (b"name: \xff\xfe\n", "toy.yaml is not YAML"),
         ("size: large", "toy.yaml: --size"),
         ("size: 2.5", "toy.yaml: --size"),
@@ -401,26 +410,6 @@ def test_a_flag_without_its_value_is_answered_with_its_meaning(argv):
     assert complaint(toy, *argv).startswith(f"{argv[0]} needs a value: {wanted};")
 
 
-@pytest.mark.parametrize(
-    ("argv", "spelling"),
-    [
-        (["--no_stuffed"], "--no_stuffed"),
-        (["--no-stuffed"], "--no_stuffed"),
-        (["--stuffed", "false"], "--stuffed"),
-        ([], "--stuffed"),
-    ],
-)
-def test_a_config_knows_how_a_switch_was_typed(argv, spelling):
-    assert toy(*argv).spelling("stuffed") == spelling
-
-
-def test_a_config_knows_how_a_yaml_file_spells_a_flag(tmp_path):
-    config = from_yaml(tmp_path, "no_stuffed: true\nlong-name: Theodore\n")
-    assert config.spelling("stuffed") == "--no_stuffed"
-    assert config.spelling("full_name") == "--long_name"
-    assert from_yaml(tmp_path, "no_stuffed: true", "--stuffed").spelling("stuffed") == "--stuffed"
-
-
 def test_an_alias_may_be_written_with_dashes():
     assert toy("--long-name", "Theodore").full_name == "Theodore"
 
@@ -428,17 +417,17 @@ def test_an_alias_may_be_written_with_dashes():
 @pytest.mark.parametrize(
     ("config", "argv", "named"),
     [
-        (GPTConfig(), ["--max_length", "0"], "--max_length 0 is out of range"),
-        (GPTConfig(), ["--max-length=x"], "--max_length: invalid int value: 'x'"),
-        (ModelConfig(), ["--block_size", "1"], "--block_size 1 is out of range"),
-        (ModelConfig(), ["--block_size", "x"], "--block_size: 'x' is neither"),
+        (GPTConfig(), ["--max_length", "0"], "--block_size 0 is out of range"),
+        (GPTConfig(), ["--max-length=x"], "--block_size: invalid int value: 'x'"),
+        (ModelConfig(), ["--block_size", "1"], "--max_length 1 is out of range"),
+        (ModelConfig(), ["--block_size", "x"], "--max_length: 'x' is neither"),
         (ModelConfig(), ["--max_length", "1"], "--max_length 1 is out of range"),
         (RunConfig(), ["--save-steps", "0"], "--save_steps 0 is out of range"),
         (RunConfig(), ["--push_to_hub"], "--push_to_hub needs a value: upload"),
         (RunConfig(), ["--push_to_hub", "true"], "--push_to_hub true: name the repository"),
     ],
 )
-def test_an_error_names_the_flag_that_was_typed(config, argv, named):
+def test_an_error_names_the_flag_by_its_own_name(config, argv, named):
     assert complaint(parsed, config, argv=argv).startswith(named)
 
 
@@ -452,14 +441,14 @@ def test_an_error_names_the_flag_that_was_typed(config, argv, named):
 )
 def test_an_eval_metric_may_be_written_as_in_transformers(word, metric):
     argv = ["--load_best_model_at_end", "--metric_for_best_model", word]
-    assert parsed(LoopConfig(), argv=argv)[0].metric_for_best_model == metric
+    assert parsed(EvalConfig(), argv=argv)[0].metric_for_best_model == metric
 
 
-def test_an_error_names_the_key_that_a_file_has(tmp_path):
+def test_an_error_names_the_file_of_a_flag_that_is_written_with_its_other_name(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("block_size: 1\n")
     message = complaint(parsed, ModelConfig(), argv=["--config", str(path)])
-    assert message.startswith("--block_size 1 is out of range")
+    assert message.startswith("--max_length 1 is out of range")
     assert message.endswith(f"({path})")
 
 
@@ -482,9 +471,9 @@ def test_an_error_names_the_key_that_a_file_has(tmp_path):
         (OptimConfig, "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "adam_beta2", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig, "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
-        (LoopConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
-        (LoopConfig, "logging_steps", ["0"], ["1"]),
-        (LoopConfig, "eval_steps", ["-1"], ["0"]),
+        (OptimConfig, "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
+        (LogConfig, "logging_steps", ["0"], ["1"]),
+        (EvalConfig, "eval_steps", ["-1"], ["0"]),
         (RunConfig, "save_steps", ["0"], ["1"]),
         (RunConfig, "save_total_limit", ["1"], ["2"]),
         (RunConfig, "output_dir", ["", " "], ["x"]),
@@ -552,7 +541,7 @@ def test_a_switch_shows_the_flag_that_changes_what_the_recipe_sets(
     flag = f"--no_{name}" if value else f"--{name}"
     text = help_text(capsys, monkeypatch, recipe)
     assert re.findall(rf"--(?:no_)?{name}\b", text) == [flag]
-    described = [entry.name for group in describe_flags(recipe).values() for entry in group]
+    described = [flag.shown_name for flag in FlagParser(configs_of(recipe).values()).flags]
     assert flag in described
     assert getattr(parse(recipe, [flag]).part0, name) is not value
 
@@ -576,7 +565,7 @@ def test_help_of_a_recipe_names_every_setting_once(capsys, monkeypatch, recipe):
     for name in names:
         assert len(re.findall(rf"^  --(no_)?{name}\b", text, re.MULTILINE)) == 1, name
     for config in configs:
-        assert f"{config._argument_group_name}:" in text
+        assert f"{config.group}:" in text
 
 
 def printed_config(capsys, defaults, *argv: str) -> str:

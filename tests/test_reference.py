@@ -1,11 +1,10 @@
 """The reference pages are what docs/generate_reference.py writes."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 
-from llmtrain.config import configs_of, flags_of
+from llmtrain.config.flags import configs_of, flags_of
 from tests.launching import ROOT
 
 GENERATOR = ROOT / "docs" / "generate_reference.py"
@@ -30,8 +29,3 @@ def test_every_flag_is_on_the_page_of_its_recipe(pages: dict[str, str]) -> None:
             for flag in flags_of(config):
                 is_listed = f"| `--{flag}" in pages[f"{recipe}.md"]
                 assert is_listed or f"| `--no_{flag}" in pages[f"{recipe}.md"], flag
-
-
-def test_every_config_is_on_its_page(pages: dict[str, str]) -> None:
-    for path in Path(ROOT / "accelerate_configs").glob("[!.]*.*"):
-        assert f"## {path.name}\n" in pages["configs.md"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmtrain.config import Config, configs_of, flags_of
+from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
 from llmtrain.training import run as running
 from llmtrain.training import start

@@ -194,7 +194,7 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 def test_what_sharding_does_not_do_is_refused() -> None:
     with pytest.raises(UserError, match="fp16 is not supported for sharded models"):
         start._check_precision("fp16", False, Sharding(1, 2), False)
-    with pytest.raises(UserError, match="--bitwise is not supported if processes share a model"):
+    with pytest.raises(UserError, match="--bitwise is not supported for sharded models"):
         start._check_precision("no", True, Sharding(1, 2), True)
 
 
@@ -302,28 +302,6 @@ def test_what_a_recipe_returns_is_shown_when_it_ended_well(
     command = [sys.executable, "-c", RECIPE.format(fails=fails)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (status, out), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "typed"),
-    [
-        (["/env/bin/python", "{on_path}", "launch", "a.py"], ["accelerate", "launch", "a.py"]),
-        (["/env/bin/python", "/else/torchrun", "a.py"], ["/else/torchrun", "a.py"]),
-        (["python", "recipes/gpt.py", "--seed", "1"], ["python", "recipes/gpt.py", "--seed", "1"]),
-        (
-            ["python", "-m", "accelerate.commands.launch", "a.py"],
-            ["python", "-m", "accelerate.commands.launch", "a.py"],
-        ),
-    ],
-)
-def test_a_command_line_is_shown_as_it_was_typed(
-    words: list[str], typed: list[str], tmp_path, monkeypatch
-) -> None:
-    script = tmp_path / "accelerate"
-    script.write_text("")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert launched._as_typed([word.format(on_path=script) for word in words]) == typed
 
 
 def test_a_process_knows_for_how_long_it_has_existed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ def test_a_training_step_has_few_parameters() -> None:
 # Functions that catch a ValueError, or any exception, and raise an error for the user instead, with
 # the call that may fail there. Any other code lets such an error pass: it may be a bug.
 RENAMING = {
-    "config_file.py:_read_yaml": "yaml.load",
+    "yaml_file.py:_read_yaml": "yaml.load",
+    "flag_syntax.py:_value_of_word": "the type of the flag, such as int",
     "chat_template.py:template_text": "reads a file that the user names",
     "pretraining.py:_encoded": "the tokenizer",
     "readers.py:_read_jsonl": "json.loads",
@@ -57,12 +58,13 @@ RENAMING = {
     "errors.py:as_user_error": "its callers each name the call",
     "children.py:read_accelerate_config": "yaml.safe_load",
     "config.py:parse_max_length": "int",
+    "settings.py:steps_or_fraction": "float",
     "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
     "lora.py:add_lora": "peft.get_peft_model",
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
     "heartbeat.py:beating": "only for a lost connection",
-    "subject.py:_load_recipe": "runs the user's own program",
+    "recipe_model.py:_load_recipe": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",
 }
 
@@ -91,7 +93,7 @@ def renames(handler: ast.ExceptHandler) -> bool:
         node.id for node in ast.walk(ast.Module(handler.body, [])) if isinstance(node, ast.Name)
     }
     is_broad = not caught.isdisjoint({"ValueError", "Exception", "BaseException"})
-    return is_broad and not made.isdisjoint({"UserError", "ArgumentTypeError"})
+    return is_broad and not made.isdisjoint({"UserError"})
 
 
 def test_an_error_is_renamed_only_next_to_the_call_that_raises_it() -> None:

@@ -47,7 +47,7 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
         warmup_steps=2,
         learning_rate=_LEARNING_RATES[optim],
     )
-    shared["loop"] = lt.LoopConfig(eval_steps=0, logging_steps=1, torch_compile="never")
+    shared["log"] = lt.LogConfig(logging_steps=1)
     settings: AnySettings = lt.Settings(
         model=size.config(),
         **shared,

@@ -45,7 +45,8 @@ def common_settings(folder: Path, rows: int, compiled: bool, **optim: object) ->
     return {
         "data": lt.BatchConfig(global_batch_size=rows, per_device_train_batch_size=rows),
         "optim": lt.OptimConfig(**{"max_steps": _ENDLESS, "warmup_steps": 10, **optim}),
-        "loop": lt.LoopConfig(eval_steps=0, torch_compile="always" if compiled else "never"),
+        "parallel": lt.ParallelConfig(torch_compile="always" if compiled else "never"),
+        "eval": lt.EvalConfig(eval_steps=0),
         "run": lt.RunConfig(
             output_dir=str(folder),
             report_to=["none"],
@@ -59,7 +60,7 @@ def build_gpt(settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.M
     """Build a GPT as ``recipes/gpt.py`` does."""
     with torch.device("meta"):
         model = lt.build_gpt(settings.model, rows.vocabulary)
-    return model.bundle(rows.tokenizer, trained_on="random tokens", seed=settings.loop.seed)
+    return model.bundle(rows.tokenizer, trained_on="random tokens", seed=settings.optim.seed)
 
 
 class RecipeLoop(Variant):

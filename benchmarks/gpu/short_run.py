@@ -125,14 +125,18 @@ def _settings(folder: Path, options: ShortRun) -> AnySettings:
             global_batch_size=size.rows,
             per_device_train_batch_size=options.micro_batch or size.rows // processes,
         ),
-        optim=lt.OptimConfig(max_steps=options.steps, warmup_steps=1, learning_rate=1e-3),
-        loop=lt.LoopConfig(
-            eval_steps=0,
-            logging_steps=1,
-            bitwise=options.bitwise,
-            torch_compile="always" if options.compiled else "never",
+        optim=lt.OptimConfig(
+            max_steps=options.steps,
+            warmup_steps=1,
+            learning_rate=1e-3,
             skip_nonfinite=1 if options.breaks_at else 0,
         ),
+        parallel=lt.ParallelConfig(
+            bitwise=options.bitwise,
+            torch_compile="always" if options.compiled else "never",
+        ),
+        eval=lt.EvalConfig(eval_steps=0),
+        log=lt.LogConfig(logging_steps=1),
         run=lt.RunConfig(output_dir=str(folder), report_to=["none"], save_steps=options.steps // 2),
     )
 

@@ -18,7 +18,7 @@ DEFAULTS = lt.Settings(
         weight_decay=0.0,
         adam_beta2=0.999,
     ),
-    loop=lt.LoopConfig(logging_steps=5),
+    log=lt.LogConfig(logging_steps=5),
     run=lt.RunConfig(output_dir="runs/migrate"),
 )
 
@@ -29,9 +29,9 @@ def build(s, rows, precision):
         config,
         None,
         rows,
-        seed=s.loop.seed,
+        seed=s.optim.seed,
         precision=precision,
-        bitwise=s.loop.bitwise,
+        bitwise=s.parallel.bitwise,
     )
 
 

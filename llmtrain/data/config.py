@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.model_folders import tokenizer_folder
@@ -17,7 +17,7 @@ _MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has mor
 class BatchConfig(Config):
     """Batch sizes. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "data"
+    group: ClassVar[str] = "data"
     affects: ClassVar[str] = "data"
 
     global_batch_size: int = flag(
@@ -210,7 +210,7 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
 class RowConfig(Config):
     """How conversations or pairs of answers become rows. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "conversations"
+    group: ClassVar[str] = "conversations"
     affects: ClassVar[str] = "data"
 
     chat_template: str | None = flag(

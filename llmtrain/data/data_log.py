@@ -113,7 +113,7 @@ def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Count
         overlong = OverlongLengths(*metadata.overlong_lengths)
         lines.append(f"the overlong ones have {overlong.describe(request.max_positions)}")
     for line in lines:
-        say("lengths", request.config.as_spelled(line))
+        say("lengths", line)
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

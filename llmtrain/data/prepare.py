@@ -28,7 +28,7 @@ from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import PythonRecords, Source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import json_text, new_folder
+from llmtrain.files import new_folder, write_json
 
 
 def tokenize(
@@ -64,21 +64,20 @@ def tokenize(
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
     """
-    with config.errors_as_spelled():
-        request = make_request(
-            config,
-            max_length,
-            chat=chat,
-            trust_remote_code=trust_remote_code,
-            records=records,
-            unpaired=unpaired,
-            max_positions=max_positions,
-        )
-        folder = cache_folder() / request.digest()
-        rows = _open(folder, request.spec)
-        is_cached = rows is not None
-        if rows is None:
-            rows = _make_once(folder, request)
+    request = make_request(
+        config,
+        max_length,
+        chat=chat,
+        trust_remote_code=trust_remote_code,
+        records=records,
+        unpaired=unpaired,
+        max_positions=max_positions,
+    )
+    folder = cache_folder() / request.digest()
+    rows = _open(folder, request.spec)
+    is_cached = rows is not None
+    if rows is None:
+        rows = _make_once(folder, request)
 
     # The cache entry may have been made from other files with the same content.
     rows.metadata.dataset = " ".join(config.dataset)
@@ -257,7 +256,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         if chat is not None:
             renderer = make_renderer(tokenizer, request.stop_token_ids)
             metadata.ends = sorted(renderer.stop_token_ids)
-        (working / "facts.json").write_text(json_text(asdict(metadata), indent=2))
+        write_json(working / "facts.json", asdict(metadata), durable=False)
 
 
 def _row_length(request: DataRequest, covering: int) -> int:

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
-from llmtrain.config import flags_of
+from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import (
     DEFAULT_TEMPLATE,
@@ -333,7 +333,7 @@ def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -
         for name in flags_of(ChatConfig):
             if chat.is_set(name) and name != "format":
                 raise UserError(
-                    f"{chat.spelling(name)} is for conversations, but {sources[0].name} is text; "
+                    f"--{name} is for conversations, but {sources[0].name} is text; "
                     "leave it out, or see --format."
                 )
     return formats

@@ -1,13 +1,13 @@
 """Whether settings make another run, and whether two runs may differ in their last bits.
 
-Both follow from what each flag says it affects (see :func:`llmtrain.config.flag`), and from
+Both follow from what each flag says it affects (see :func:`llmtrain.config.flags.flag`), and from
 :data:`METADATA`, which says the same about the rest of a run's record.
 """
 
 from collections.abc import Mapping
 from typing import TypeVar
 
-from llmtrain.config import flags_of
+from llmtrain.config.flags import flags_of
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
 from llmtrain.types import JsonObject

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 import yaml
 
-from llmtrain.console import in_notebook
 from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
 from llmtrain.types import JsonObject
@@ -158,31 +156,6 @@ def has_launcher() -> bool:
     """Return whether a launcher started this process, which waits for its exit status."""
     is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
     return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or bool(Launcher.find().words)
-
-
-def user_command() -> list[str]:
-    """Return the command line that started this run, as the user may type it again.
-
-    Returns:
-        An empty list if it is not known: in a notebook, or if the launcher cannot be seen.
-    """
-    if in_notebook():
-        return []
-    if not has_launcher():
-        return _as_typed(sys.orig_argv)
-    return _as_typed(Launcher.find().command)
-
-
-def _as_typed(words: list[str]) -> list[str]:
-    """Return a command line without the interpreter, if it runs a command of the environment.
-
-    The system shows ``accelerate launch`` as ``/env/bin/python /env/bin/accelerate launch``.
-    """
-    if len(words) < 2 or _program_of(words) not in ("accelerate", "accelerate-launch", "torchrun"):
-        return words
-    script = words[1]
-    is_on_path = shutil.which(Path(script).name) == script
-    return [Path(script).name if is_on_path else script, *words[2:]]
 
 
 def _program_of(words: list[str]) -> str:

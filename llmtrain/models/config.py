@@ -1,18 +1,17 @@
 """Settings of this package's GPT, of Hugging Face models, LoRA and preference losses.
 
-:func:`llmtrain.config.flag` explains ``affects`` and its values.
+:func:`llmtrain.config.flags.flag` explains ``affects`` and its values.
 """
 
 import contextlib
 import re
-from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import yaml
 
-from llmtrain.config import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 class GPTConfig(Config):
     """The size of a GPT. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "model"
+    group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
 
     n_layer: int = flag(4, "number of transformer blocks")
@@ -84,7 +83,7 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"'{text}' is neither a number of tokens nor auto") from None
+        raise UserError(f"'{text}' is neither a number of tokens nor auto") from None
 
 
 def _is_model_type(name: str) -> bool:
@@ -123,7 +122,7 @@ def _model_of_run(name: str | None, flag_name: str) -> str | None:
 class ModelConfig(Config):
     """The Hugging Face model to train and its initial weights. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "model"
+    group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
 
     model_name_or_path: str | None = flag(
@@ -361,7 +360,7 @@ class LoraConfig(Config):
     Each field is a flag.
     """
 
-    _argument_group_name: ClassVar[str] = "LoRA"
+    group: ClassVar[str] = "LoRA"
     affects: ClassVar[str] = "model"
 
     lora_r: int = flag(
@@ -422,7 +421,7 @@ _LOSS_NAMES = {
 class PreferenceConfig(Config):
     """The loss that compares answers. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "preferences"
+    group: ClassVar[str] = "preferences"
     affects: ClassVar[str] = "pass"
 
     loss_type: Literal["sigmoid", "ipo", "robust", "kto", "orpo", "simpo", "reward"] = flag(

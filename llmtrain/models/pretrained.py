@@ -225,8 +225,8 @@ def _check_positions(text_config: "PreTrainedConfig", config: ModelConfig) -> No
     positions = getattr(text_config, "max_position_embeddings", None) or length
     if length > positions:
         raise UserError(
-            f"{config.spelling('max_length')} {length} is more than this model's {positions} "
-            f"positions; use {config.spelling('max_length')} {positions} or less."
+            f"--max_length {length} is more than this model's {positions} positions; use "
+            f"--max_length {positions} or less."
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import GradBucket
 
 from llmtrain.console import say
-from llmtrain.files import json_text
+from llmtrain.files import write_json
 from llmtrain.observe.phases import Mark, Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
@@ -197,7 +197,7 @@ class XRay:
         }
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
-            (self.folder / "recording.json").write_text(json_text(self.recording))
+            write_json(self.folder / "recording.json", self.recording, durable=False)
             say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
     def _local_spans(self) -> list[JsonObject]:

@@ -4,15 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.errors import UserError
 
 
 @dataclass
 class ParallelConfig(Config):
-    """How processes exchange gradients, and how long they wait. Each field is a flag."""
+    """How a step is computed, and how processes exchange gradients. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "processes"
+    group: ClassVar[str] = "processes"
     affects: ClassVar[str] = "layout"
 
     ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(
@@ -35,6 +35,19 @@ class ParallelConfig(Config):
         "seconds that a process waits for the others before the run fails",
         affects="nowhere",
         hidden=True,
+    )
+    bitwise: bool = flag(
+        False,
+        "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
+        "bits; slower",
+        hidden=True,
+    )
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "auto",
+        "compile the model's blocks with torch.compile; auto: on a GPU, in a run of 2,000 steps or "
+        "more, but not with --bitwise",
+        hidden=True,
+        group="batch and memory",
     )
 
     def __post_init__(self) -> None:

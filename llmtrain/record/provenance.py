@@ -242,7 +242,7 @@ def run_description(
 
     Args:
         fingerprint: the fingerprint of the run.
-        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         precision: the precision as Accelerate names it, such as ``bf16``.
         details: the names and sizes of the data, for error messages. They are not compared.
     """

@@ -27,8 +27,6 @@ _READER_SECONDS = 1.0  # for a process that only checks whether a run is in prog
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
 _MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
 _PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
-# Settings of the optimizer that may differ between a run and a longer version of it.
-_LENGTH_KEYS = {"max_steps", "num_train_epochs", "warmup_steps"}
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -44,7 +42,6 @@ class ResumePoint(NamedTuple):
     start_id: str = ""  # distinguishes the starts in one folder
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
-    shorter_run: Path | None = None  # a finished run that this one could extend, and does not
     lost_checkpoints: tuple[str, ...] = ()  # damaged ones, if the run starts again for them
 
     @property
@@ -104,7 +101,6 @@ def choose_folder(
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
-    shorter_run: Path | None = None
     for folder in candidate_folders(output_dir):
         is_absent = not folder.exists()
         if is_free(folder):
@@ -113,14 +109,11 @@ def choose_folder(
                 point = point._replace(
                     folder=folder,
                     reason=_reason_for_new(point, folder, output_dir),
-                    shorter_run=shorter_run,
                 )
                 with new_lock:
                     yield point
                 return
         elif may_continue:
-            if resume == "auto" and _is_shorter_run(folder, fingerprint):
-                shorter_run = folder
             unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint, run_id)
             if unfinished is not None:
                 with unfinished.lock:
@@ -138,34 +131,6 @@ def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
     if folder != next(candidate_folders(output_dir)):
         return f"new; {output_dir} is taken"
     return "new"
-
-
-def _is_shorter_run(folder: Path, fingerprint: JsonObject) -> bool:
-    """Return whether a folder holds a finished run that differs from this one only in its length.
-
-    Args:
-        folder: the folder of the other run.
-        fingerprint: the fingerprint of this run.
-    """
-    if read_object(folder / "status.json").get("state") != "finished":
-        return False
-    recorded = read_object(folder / "run.json").get("fingerprint")
-    current = _as_json(fingerprint)
-    if not isinstance(recorded, dict):
-        return False
-    for candidate in (recorded, current):
-        if not isinstance(candidate.get("optimizer", {}).get("max_steps"), int):
-            return False
-    is_longer = recorded["optimizer"]["max_steps"] < current["optimizer"]["max_steps"]
-    return is_longer and _without_length(recorded) == _without_length(current)
-
-
-def _without_length(fingerprint: JsonObject) -> JsonObject:
-    """Return a fingerprint without the settings that determine how long the run is."""
-    optimizer = {
-        key: value for key, value in fingerprint["optimizer"].items() if key not in _LENGTH_KEYS
-    }
-    return {**fingerprint, "optimizer": optimizer}
 
 
 def _as_json(fingerprint: JsonObject) -> JsonObject:

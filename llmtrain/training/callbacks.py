@@ -27,10 +27,11 @@ from llmtrain.observe.throughput import Throughput
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from llmtrain.training.evaluate import eval_extra, evaluate, row_losses, sample
 from llmtrain.training.run import Outcome, Run
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
+from llmtrain.training.summary import final_sample
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -45,13 +46,12 @@ class Timing(Callback):
         self.engine = engine
         self.first_step = run.step
         self.phases = Phases(engine.device, engine.model)
-        self.syncs = GradientSyncs(engine.model)
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.progress = Progress(
             shown=engine.is_main,
             step=run.step,
             max_steps=run.settings.optim.max_steps,
-            every_entry=run.settings.loop.is_set("logging_steps"),
+            every_entry=run.settings.log.is_set("logging_steps"),
         )
         self.heartbeat = Heartbeat(
             engine,
@@ -64,7 +64,7 @@ class Timing(Callback):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        with self.phases.watching(), self.syncs.counting(), self.heartbeat.beating():
+        with self.phases.watching(), self.heartbeat.beating():
             yield
 
     def on_train_begin(self) -> None:
@@ -77,9 +77,6 @@ class Timing(Callback):
         has_made_a_step = self.run.step > self.first_step
         if phase == "data" and has_made_a_step and not self.phases.has_dropped_first_step:
             self.phases.drop_first_step()
-        # `count` is the first phase of `train_step`: count the step's gradient syncs from here.
-        if phase == "count":
-            self.syncs.restart()
         self.phases.begin(phase, self.run.step)
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
@@ -113,7 +110,7 @@ class LoopContext:
     @property
     def is_replay(self) -> bool:
         """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
-        return self.run.settings.loop.replay_step is not None
+        return self.run.settings.log.replay_step is not None
 
     @property
     def keeps_best(self) -> bool:
@@ -132,7 +129,7 @@ class LoopContext:
         if info.is_last:
             return True
         may_skip = info.should_stop and not self.keeps_best
-        return info.is_due(self.run.settings.loop.eval_steps) and not may_skip
+        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
 
     def saves_after(self, info: StepInfo) -> bool:
         """Return whether a checkpoint is made after a step.
@@ -142,7 +139,7 @@ class LoopContext:
         best checkpoint.
         """
         settings = self.run.settings
-        may_become_best = self.keeps_best and info.is_due(settings.loop.eval_steps)
+        may_become_best = self.keeps_best and info.is_due(settings.eval.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
 
 
@@ -154,7 +151,7 @@ class LoopCallback(Callback):
         self.run = context.run
         self.engine = context.engine
         self.timing = context.timing
-        self.settings = context.run.settings.loop
+        self.settings = context.run.settings
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
@@ -196,44 +193,42 @@ class MemoryAdvice(LoopCallback):
         """Return how to make rows shorter: with a flag, if the recipe has one."""
         model = self.run.settings.model
         if isinstance(model, ModelConfig):
-            return f"Lower {model.spelling('max_length')}"
+            return "Lower --max_length"
         if isinstance(model, GPTConfig):
-            return f"Lower {model.spelling('block_size')}"
+            return "Lower --block_size"
         return "Make the rows shorter"
 
 
 class WarmUp(LoopCallback):
-    """Chooses between compiled and eager code, with the first batch of this start."""
+    """Compiles the model, if the run does, with the first batch of this start."""
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if self.run.step > self.timing.first_step:
             return
         micro_batch = batch.batches[-1]  # any would do
-        steps_to_come = self.run.settings.optim.max_steps - self.run.step
+        shapes = count_shapes(self.run.rows.train)
 
         self.engine.set_phase(WARM_UP_PHASE)
         with self.timing.throughput.paused():
-            self.run.compiled = choose_compiled_or_eager(
-                self.engine,
-                micro_batch,
-                passes=steps_to_come * len(batch.batches),
-                mode=self._compile_mode(),
-                earlier_choice=self.run.compiled,
-                shapes=count_shapes(self.run.rows.train),
-            )
+            self.run.compiled = self._should_compile(shapes)
+            if self.run.compiled:
+                compile_blocks(self.engine, micro_batch, shapes)
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
             # them here, before its first step, so that it adds them like a run without a break.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
-    def _compile_mode(self) -> str:
-        """Return ``always``, ``never`` or ``auto``."""
-        on_gpu = self.engine.device.type == "cuda"
-        mode = self.settings.torch_compile or ("auto" if on_gpu else "never")
-        if mode == "auto" and not self.engine.may_choose_by_timing:
-            return "never"
-        return mode
+    def _should_compile(self, shapes: int) -> bool:
+        mode = self.settings.parallel.torch_compile
+        if mode != "auto":
+            return mode == "always"
+        if self.run.compiled is not None:
+            return self.run.compiled  # compiled code rounds differently, so a run keeps its choice
+        if self.settings.parallel.bitwise:
+            return False
+        steps = self.settings.optim.max_steps
+        return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
 class Replay(LoopCallback):
@@ -246,7 +241,7 @@ class Replay(LoopCallback):
     @property
     def _is_next_step_replayed(self) -> bool:
         """Whether the next step is the one to repeat; ``run.step`` counts the steps made so far."""
-        return self.run.step + 1 == self.settings.replay_step
+        return self.run.step + 1 == self.settings.log.replay_step
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if not self._is_next_step_replayed:
@@ -268,7 +263,7 @@ class RowLedger(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return context.run.settings.loop.log_rows
+        return context.run.settings.log.log_rows
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         rows = self.engine.gather_rows(batch.rows)
@@ -289,12 +284,22 @@ class CompareReplicas(LoopCallback):
 class Logging(LoopCallback):
     """Writes the metrics of a step."""
 
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self.syncs = GradientSyncs(self.engine.model)
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        return self.syncs.counting() if self.settings.log.log_rows else contextlib.nullcontext()
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.syncs.restart()
+
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self.run.log({"train/weight_norm": float(self.engine.weight_norm())})
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if not (info.is_due(self.settings.logging_steps) or info.should_stop):
+        if not (info.is_due(self.settings.log.logging_steps) or info.should_stop):
             return
 
         loss, metrics = self._loss_and_metrics(result)
@@ -310,12 +315,13 @@ class Logging(LoopCallback):
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(self.engine.weight_norm()),
             "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
-            "train/gradient_syncs": self.timing.syncs.count,
             **self.timing.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
+        if self.settings.log.log_rows:
+            entry["train/gradient_syncs"] = self.syncs.count
         self.timing.progress.show_entry(info.step, entry)
         self.run.log(entry)
 
@@ -375,18 +381,18 @@ class XRayRecording(LoopCallback):
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
-        assert self.settings.xray_range is not None
+        assert self.settings.log.xray_range is not None
         self.xray = XRay(
             self.engine,
             self.timing.phases,
             self.engine.model,
-            self.settings.xray_range,
+            self.settings.log.xray_range,
             self.run.folder / "xray",
         )
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return context.run.settings.loop.xray_steps is not None and not context.is_replay
+        return context.run.settings.log.xray_steps is not None and not context.is_replay
 
     def context(self) -> contextlib.AbstractContextManager[None]:
         return self.engine.watching_buckets(self.xray.on_bucket)
@@ -403,7 +409,7 @@ class Evaluation(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        evaluates = context.eval_batches is not None and context.run.settings.loop.eval_steps > 0
+        evaluates = context.eval_batches is not None and context.run.settings.eval.eval_steps > 0
         return evaluates and not context.is_replay
 
     def on_train_begin(self) -> None:
@@ -447,17 +453,17 @@ class Samples(LoopCallback):
 
     @classmethod
     def is_wanted(cls, context: LoopContext) -> bool:
-        return bool(context.run.settings.loop.sample_prompts) and not context.is_replay
+        return bool(context.run.settings.eval.sample_prompts) and not context.is_replay
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         # A run that was asked to stop makes no samples, to stop sooner.
         if info.should_stop and not info.is_last:
             return
-        if not info.is_due(self.settings.eval_steps):
+        if not info.is_due(self.settings.eval.eval_steps):
             return
         start = time.monotonic()
-        prompts = self.settings.sample_prompts
-        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.seed)
+        prompts = self.settings.eval.sample_prompts
+        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.optim.seed)
 
         self.engine.set_phase("a sample")
         with self.timing.throughput.paused(), eager_code(self.engine.model):
@@ -501,20 +507,22 @@ class Finish(LoopCallback):
 
         wait_for_saves(run)
         if run.patience.is_over:
-            self._write_model()
-            run.outcome = Outcome("finished", run.patience.reason)
+            self._finish(run.patience.reason)
         elif run.step == run.settings.optim.max_steps:
-            self._write_model()
-            run.outcome = Outcome("finished", "all steps are done")
+            self._finish("all steps are done")
         else:
             reason = run.stop_reason or "asked to stop"
             run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
             self._say_how_to_resume(reason)
 
-    def _write_model(self) -> None:
+    def _finish(self, reason: str) -> None:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
-        load_best(self.run, self.engine)
-        write_model(self.run, self.engine)
+        run = self.run
+        load_best(run, self.engine)
+        write_model(run, self.engine)
+        self.engine.set_phase("a sample")
+        text = final_sample(self.engine, run.rows, run.folder / "model")
+        run.outcome = Outcome("finished", reason, sample=text)
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

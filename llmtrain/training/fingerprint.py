@@ -22,11 +22,11 @@ def run_fingerprint(
     layout is not part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None
-    if settings.loop.keeps_best:
+    if settings.eval.keeps_best:
         stopping = [
-            settings.loop.early_stopping_patience,
-            settings.loop.metric_for_best_model,
-            settings.loop.eval_steps,
+            settings.eval.early_stopping_patience,
+            settings.eval.metric_for_best_model,
+            settings.eval.eval_steps,
         ]
 
     return {
@@ -37,8 +37,8 @@ def run_fingerprint(
         "tokenizer": rows.metadata.tokenizer_sha256,
         "block_size": rows.metadata.block_size,
         "global_batch_size": settings.data.global_batch_size,
-        "seed": settings.loop.seed,
-        "bitwise": layout.bitwise_fingerprint(accelerator) if settings.loop.bitwise else None,
+        "seed": settings.optim.seed,
+        "bitwise": layout.bitwise_fingerprint(accelerator) if settings.parallel.bitwise else None,
         "optimizer": settings.optim.fingerprint,
         "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,

@@ -88,11 +88,11 @@ def training_steps(
         model,
         objective=run.bundle.objective,
         config=settings.parallel,
-        bitwise=settings.loop.bitwise,
+        bitwise=settings.parallel.bitwise,
         accumulation=run.layout.accumulation,
     )
     _check_engine(run, engine)
-    if settings.loop.dry_run:
+    if settings.run.dry_run:
         preview(run.rows.train, run.rows.tokenizer)
         return
 
@@ -150,7 +150,7 @@ def _make_step(
 
     for callback in callbacks:
         callback.on_step_begin(local_batch)
-    _seed_dropout(engine, seed=settings.loop.seed, step=run.step)
+    _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
     for group in context.optimizer.param_groups:
         group["lr"] = lr_at(run.step, settings.optim)
 
@@ -253,10 +253,10 @@ def _count_if_skipped(
         UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
     """
     step = run.step + 1
-    allowed = run.settings.loop.skip_nonfinite
+    allowed = run.settings.optim.skip_nonfinite
     if math.isfinite(result.grad_norm):
         return
-    if step == run.settings.loop.replay_step:  # the user wants to look at this very step
+    if step == run.settings.log.replay_step:  # the user wants to look at this very step
         return
     # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps while
     # the scale is lowered is normal. A scale below 1 is not too large, so the gradient is at fault.
@@ -294,7 +294,7 @@ def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
 
 def _check_steps(run: Run) -> None:
     """Raise :class:`UserError` if a flag names steps that this run does not make."""
-    loop = run.settings.loop
+    log = run.settings.log
     last_step = run.settings.optim.max_steps
     if run.step > last_step:
         raise UserError(
@@ -302,26 +302,26 @@ def _check_steps(run: Run) -> None:
             "raise it."
         )
     steps_to_make = range(run.step + 1, last_step + 1)
-    if loop.replay_step is not None and loop.replay_step not in steps_to_make:
+    if log.replay_step is not None and log.replay_step not in steps_to_make:
         raise UserError(
-            f"--replay_step {loop.replay_step}: this run makes steps {run.step + 1} to "
+            f"--replay_step {log.replay_step}: this run makes steps {run.step + 1} to "
             f"{last_step}; name one of these."
         )
-    if loop.xray_range is not None and loop.xray_range[-1] > last_step:
+    if log.xray_range is not None and log.xray_range[-1] > last_step:
         raise UserError(
-            f"--xray_steps {loop.xray_steps} goes past the last step, --max_steps {last_step}; "
+            f"--xray_steps {log.xray_steps} goes past the last step, --max_steps {last_step}; "
             "name earlier steps."
         )
 
 
 def _check_engine(run: Run, engine: Engine) -> None:
     """Raise :class:`UserError` if the model or its rows lack what the settings need."""
-    loop = run.settings.loop
-    if loop.sample_prompts and run.rows.tokenizer is None:
+    sample_prompts = run.settings.eval.sample_prompts
+    if sample_prompts and run.rows.tokenizer is None:
         raise UserError(
             "--sample_prompts needs a tokenizer, and the rows were made without one; leave it out."
         )
-    if loop.sample_prompts and not engine.unwrapped.gives_outputs:
+    if sample_prompts and not engine.unwrapped.gives_outputs:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."
@@ -333,7 +333,7 @@ def _say_if_xray_is_missed(run: Run) -> None:
 
     Steps are counted from 1, and ``run.step`` steps are made.
     """
-    recorded_steps = run.settings.loop.xray_range
+    recorded_steps = run.settings.log.xray_range
     if recorded_steps is not None and run.step >= recorded_steps.start:
         say(
             "x-ray",

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from accelerate import Accelerator
 
-from llmtrain.config import resolved
+from llmtrain.config.flags import resolved
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
 from llmtrain.launching.process import leave_group, seconds_since_start
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -36,7 +34,6 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
-from llmtrain.training.extension import say_how_to_extend
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
@@ -65,10 +62,11 @@ LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class Outcome(NamedTuple):
-    """How a run has ended, as ``status.json`` records it."""
+    """How a run has ended. ``status.json`` records the state and the reason."""
 
     state: str  # ``finished``, ``preempted`` or ``failed``
     reason: str
+    sample: str = ""  # a text by the finished model, on rank 0
 
 
 _NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
@@ -106,6 +104,7 @@ class Run:
 
     Attributes:
         accelerator: the Accelerator of this run.
+        ranks: the ranks of the run, and where this process is among them.
         settings: all settings of the recipe.
         layout: how a global batch is divided among the ranks.
         rows: the rows to train and evaluate on.
@@ -130,6 +129,7 @@ class Run:
     """
 
     accelerator: Accelerator
+    ranks: Ranks
     settings: AnySettings
     layout: Layout
     rows: Tokenized
@@ -153,11 +153,6 @@ class Run:
     log_listeners: list[LogListener] = field(default_factory=list)
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is the process that logs and writes files."""
-        return Ranks(self.accelerator).is_main
-
-    @property
     def is_finished(self) -> bool:
         """Whether the run has made all its steps, or has stopped early."""
         return self.outcome.state == "finished"
@@ -175,7 +170,7 @@ class Run:
 
     def __repr__(self) -> str:
         """Describe the run in one line: its folder, its state, its step and the last eval loss."""
-        if self.settings.loop.dry_run:
+        if self.settings.run.dry_run:
             return f"Run('{self.folder}', dry run)"
         state = read_object(self.folder / "status.json").get("state", "not started")
         parts = [f"'{self.folder}'", state, f"step {self.step}"]
@@ -241,11 +236,7 @@ class Run:
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(
-                self.folder,
-                question=self.rows.eval_prompt(),
-                opening=self.rows.train[0]["input_ids"][:1],
-            )
+            show_result(self.folder, self.rows, self.outcome.sample)
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
@@ -270,19 +261,20 @@ def open_run(
         UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
             be used.
     """
+    ranks = Ranks(accelerator)
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).world_size,
-        bitwise=settings.loop.bitwise,
+        ranks.world_size,
+        bitwise=settings.parallel.bitwise,
     )
     settle_steps(settings, rows)  # for a recipe that does not call `place`
-    if settings.loop.keeps_best and rows.eval is None:
+    if settings.eval.keeps_best and rows.eval is None:
         raise UserError(
-            f"{settings.loop.best_flag} needs eval rows, and there are none; raise "
+            f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
             "--eval_fraction, or name eval data with --eval_dataset."
         )
-    if not settings.loop.dry_run:
-        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
+    if not settings.run.dry_run:
+        rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -306,16 +298,14 @@ def open_run(
             )
             return contexts.enter_context(choosing)
 
-        if settings.loop.dry_run:
+        if settings.run.dry_run:
             resume_point = ResumePoint(Path(settings.run.output_dir))
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
-            if resume_point.shorter_run is not None:
-                say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
-            accelerator,
+            ranks,
             settings,
             layout=layout,
             rows=rows,
@@ -323,17 +313,17 @@ def open_run(
             fingerprint=fingerprint,
             resume_point=resume_point,
         )
-        if not settings.loop.dry_run:
+        if not settings.run.dry_run:
             contexts.enter_context(_recorded(run, team))
         yield run
 
     leave_group()
-    if run.is_finished and run.is_main:
+    if run.is_finished and run.ranks.is_main:
         publish(run.folder / "model", settings.run.push_to_hub)
 
 
 def _new_run(
-    accelerator: Accelerator,
+    ranks: Ranks,
     settings: AnySettings,
     *,
     layout: Layout,
@@ -353,25 +343,26 @@ def _new_run(
         saver.verified.append(resume_point.checkpoint)
 
     deadline = Deadline()
-    if settings.loop.replay_step is None:
+    if settings.log.replay_step is None:
         # Tokenising, loading the model and the reference pass have taken part of the time.
-        deadline = Deadline.of(settings.loop.max_hours, seconds_since_start())
+        deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
     return Run(
-        accelerator=accelerator,
+        accelerator=ranks.accelerator,
+        ranks=ranks,
         settings=settings,
         layout=layout,
         rows=rows,
         bundle=bundle,
         fingerprint=fingerprint,
         folder=resume_point.folder,
-        writer=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
+        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
         saver=saver,
-        metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
+        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=deadline,
         patience=Patience(
-            settings.loop.early_stopping_patience,
-            settings.loop.metric_for_best_model,
-            keeps_best=settings.loop.keeps_best,
+            settings.eval.early_stopping_patience,
+            settings.eval.metric_for_best_model,
+            keeps_best=settings.eval.keeps_best,
         ),
         resume_point=resume_point,
         step=resume_point.step,
@@ -393,7 +384,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         return _tracked(run)
 
     tracked = team.on_main(begin)
-    if is_sharded(run.accelerator):
+    if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
         run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
@@ -401,7 +392,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.ask_to_stop))
-        if run.is_main and "wandb" in trackers:
+        if run.ranks.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
         run.metrics.start(trackers, tracked)
@@ -470,19 +461,19 @@ def _tracked(run: Run) -> TrackedRun:
 
 def _record_addresses(run: Run) -> None:
     """Record the addresses of the run's pages at its trackers in ``run.json``."""
-    if run.is_main and run.metrics.addresses:
+    if run.ranks.is_main and run.metrics.addresses:
         record = read_object(run.folder / "run.json")
         run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
 
 
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
-    accelerator = run.accelerator
+    ranks = run.ranks
     start = {
-        "processes": Ranks(accelerator).world_size,
-        "sharded": sharding_of(accelerator).layout if is_sharded(accelerator) else None,
-        "device": accelerator.device.type,
-        "mixed_precision": accelerator.mixed_precision,
+        "processes": ranks.world_size,
+        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
+        "device": ranks.device.type,
+        "mixed_precision": run.accelerator.mixed_precision,
     }
     return run_record(
         run.folder,

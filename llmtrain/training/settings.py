@@ -1,16 +1,15 @@
-"""The flags of the optimizer, the loop and the run folder, and all settings of a recipe."""
+"""The flags of the optimizer, evaluations, logs and run folder, and all settings of a recipe."""
 
-import argparse
 import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
-from llmtrain.config import COMMAND_LINE, Config, flag, require_at_least
+from llmtrain.config.command_line import COMMAND_LINE
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.errors import UserError
-from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.types import JsonObject
@@ -24,7 +23,7 @@ def steps_or_fraction(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
+        raise UserError(
             f"{text} is neither a number of steps nor a fraction of the run, such as 0.1"
         ) from None
     return int(number) if number.is_integer() else number
@@ -55,9 +54,9 @@ def _require_steps(config: Config, minimum: int, *names: str) -> None:
 
 @dataclass
 class OptimConfig(Config):
-    """The optimizer, its learning rate, and the number of steps. Each field is a flag."""
+    """The optimizer, its learning rate, the number of steps, and the seed. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "optimization"
+    group: ClassVar[str] = "optimization"
     affects: ClassVar[str] = "update"
 
     optim: Literal["adamw", "muon"] = flag(
@@ -99,6 +98,17 @@ class OptimConfig(Config):
         "clip the gradient of each step to this norm, over all weights together",
         hidden=True,
     )
+    skip_nonfinite: int = flag(
+        0,
+        "how many steps with a NaN or infinite gradient are skipped before the run stops with an "
+        "error",
+        hidden=True,
+    )
+    seed: int = flag(
+        0,
+        "random seed of the initial weights, the data order and dropout",
+        affects="seed",
+    )
 
     def __post_init__(self) -> None:
         if self.max_steps == -1:  # the default of transformers' Trainer
@@ -107,7 +117,9 @@ class OptimConfig(Config):
                 "use --num_train_epochs and leave --max_steps out."
             )
         require_at_least(self, 1, "max_steps")
-        require_at_least(self, 0, "learning_rate", "weight_decay")
+        require_at_least(self, 0, "learning_rate", "weight_decay", "skip_nonfinite")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         _require_steps(self, 0, "warmup_steps")
         epochs = self.num_train_epochs
         if epochs is not None and not 0 < epochs < math.inf:  # also true for NaN
@@ -152,34 +164,23 @@ class OptimConfig(Config):
 
     @property
     def fingerprint(self) -> JsonObject:
-        """The settings that the steps of a run depend on, for its fingerprint.
+        """The settings of the optimizer that the steps of a run depend on, for its fingerprint.
 
-        ``num_train_epochs`` is left out, because ``max_steps`` has the steps of these epochs.
+        ``num_train_epochs`` is left out, because ``max_steps`` has the steps of these epochs. The
+        fingerprint of a run has the seed in a place of its own.
         """
         values = asdict(self)
-        del values["num_train_epochs"]
+        for name in ("num_train_epochs", "skip_nonfinite", "seed"):
+            del values[name]
         return values
 
 
 @dataclass
-class LoopConfig(Config):
-    """The training loop, its evaluations and early stopping. Each field is a flag."""
+class EvalConfig(Config):
+    """The evaluations, and what follows from their results. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "evaluation and logging"
+    group: ClassVar[str] = "evaluation and logging"
 
-    seed: int = flag(
-        0,
-        "random seed of the initial weights, the data order and dropout",
-        affects="seed",
-        group="optimization",
-    )
-    logging_steps: float = flag(
-        10,
-        "steps between two log entries of the train loss; below 1: a fraction of the run; if "
-        "stderr is no terminal, the default prints a line every ten seconds at most, and a value "
-        "that you set prints every entry",
-        parse=steps_or_fraction,
-    )
     eval_steps: float = flag(
         100,
         "steps between two evaluations, in addition to one before the first step and one after the "
@@ -210,58 +211,10 @@ class LoopConfig(Config):
         "chat template; the texts go to samples.jsonl in the run folder",
         hidden=True,
     )
-    max_hours: float | None = flag(
-        None,
-        "save and stop before this many hours have passed since the process started",
-        hidden=True,
-        group="run folder and checkpoints",
-    )
-    bitwise: bool = flag(
-        False,
-        "add gradients in a fixed order, so that 1, 2, 4, ... processes compute exactly the same "
-        "bits; slower",
-        affects="layout",
-        hidden=True,
-        group="processes",
-    )
-    torch_compile: Literal["auto", "always", "never"] | None = flag(
-        None,
-        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
-        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
-        affects="layout",
-        hidden=True,
-        group="batch and memory",
-    )
-    dry_run: bool = flag(
-        False,
-        "stop before the first step, and print the first rows of the training data",
-        group="data",
-    )
-    skip_nonfinite: int = flag(
-        0,
-        "how many steps with a NaN or infinite gradient are skipped before the run stops with an "
-        "error",
-        affects="update",
-        hidden=True,
-        group="optimization",
-    )
-    xray_steps: str | None = flag(
-        None,
-        "A:B records steps A to B; llmtrain xray RUN draws them",
-        hidden=True,
-    )
-    log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
-    replay_step: int | None = flag(
-        None,
-        "write the loss of each row of this step to replay.json, and stop after it; the command "
-        "llmtrain replay uses this",
-        hidden=True,
-    )
 
     def __post_init__(self) -> None:
-        _require_steps(self, 1, "logging_steps")
         _require_steps(self, 0, "eval_steps")
-        require_at_least(self, 0, "skip_nonfinite", "early_stopping_patience")
+        require_at_least(self, 0, "early_stopping_patience")
         if self.metric_for_best_model.startswith("eval_"):  # as in transformers
             self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
         if self.keeps_best and not self.eval_steps:
@@ -271,15 +224,6 @@ class LoopConfig(Config):
                 "--metric_for_best_model has no effect without --early_stopping_patience or "
                 "--load_best_model_at_end; set one of them, too."
             )
-        if self.replay_step is not None and self.replay_step < 1:
-            raise UserError(
-                f"--replay_step {self.replay_step} is out of range: it must be above 0."
-            )
-        if self.max_hours is not None and not self.max_hours > 0:  # also true for NaN
-            raise UserError(f"--max_hours {self.max_hours} is out of range: it must be above 0.")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
-        _parse_xray_steps(self.xray_steps)
 
     @property
     def keeps_best(self) -> bool:
@@ -292,6 +236,46 @@ class LoopConfig(Config):
         if self.early_stopping_patience > 0:
             return "--early_stopping_patience"
         return "--load_best_model_at_end"
+
+
+@dataclass
+class LogConfig(Config):
+    """What is logged and recorded of the steps. Each field is a flag."""
+
+    group: ClassVar[str] = "evaluation and logging"
+
+    logging_steps: float = flag(
+        10,
+        "steps between two log entries of the train loss; below 1: a fraction of the run; if "
+        "stderr is no terminal, the default prints a line every ten seconds at most, and a value "
+        "that you set prints every entry",
+        parse=steps_or_fraction,
+    )
+    xray_steps: str | None = flag(
+        None,
+        "A:B records steps A to B; llmtrain xray RUN draws them",
+        hidden=True,
+    )
+    log_rows: bool = flag(
+        False,
+        "write to rows.jsonl which rows each step trains on, and log how often each step reduces "
+        "gradients",
+        hidden=True,
+    )
+    replay_step: int | None = flag(
+        None,
+        "write the loss of each row of this step to replay.json, and stop after it; the command "
+        "llmtrain replay uses this",
+        hidden=True,
+    )
+
+    def __post_init__(self) -> None:
+        _require_steps(self, 1, "logging_steps")
+        if self.replay_step is not None and self.replay_step < 1:
+            raise UserError(
+                f"--replay_step {self.replay_step} is out of range: it must be above 0."
+            )
+        _parse_xray_steps(self.xray_steps)
 
     @property
     def xray_range(self) -> range | None:
@@ -314,9 +298,9 @@ def _parse_xray_steps(text: str | None) -> range | None:
 
 @dataclass
 class RunConfig(Config):
-    """The run folder, its checkpoints, and trackers. Each field is a flag."""
+    """The run folder, its checkpoints, trackers, and when a run stops. Each field is a flag."""
 
-    _argument_group_name: ClassVar[str] = "run folder and checkpoints"
+    group: ClassVar[str] = "run folder and checkpoints"
 
     output_dir: str = flag(
         "runs/run",
@@ -365,6 +349,16 @@ class RunConfig(Config):
         group="evaluation and logging",
         variable="LLMTRAIN_REPORT_TO",
     )
+    max_hours: float | None = flag(
+        None,
+        "save and stop before this many hours have passed since the process started",
+        hidden=True,
+    )
+    dry_run: bool = flag(
+        False,
+        "stop before the first step, and print the first rows of the training data",
+        group="data",
+    )
 
     def __post_init__(self) -> None:
         _require_steps(self, 1, "save_steps")
@@ -375,6 +369,8 @@ class RunConfig(Config):
             )
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
+        if self.max_hours is not None and not self.max_hours > 0:  # also true for NaN
+            raise UserError(f"--max_hours {self.max_hours} is out of range: it must be above 0.")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
             raise UserError(
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
@@ -410,12 +406,11 @@ class Settings(Generic[M, D]):
         chat: chat or preference data, if the recipe trains on it.
         preference: the preference loss, if the recipe has one.
         optim: the optimizer.
-        parallel: how processes share the work.
-        loop: the training loop.
+        parallel: how processes share the work, and how a step is computed.
+        eval: the evaluations.
+        log: what is logged.
         run: the run folder, its checkpoints, and trackers.
     """
-
-    hint_for = staticmethod(hint_for)  # explains flags of other programs, for `config.parse`
 
     # --help shows the flags in this order.
     data: D
@@ -425,7 +420,8 @@ class Settings(Generic[M, D]):
     preference: PreferenceConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def default_epochs(self, epochs: float) -> None:
@@ -448,6 +444,7 @@ CONFIGS: tuple[type[Config], ...] = (
     PreferenceConfig,
     OptimConfig,
     ParallelConfig,
-    LoopConfig,
+    EvalConfig,
+    LogConfig,
     RunConfig,
 )

@@ -33,11 +33,11 @@ def start(settings: AnySettings) -> Accelerator:
         UserError: if the launched processes do not fit the settings, or if the global batch cannot
             be divided among them.
     """
-    accelerator = start_accelerator(settings.parallel, settings.loop.bitwise)
+    accelerator = start_accelerator(settings.parallel, settings.parallel.bitwise)
     layout = Layout.of(
         settings.data,
         Ranks(accelerator).world_size,
-        bitwise=settings.loop.bitwise,
+        bitwise=settings.parallel.bitwise,
     )
     line = str(layout)
     if settings.data.is_set("per_device_train_batch_size"):
@@ -74,7 +74,7 @@ def place(
     """
     settle_steps(settings, rows)
     say("steps", describe_steps(settings, rows))
-    torch.manual_seed(settings.loop.seed)
+    torch.manual_seed(settings.optim.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
     if isinstance(bundle, nn.Module):
         bundle = ModelBundle(model=bundle)
@@ -105,14 +105,14 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         global_batch_size=settings.data.global_batch_size,
         micro_batch=run.layout.micro_batch,
         steps=range(run.step, settings.optim.max_steps),
-        seed=None if rows.in_order else settings.loop.seed,
-        dropout_seed=settings.loop.seed if takes_dropout_keys else None,
+        seed=None if rows.in_order else settings.optim.seed,
+        dropout_seed=settings.optim.seed if takes_dropout_keys else None,
         mixture=rows.mixture,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
     )
     if rows.eval is None:
-        if settings.loop.eval_steps:
+        if settings.eval.eval_steps:
             say("eval", "no eval rows, so the run makes no evaluations")
         return batches, None
 
@@ -123,6 +123,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
         source_rows=[*rows.eval_sources.values()],
-        bitwise=settings.loop.bitwise,
+        bitwise=settings.parallel.bitwise,
     )
     return batches, eval_batches

@@ -35,15 +35,15 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
         )
 
     optim = settings.optim = copy.copy(settings.optim)
-    loop = settings.loop = copy.copy(settings.loop)
+    evaluation = settings.eval = copy.copy(settings.eval)
+    log = settings.log = copy.copy(settings.log)
     run = settings.run = copy.copy(settings.run)
 
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
-        optim.derived = {"max_steps": f"--num_train_epochs {optim.num_train_epochs:g}"}
     _settle_warmup(optim)
-    loop.logging_steps = steps_of(loop.logging_steps, optim.max_steps)
-    loop.eval_steps = steps_of(loop.eval_steps, optim.max_steps)
+    log.logging_steps = steps_of(log.logging_steps, optim.max_steps)
+    evaluation.eval_steps = steps_of(evaluation.eval_steps, optim.max_steps)
     run.save_steps = steps_of(run.save_steps, optim.max_steps)
 
 

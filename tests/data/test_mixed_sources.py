@@ -6,12 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.config import parse
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
-from llmtrain.training.settings import Settings
 from tests.data.test_prepare import complaint, left_behind, stream
 from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
@@ -289,8 +287,3 @@ def test_flags_of_conversations_are_still_refused_for_text_alone(paths):
     data = config(paths[0], text_field="body")
     data.origins = {"text_field": "command line"}
     assert "--text_field is for text" in complaint(data, BLOCK, ChatConfig())
-
-
-def test_a_refused_switch_is_named_as_it_was_typed(paths):
-    chat = parse(Settings(data=DataConfig(), chat=ChatConfig()), ["--no_packing"]).chat
-    assert complaint(config(paths[1]), BLOCK, chat).startswith("--no_packing is for conversations")

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -255,29 +254,3 @@ def test_a_finished_run_can_be_made_longer_and_says_what_happens_to_the_learning
         range(1, 81)
     )
     assert "    60" in ended.out, "the curve at the end begins with the first run"
-
-
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(PYTHON, id="python"),
-        pytest.param(accelerate("cpu"), id="accelerate", marks=long_form),
-        pytest.param(torchrun(2), id="torchrun", marks=long_form),
-    ],
-)
-def test_a_longer_run_prints_the_command_that_extends_the_finished_one(
-    launcher: list[str], text_file: Path, tmp_path: Path
-) -> None:
-    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    run_forked([*PYTHON, GPT, *flags]).assert_ok()
-    out = run([*launcher, GPT, *flags, "--max_steps", "8"]).assert_ok().out
-    assert f"run       {tmp_path}/run-2 (new; " in out
-    (line,) = [line for line in out.splitlines() if line.startswith("finished")]
-    command = shlex.split(line.partition("to extend it instead: ")[2])
-    assert command[-2:] == ["--resume_from_checkpoint", str(tmp_path / "run")]
-
-    run(command).assert_ok()
-    assert [line["step"] for line in metrics(tmp_path / "run-3") if "train/loss" in line] == list(
-        range(1, 9)
-    )
-    assert [start["step"] for start in read_json(tmp_path / "run-3" / "run.json")["starts"]] == [6]

@@ -8,19 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.config import Config, parse
-from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.training import callbacks
 from llmtrain.training.callbacks import LoopContext, MemoryAdvice, Samples
-from llmtrain.training.settings import Settings
 from llmtrain.types import StepInfo
-
-
-def typed(model: Config, *flags: str) -> Config:
-    """The config of a model after these flags."""
-    return parse(Settings(data=BatchConfig(), model=model), list(flags)).model
 
 
 @pytest.mark.parametrize(
@@ -28,14 +20,12 @@ def typed(model: Config, *flags: str) -> Config:
     [
         (GPTConfig(), "Lower --block_size, or"),
         (ModelConfig(), "Lower --max_length, or"),
-        (typed(ModelConfig(), "--block_size", "8"), "Lower --block_size, or"),
-        (typed(GPTConfig(), "--max_length", "8"), "Lower --max_length, or"),
         (None, "Make the rows shorter, or"),
     ],
 )
 def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, expected: str) -> None:
     run = SimpleNamespace(
-        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model, loop=None)
+        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model)
     )
     engine = SimpleNamespace(is_sharded=False)
     context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
@@ -54,7 +44,7 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
     keeps_best: bool, evaluates: bool
 ) -> None:
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(loop=SimpleNamespace(eval_steps=2)),
+        settings=SimpleNamespace(eval=SimpleNamespace(eval_steps=2)),
         patience=SimpleNamespace(keeps_best=keeps_best),
     )
     unused: Any = None
@@ -77,9 +67,11 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
 ) -> None:
     reserved: dict[str, float] = {}
     steps: list[int] = []
-    loop = SimpleNamespace(eval_steps=2, sample_prompts=["a"], seed=0)
+    settings = SimpleNamespace(
+        eval=SimpleNamespace(eval_steps=2, sample_prompts=["a"]), optim=SimpleNamespace(seed=0)
+    )
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(loop=loop),
+        settings=settings,
         rows=SimpleNamespace(tokenizer=None, stop_token_ids=()),
         deadline=SimpleNamespace(reserve=reserved.__setitem__),
         log_samples=lambda samples: steps.append(samples[0]["text"]),

@@ -24,7 +24,7 @@ from llmtrain.record.resume import ResumePoint
 from llmtrain.training.loop import _say_changed_settings
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
-from llmtrain.training.settings import LoopConfig, OptimConfig
+from llmtrain.training.settings import LogConfig, OptimConfig
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
@@ -304,7 +304,7 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
     capsys: pytest.CaptureFixture,
 ) -> None:
     before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
-    settings = SimpleNamespace(loop=LoopConfig(), optim=OptimConfig(learning_rate=2e-3))
+    settings = SimpleNamespace(log=LogConfig(), optim=OptimConfig(learning_rate=2e-3))
     run: Any = SimpleNamespace(
         step=3,
         settings=settings,

@@ -72,12 +72,15 @@ def rows() -> lt.Tokenized:
 
 @pytest.fixture
 def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
-    def go(folder: str = "run", stop_after: int = 0, **loop: Any) -> Run:
+    def go(
+        folder: str = "run", stop_after: int = 0, dry_run: bool = False, **evaluation: Any
+    ) -> Run:
         settings = lt.Settings(
             lt.BatchConfig(global_batch_size=4),
             optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
-            loop=lt.LoopConfig(eval_steps=3, logging_steps=1, **loop),
-            run=lt.RunConfig(str(tmp_path / folder), report_to=["none"]),
+            eval=lt.EvalConfig(eval_steps=3, **evaluation),
+            log=lt.LogConfig(logging_steps=1),
+            run=lt.RunConfig(str(tmp_path / folder), report_to=["none"], dry_run=dry_run),
         )
         accelerator = lt.start(settings)
         bundle = lt.place(

@@ -23,7 +23,7 @@ from llmtrain.training import run as running
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary, open_run
 from llmtrain.training.run_state import restore, save
-from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
+from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
 from tests.launching import read_json
@@ -55,7 +55,7 @@ def opened(
     def go(fingerprint: dict = FINGERPRINT, **flags: object):
         monkeypatch.setattr(running, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
-        settings = Settings(DataConfig(), loop=LoopConfig(seed=3), run=RunConfig(**told))
+        settings = Settings(DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
         return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
 
     return go
@@ -382,38 +382,6 @@ def test_tensorboard_is_sent_the_log_of_the_run_that_is_extended(begin, tmp_path
     assert [event.step for event in reader.Scalars("train/loss")] == [10, 20, 30]
 
 
-def longer(steps: int, **settings: object) -> dict:
-    return {**FINGERPRINT, "optimizer": {"max_steps": steps, "learning_rate": 0.1, **settings}}
-
-
-def test_a_longer_run_says_how_to_extend_the_finished_one(
-    begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--max_steps", "40"])
-    begin(longer(10, warmup_steps=1), steps=(10,))
-    begin(longer(20, warmup_steps=2), steps=(20,))
-    capsys.readouterr()
-    assert begin(longer(40, warmup_steps=4))[0] == "run-3"
-    line = f"to extend it instead: python train.py --max_steps 40 --resume_from_checkpoint {tmp_path}/run-2"
-    assert line in capsys.readouterr().out.splitlines()[1]
-
-
-@pytest.mark.parametrize(
-    "fingerprint",
-    [longer(10), longer(5), longer(20, learning_rate=0.2), {**longer(20), "seed": 1}],
-)
-def test_a_run_that_extends_nothing_says_nothing(begin, fingerprint: dict, capsys) -> None:
-    begin(longer(10), steps=(10,))
-    assert begin(fingerprint)[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
-def test_an_unfinished_run_is_not_called_shorter(begin, capsys) -> None:
-    begin(longer(10), steps=(5,), crash=True)
-    assert begin(longer(20))[0] == "run-2"
-    assert "to extend it" not in capsys.readouterr().out
-
-
 def test_a_named_checkpoint_of_another_run_is_refused_with_both_values(
     begin, tmp_path: Path
 ) -> None:
@@ -512,7 +480,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
 @pytest.mark.parametrize("steps", ["4", "0:3", "5:4", "a:b", "1:2:3", "-1:2", ""])
 def test_updates_to_record_are_two_numbers(steps: str) -> None:
     with pytest.raises(UserError, match="write two numbers such as 6:8, counted from 1"):
-        LoopConfig(xray_steps=steps)
+        LogConfig(xray_steps=steps)
 
 
 def test_weights_that_are_not_finite_are_never_saved(

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config import parse, resolved
+from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from llmtrain.launching.children import short_run_flags
-from llmtrain.plan.subject import subject_of
+from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import AnySettings, OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle_steps
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, metrics, read_json, write_chats
@@ -132,42 +132,47 @@ def test_a_data_set_that_the_user_names_is_trained_on_for_the_default_epochs(
 def test_numbers_below_1_are_fractions_of_the_run() -> None:
     names = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")
     settings = settled(*(word for name in names for word in (f"--{name}", "0.07")))
-    assert settings.loop.logging_steps == 28
-    assert settings.loop.eval_steps == 28
+    assert settings.log.logging_steps == 28
+    assert settings.eval.eval_steps == 28
     assert settings.run.save_steps == 28
     assert settings.optim.warmup_steps == 28
 
 
 def test_a_fraction_is_rounded_up_from_the_number_that_was_written() -> None:
     steps = ["--max_steps", "100", "--eval_steps"]
-    assert settled(*steps, "0.07").loop.eval_steps == 7  # 0.07 * 100 is a little above 7
-    assert settled(*steps, "0.071").loop.eval_steps == 8
-    assert settled(*steps, "0.0001").loop.eval_steps == 1
+    assert settled(*steps, "0.07").eval.eval_steps == 7  # 0.07 * 100 is a little above 7
+    assert settled(*steps, "0.071").eval.eval_steps == 8
+    assert settled(*steps, "0.0001").eval.eval_steps == 1
 
 
 def test_whole_numbers_and_0_keep_their_meaning() -> None:
     settings = settled("--eval_steps", "0", "--save_steps", "1", "--warmup_steps", "0")
-    assert settings.loop.eval_steps == 0
+    assert settings.eval.eval_steps == 0
     assert settings.run.save_steps == 1
     assert settings.optim.warmup_steps == 0
 
 
 def test_fractions_follow_the_epochs_and_settling_again_changes_nothing() -> None:
     settings = settled("--num_train_epochs", "3", "--eval_steps", "0.5", "--warmup_steps", "0.1")
-    assert (settings.loop.eval_steps, settings.optim.warmup_steps) == (20, 4)
+    assert (settings.eval.eval_steps, settings.optim.warmup_steps) == (20, 4)
     assert all(
         isinstance(number, int)
         for number in (
             settings.optim.max_steps,
             settings.optim.warmup_steps,
-            settings.loop.logging_steps,
-            settings.loop.eval_steps,
+            settings.log.logging_steps,
+            settings.eval.eval_steps,
             settings.run.save_steps,
         )
     )
-    before = [vars(settings.optim), vars(settings.loop), vars(settings.run)]
+    before = [vars(settings.optim), vars(settings.eval), vars(settings.log), vars(settings.run)]
     settle_steps(settings, rows_of(98))
-    assert [vars(settings.optim), vars(settings.loop), vars(settings.run)] == before
+    assert [
+        vars(settings.optim),
+        vars(settings.eval),
+        vars(settings.log),
+        vars(settings.run),
+    ] == before
 
 
 def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
@@ -177,20 +182,6 @@ def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
         settle_steps(settings, rows_of(count))
         assert settings.optim.max_steps == steps
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)
-
-
-def test_run_json_says_which_setting_the_number_of_steps_comes_from(tmp_path: Path) -> None:
-    def origin(*argv: str) -> str:
-        return resolved(settled(*argv))["max_steps"]["from"]
-
-    file = tmp_path / "settings.yaml"
-    file.write_text("max_steps: 100\n")
-    config = ["--config", str(file)]
-    assert origin() == "recipe"
-    assert origin("--num_train_epochs", "2.5") == "--num_train_epochs 2.5"
-    assert origin("--num_train_epochs", "3", "--max_steps", "100") == "command line"
-    assert origin(*config) == str(file)
-    assert origin(*config, "--num_train_epochs", "3") == "--num_train_epochs 3"
 
 
 def test_minus_one_step_is_answered_with_epochs() -> None:
@@ -348,7 +339,7 @@ def test_a_recipe_with_rows_of_its_own_trains_for_epochs(
 def test_a_plan_counts_the_steps_of_the_epochs(text_file: Path) -> None:
     flags = [*TINY[:10], "--dataset", str(text_file), "--global_batch_size", "8"]
     one, two = (
-        subject_of(str(ROOT / GPT), [*flags, "--num_train_epochs", epochs], "no").settings
+        build_recipe_model(str(ROOT / GPT), [*flags, "--num_train_epochs", epochs], "no").settings
         for epochs in ("1", "2")
     )
     assert two.optim.max_steps == 2 * one.optim.max_steps != 2 * 120

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.console import say
+from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lab.commands._seeds import seed_flags, seed_folder
@@ -33,7 +33,7 @@ from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.config_file import Setting
+    from llmtrain.config.yaml_file import Setting
 
 EXAMPLES = (
     "llmtrain repeat 5 recipes/gpt.py",
@@ -101,7 +101,7 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
     Raises:
         UserError: if the recipe refuses the flags, or has no settings.
     """
-    from llmtrain.config_file import settings_in
+    from llmtrain.config.yaml_file import settings_in
 
     command = recipe_command([arguments.recipe, *arguments.flags], {}, processes=1)
     text = run_command([*command, "--print_config"], on_cpu=True)
@@ -164,8 +164,7 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
     """
     from llmtrain.training.steps import steps_of
 
-    origin = str(entry.get("from", "recipe"))
-    was_set = origin != "recipe" and not origin.startswith("--")
+    was_set = entry.get("from", "recipe") != "recipe"
     if not setting.is_set and not was_set:
         return True
 
@@ -207,11 +206,10 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
 def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending) -> None:
     """Say how to go on after a seed that has not finished, and exit with its status."""
     state = History.read(folder).summary() if is_run(folder) else "it has not begun"
-    print(
-        f"stopped   seed {seed} has not finished in {folder}: {state}; the same command again goes "
-        "on with it",
-        file=sys.stderr,
+    text = (
+        f"seed {seed} has not finished in {folder}: {state}; the same command again goes on with it"
     )
+    print(labelled("stopped", text), file=sys.stderr)
     if ending.stop_signal is not None:
         sys.exit(128 + ending.stop_signal)  # a launcher has another status
     sys.exit(ending.status or 1)
@@ -227,15 +225,15 @@ def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) ->
         print(json_text(comparison_as_json(comparison), indent=1))
         return
 
-    lines = [f"{remark.label:<10}{remark.text}" for remark in comparison.remarks]
+    lines = [labelled(remark.label, remark.text) for remark in comparison.remarks]
     lines += group_lines(comparison)
     if len(comparison.groups) > 1:
-        lines.append(f"{'differ':<10}the runs are not alike: see the names of the groups above")
+        text = "the runs are not alike: see the names of the groups above"
+        lines.append(labelled("differ", text))
 
     other = output_dir.with_name("OTHER")
     recipe = shlex.join([arguments.recipe, *arguments.flags])
-    lines += [
-        f"{'next':<10}llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}",
-        f"{'':<10}llmtrain compare {output_dir}-seed-* {other}-seed-*",
-    ]
+    repeat = f"llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}"
+    compare = f"llmtrain compare {output_dir}-seed-* {other}-seed-*"
+    lines += [labelled("next", repeat), labelled("", compare)]
     print("\n".join(lines))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.config_file import Entry, Setting, settings_in, text_of
+from llmtrain.config.yaml_file import Entry, Setting, settings_in, text_of
 from llmtrain.lab.commands import repeat
 from llmtrain.lab.commands._seeds import repeat_command
 from llmtrain.launching.children import run_to_end

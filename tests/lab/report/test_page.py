@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from llmtrain.config import Config, flag
+from llmtrain.config.flags import Config, flag
 from llmtrain.lab.diff import compare, metadata_differences
 from llmtrain.lab.identity import groups_by_setting
 from llmtrain.lab.report.charts import charts, downsample, phase_bars

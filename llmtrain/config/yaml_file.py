@@ -1,13 +1,11 @@
-"""YAML files of flags: reading one as the words of a command line, and writing one."""
+"""YAML files of flags: reading one, and writing one."""
 
-import argparse
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import yaml
-from transformers.hf_argparser import string_to_bool
 
 from llmtrain.errors import UserError
 
@@ -106,17 +104,17 @@ class Content(NamedTuple):
     """The flags in a file.
 
     Attributes:
-        words: the flags as the words of a command line.
-        unknown: the values of the keys that are not flags; ``None`` for nested values.
+        flags: each flag with its words, as on a command line.
+        unknown: the keys that are not flags.
         problems: error messages about the values of the other keys, without the path.
     """
 
-    words: list[str]
-    unknown: dict[str, str | None]
+    flags: list[tuple[str, list[str]]]
+    unknown: list[str]
     problems: list[str]
 
 
-def read(path: str, names: Collection[str], list_names: Collection[str], named_by: str) -> Content:
+def read(path: str, keys: Mapping[str, bool], named_by: str) -> Content:
     """Read the flags in a YAML file.
 
     Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
@@ -124,40 +122,40 @@ def read(path: str, names: Collection[str], list_names: Collection[str], named_b
 
     Args:
         path: the path of the file.
-        names: the keys that the file may have.
-        list_names: those of them whose value may be a list.
+        keys: the keys that the file may have, and whether the value of each may be a list.
         named_by: what names the file, such as ``--config my.yaml``, for errors.
 
     Raises:
         UserError: if the file cannot be read.
     """
-    content = Content(words=[], unknown={}, problems=[])
+    content = Content(flags=[], unknown=[], problems=[])
     tree = _read_yaml(path, named_by)
     if tree is None or _is_null(tree):
         return content
     if not isinstance(tree, yaml.MappingNode):
         raise UserError(f"{named_by} must consist of `flag: value` lines.")
 
-    keys = [str(key_node.value) for key_node, _ in tree.value]
-    for key in dict.fromkeys(keys):
-        if key in names and keys.count(key) > 1:
+    written = [str(key_node.value) for key_node, _ in tree.value]
+    for key in dict.fromkeys(written):
+        if key.replace("-", "_") in keys and written.count(key) > 1:
             content.problems.append(f"'{key}' is set twice; remove one of the lines.")
 
-    for key, (_, value_node) in zip(keys, tree.value, strict=True):
-        if key not in names:
-            content.unknown[key] = _plain_value(value_node)
+    for key, (_, value_node) in zip(written, tree.value, strict=True):
+        name = key.replace("-", "_")
+        if name not in keys:
+            content.unknown.append(key)
             continue
         if _is_null(value_node):  # null keeps the recipe's default
             continue
         try:
-            words = _flag_words(key, value_node)
+            words = _words_of(key, value_node)
         except UserError as error:
             content.problems.append(str(error))
             continue
-        if len(words) > 1 and key not in list_names:
+        if len(words) > 1 and not keys[name]:
             content.problems.append(f"'{key}' takes a single value, not a list.")
             continue
-        content.words.extend(words)
+        content.flags.append((f"--{name}", words))
     return content
 
 
@@ -173,31 +171,14 @@ def _read_yaml(path: str, named_by: str) -> yaml.Node | None:
         raise UserError(f"{named_by} is not YAML: {error}") from None
 
 
-def _flag_words(key: str, node: yaml.Node) -> list[str]:
-    """Return a key of a YAML file and its value as the words of a command line."""
+def _words_of(key: str, node: yaml.Node) -> list[str]:
+    """Return the value of a key as the words after its flag on a command line."""
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
         raise UserError(f"'{key}' must be a value or a list, not nested keys.")
-    words = [str(item.value) for item in nodes]
-    if not words:
+    if not nodes:
         raise UserError(f"--{key} is an empty list; give a value or leave the key out.")
-
-    if key.startswith("no_"):  # `no_x: true` is the flag --no_x, which takes no value
-        try:
-            is_set = string_to_bool(words[0])  # type: ignore[no-untyped-call]
-        except argparse.ArgumentTypeError:
-            raise UserError(f"'{key}' must be true or false, not '{words[0]}'.") from None
-        return [f"--{key}"] if is_set else []
-    if len(words) == 1:
-        return [f"--{key}={words[0]}"]  # with a space, a value such as -1 would look like a flag
-    return [f"--{key}", *words]
-
-
-def _plain_value(node: yaml.Node) -> str | None:
-    """Return a value as text, ``null`` for an empty one, and ``None`` for nested values."""
-    if _is_null(node) or not node.value:
-        return "null"
-    return str(node.value) if isinstance(node, yaml.ScalarNode) else None
+    return [str(item.value) for item in nodes]
 
 
 def _is_null(node: yaml.Node) -> bool:

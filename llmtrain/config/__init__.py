@@ -1,0 +1,1 @@
+"""Settings of a recipe: its defaults, overridden by YAML files, the environment and flags."""
