@@ -41,12 +41,6 @@ TABLE = [
         "Python 3.14",
         "a command parses the flags again that stand after the recipe's name",
     ),
-    PrivateName(
-        "_group_actions",
-        ("argparse._ArgumentGroup",),
-        "Python 3.14",
-        "the reference page shows the flags by the groups of --help",
-    ),
     # --- torch: the compiler
     PrivateName(
         "torch._dynamo.config.recompile_limit",
@@ -61,22 +55,16 @@ TABLE = [
         "DDP would split a compiled block at the end of a bucket",
     ),
     PrivateName(
+        "torch._dynamo.exc.TorchDynamoException",
+        ("torch._dynamo.exc",),
+        "torch 2.13",
+        "an error of the compiler is told from one of the model",
+    ),
+    PrivateName(
         "torch._dynamo.maybe_mark_dynamic",
         ("torch._dynamo",),
         "torch 2.13",
         "the number of documents differs between micro-batches",
-    ),
-    PrivateName(
-        "torch._dynamo.graph_break",
-        ("torch._dynamo",),
-        "torch 2.13",
-        "a trial of compiled code breaks graphs where hooks of FSDP break them",
-    ),
-    PrivateName(
-        "_modules",
-        ("torch.nn.Module",),
-        "torch 2.13",
-        "a trial of compiled code copies a module without its hooks",
     ),
     PrivateName(
         "_orig_mod",
@@ -147,12 +135,6 @@ TABLE = [
         "the tensors inside the arguments and results of any function",
     ),
     PrivateName(
-        "torch.utils._pytree.tree_map_only",
-        ("torch.utils._pytree",),
-        "torch 2.13",
-        "the tensors inside the arguments of a block are detached",
-    ),
-    PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
         ("torch.utils._python_dispatch",),
         "torch 2.13",
@@ -184,12 +166,6 @@ TABLE = [
         "Accelerate would use DDP on CPUs although FSDP was asked for",
     ),
     # --- transformers
-    PrivateName(
-        "_parse_dataclass_field",
-        ("transformers.HfArgumentParser",),
-        "transformers 5.23",
-        "turns a field of a dataclass into flags, like all recipes of Hugging Face",
-    ),
     PrivateName(
         "_attn_implementation",
         ("transformers.PreTrainedConfig",),

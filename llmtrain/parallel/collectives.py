@@ -22,8 +22,8 @@ def range_of(size: int, ranks: int, rank: int) -> range:
 
     All ranks hold the same number of rows, except the last ranks if the rows do not divide evenly.
     """
-    share = -(-size // ranks)
-    return range(min(rank * share, size), min((rank + 1) * share, size))
+    rows = -(-size // ranks)  # of each rank but the last ones
+    return range(min(rank * rows, size), min((rank + 1) * rows, size))
 
 
 def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:

@@ -195,7 +195,7 @@ class Saver:
         Of all other tensors it has only the shapes. The memory of the copies is used again by the
         next save: allocating new pages would take longer than copying.
         """
-        copies = {name: meta_like(tensor) for name, tensor in plan.source.items()}
+        copies = {name: meta_like(tensor) for name, tensor in plan.tensors.items()}
         for name, tensor in plan.full_tensors():
             key = (plan.path, name)  # a parameter and its optimizer state may have the same name
             if key not in self._host_copies:
@@ -205,9 +205,9 @@ class Saver:
             host_copy = self._host_copies[key]
             copies[name] = host_copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
-        if any(tensor.is_cuda for tensor in plan.source.values()):
+        if any(tensor.is_cuda for tensor in plan.tensors.values()):
             torch.cuda.synchronize()
-        return plan._replace(source=copies)
+        return plan._replace(tensors=copies)
 
 
 def write_model(
@@ -270,7 +270,7 @@ def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> 
     If there are several files of weights, this includes an index of them.
     """
     first_file = working / weights.path
-    files.write(first_file.parent, sum(tensor.numel() for tensor in weights.source.values()))
+    files.write(first_file.parent, sum(tensor.numel() for tensor in weights.tensors.values()))
     if len(weights.ranks) == 1:
         return
 

@@ -74,21 +74,21 @@ class FilePlan(NamedTuple):
     Attributes:
         path: the path of the file, relative to the folder that is written. If several ranks write,
             their files have this name with a number.
-        source: the tensors, which may be sharded.
+        tensors: the tensors by name.
         ranks: the ranks that write, each a file.
         convert: takes the name of a tensor and the full tensor, and returns the tensors that are
             written for it.
     """
 
     path: str
-    source: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
     ranks: tuple[int, ...] = (0,)
     convert: TensorConverter = unchanged
 
     @property
     def byte_count(self) -> int:
         """The size of all full tensors, in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.source.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     @property
     def paths(self) -> dict[int, str]:
@@ -111,7 +111,7 @@ class FilePlan(NamedTuple):
         """
         sort_keys = {
             name: (-tensor.element_size(), -tensor.numel(), name)
-            for name, tensor in self.source.items()
+            for name, tensor in self.tensors.items()
         }
         names = sorted(sort_keys, key=sort_keys.__getitem__)
         count = len(self.ranks)
@@ -121,7 +121,7 @@ class FilePlan(NamedTuple):
         """Return the headers of the tensors in the file of a rank."""
         headers = []
         for name in self.names[rank]:
-            converted = self.convert(name, meta_like(self.source[name]))
+            converted = self.convert(name, meta_like(self.tensors[name]))
             for written_name, tensor in converted.items():
                 headers.append(Header(written_name, tensor.shape, tensor.dtype))
         return headers
@@ -136,7 +136,7 @@ class FilePlan(NamedTuple):
             gathered = []
             for name, rank in zip(names, names_by_rank, strict=True):
                 if name is not None:  # else this rank writes one tensor less
-                    gathered.append((name, gather_to(self.source[name].detach(), rank)))
+                    gathered.append((name, gather_to(self.tensors[name].detach(), rank)))
             for name, full in gathered:
                 if full is not None:
                     yield name, full

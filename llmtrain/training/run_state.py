@@ -156,8 +156,7 @@ def write_model(run: Run, engine: Engine) -> None:
 
     def write() -> None:
         if run.saver.saves_alone:
-            tensors = files.export_tensors(model)
-            saver.write_model(target, files, tensors)
+            saver.write_model(target, files, files.export_tensors(model))
             return
         saver.write_model(
             target,

@@ -20,11 +20,19 @@ class Disk:
         self.root = root
         self.bytes: dict[int, bytes] = {}  # of each file (by inode) at its last fsync
         self.names: dict[int, dict[str, int]] = {}  # of each folder at its last fsync
+        # As long as it is open, nothing else gets the inode of a deleted file.
+        self.handles: dict[int, int] = {}
         for path in [root, *root.rglob("*")]:  # what is there now has been for long
             self.synced(path)
 
+    def __del__(self) -> None:
+        for handle in self.handles.values():
+            os.close(handle)
+
     def synced(self, path: Path) -> None:
         inode = path.stat().st_ino
+        if inode not in self.handles:
+            self.handles[inode] = os.open(path, os.O_RDONLY)
         if path.is_dir():
             self.names[inode] = {child.name: child.stat().st_ino for child in path.iterdir()}
         else:
