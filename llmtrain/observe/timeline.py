@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from llmtrain.observe.phases import PHASES
+from llmtrain.phases import PHASES
 from llmtrain.types import JsonObject
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from llmtrain.observe.phases import OWN_PHASES, PHASES, describe_phase
+from llmtrain.phases import OWN_PHASES, PHASES, describe_phase
 from llmtrain.record.history import History
 from llmtrain.report.run_groups import RunGroup, group_runs, seed_of
 from llmtrain.types import JsonObject

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.files import json_text
-from llmtrain.observe.phases import PHASES
+from llmtrain.phases import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
 from llmtrain.report.charts import (

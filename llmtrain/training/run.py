@@ -5,10 +5,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate import Accelerator
 
@@ -62,10 +62,6 @@ _TRACKED_KEYS = (
     "device",
     "mixed_precision",
 )
-
-
-# Takes the step and the numbers of a log entry.
-LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class Outcome(NamedTuple):
@@ -130,7 +126,6 @@ class Run:
         stop_signal: the signal that asked this rank to stop, if there was one.
         last_eval: the last evaluation.
         outcome: how the run has ended.
-        log_listeners: called with the step and the numbers of each log entry, on all ranks.
     """
 
     accelerator: Accelerator
@@ -154,7 +149,6 @@ class Run:
     stop_signal: signal.Signals | None = None
     last_eval: EvalResult | None = None
     outcome: Outcome = _NOT_TRAINED
-    log_listeners: list[LogListener] = field(default_factory=list)
 
     @property
     def is_main(self) -> bool:
@@ -204,8 +198,8 @@ class Run:
         entries = read_lines(self.folder / "metrics.jsonl")
         return pandas.DataFrame([as_numbers(entry) for entry in entries])
 
-    def log(self, metrics: JsonObject) -> None:
-        """Write a log entry to ``metrics.jsonl`` and to the trackers."""
+    def log(self, metrics: JsonObject) -> JsonObject:
+        """Write a log entry to ``metrics.jsonl`` and to the trackers, and return it."""
         epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
         entry = {
             "step": self.step,
@@ -217,8 +211,7 @@ class Run:
         self.metrics.write(entry)
         if "eval/loss" in metrics:
             self.last_eval = EvalResult(self.step, metrics)
-        for listener in self.log_listeners:
-            listener(self.step, as_numbers(entry))
+        return entry
 
     def log_samples(self, samples: Sequence[JsonObject]) -> None:
         """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from llmtrain.observe.phases import PHASES
 from llmtrain.observe.timeline import (
     Bucket,
     Report,
@@ -17,6 +16,7 @@ from llmtrain.observe.timeline import (
     as_trace,
     summary,
 )
+from llmtrain.phases import PHASES
 
 MS = 1e-3
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from llmtrain.config import Config, flag
-from llmtrain.observe.phases import PHASES
+from llmtrain.phases import PHASES
 from llmtrain.record.history import History
 from llmtrain.report.charts import charts, downsample, phase_bars
 from llmtrain.report.difference import compare, metadata_differences

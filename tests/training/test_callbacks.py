@@ -16,13 +16,16 @@ from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.config import GPTConfig, ModelConfig, PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
-from llmtrain.observe.phases import Phases
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training import callbacks
-from llmtrain.training.callbacks import Logging, LoopContext, MemoryAdvice, Samples
+from llmtrain.phases import PHASES
+from llmtrain.training import periodic
+from llmtrain.training.callbacks import MemoryAdvice
+from llmtrain.training.context import LoopContext
+from llmtrain.training.periodic import Samples
 from llmtrain.training.settings import Settings
-from llmtrain.types import Batch, LossSums, StepInfo, StepResult
+from llmtrain.training.step_log import Logging
+from llmtrain.types import Batch, JsonObject, LossSums, StepInfo, StepResult
 from tests.engines import engine_of
 
 
@@ -59,7 +62,7 @@ def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, exp
         layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model, loop=None)
     )
     engine = SimpleNamespace(is_sharded=False)
-    context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
+    context: Any = SimpleNamespace(run=run, engine=engine)
     with (
         pytest.raises(
             UserError,
@@ -74,21 +77,29 @@ def logging_of(objective: GivenRewards, run: Any) -> Logging:
     """Return the callback that logs, without a loop around it."""
     accelerator = Accelerator(cpu=True)
     engine = engine_of(accelerator, nn.Linear(1, 1), objective)
-    timing = SimpleNamespace(
-        phases=Phases(engine.device, engine.model),
-        syncs=GradientSyncs(engine.model),
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    unused: Any = None
+    context = LoopContext(
+        run=run,
+        engine=engine,
+        optimizer=optimizer,
+        batches=unused,
+        eval_batches=None,
+        metric=None,
         throughput=Throughput(accelerator, engine.unwrapped),
-        progress=SimpleNamespace(show_entry=lambda step, entry: None),
     )
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    context: Any = SimpleNamespace(run=run, engine=engine, optimizer=optimizer, timing=timing)
-    return Logging(context)
+    return Logging(context, GradientSyncs(engine.model))
 
 
 def events_of(rewards: list[tuple[float, float]]) -> list[int]:
     """Return the log entries, counted from 1, at which the event was recorded."""
     objective = GivenRewards()
     entries: list[Any] = []
+
+    def log(entry: JsonObject) -> JsonObject:
+        entries.append(entry)
+        return entry
+
     events: list[int] = []
 
     def note_event(kind: str, text: str) -> None:
@@ -96,7 +107,7 @@ def events_of(rewards: list[tuple[float, float]]) -> list[int]:
         events.append(len(entries) + 1)
 
     settings = SimpleNamespace(loop=SimpleNamespace(logging_steps=1))
-    run = SimpleNamespace(settings=settings, record_event=note_event, log=entries.append)
+    run = SimpleNamespace(settings=settings, record_event=note_event, log=log, step=1)
     logging = logging_of(objective, run)
 
     batch: Any = SimpleNamespace(token_fingerprint=0, label_fingerprint=0)
@@ -162,9 +173,10 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
         run=run,
         engine=unused,
         optimizer=unused,
+        batches=unused,
         eval_batches=None,
         metric=None,
-        timing=unused,
+        throughput=unused,
     )
     stopping = StepInfo(4, is_last=False, should_stop=True)
     assert context.evaluates_after(stopping) == evaluates
@@ -184,9 +196,10 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
         deadline=SimpleNamespace(reserve=reserved.__setitem__),
         log_samples=lambda samples: steps.append(samples[0]["text"]),
     )
-    engine: Any = SimpleNamespace(set_phase=lambda phase: None, model=nn.Linear(1, 1))
-    timing: Any = SimpleNamespace(throughput=SimpleNamespace(paused=contextlib.nullcontext))
-    context: Any = SimpleNamespace(run=run, engine=engine, timing=timing)
+    phases = SimpleNamespace(begin=lambda phase: None)
+    engine: Any = SimpleNamespace(phases=phases, model=nn.Linear(1, 1))
+    throughput = SimpleNamespace(paused=contextlib.nullcontext)
+    context: Any = SimpleNamespace(run=run, engine=engine, throughput=throughput)
     samples = Samples(context)
     unused: Any = None
     for info in (
@@ -195,7 +208,7 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
         StepInfo(5, is_last=True, should_stop=True),
     ):
         step = info.step
-        monkeypatch.setattr(callbacks, "sample", lambda *_, step=step, **__: [step])
+        monkeypatch.setattr(periodic, "sample", lambda *_, step=step, **__: [step])
         samples.on_step_end(unused, unused, info)
     assert steps == [2, 5]
     assert reserved["samples"] >= 0
@@ -204,3 +217,20 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
 def test_ranks_that_share_a_model_count_once_in_the_fingerprint_of_a_batch() -> None:
     logging: Any = SimpleNamespace(engine=SimpleNamespace(model_parallel_size=2))
     assert Logging._of_global_batch(logging, [5.0, 5.0, 7.0, 7.0]) == 12
+
+
+def test_a_late_rank_is_an_event_but_not_in_the_first_step() -> None:
+    events: list[str] = []
+    run = SimpleNamespace(settings=SimpleNamespace(loop=None), step=1)
+    run.record_event = lambda kind, text: events.append(kind)
+    logging = logging_of(GivenRewards(), run)
+    seconds = {phase: [1.0, 1.0] for phase in PHASES}
+    by_rank: Any = SimpleNamespace(phase_seconds=seconds | {"data": [0.0, 90.0]})
+    for _ in range(3):
+        logging._record_events({"rewards/chosen": 0.0, "rewards/rejected": 0.0}, by_rank)
+    assert events == []
+
+    logging.engine.phases.has_dropped_first_step = True
+    for _ in range(3):
+        logging._record_events({"rewards/chosen": 0.0, "rewards/rejected": 0.0}, by_rank)
+    assert events == ["late"]
