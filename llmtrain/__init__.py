@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.parallel.config import PipelineConfig as PipelineConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
+    from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.packing import resolve_packing as resolve_packing
-    from llmtrain.training.run import open_run as open_run
     from llmtrain.training.settings import LoopConfig as LoopConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
     from llmtrain.training.settings import RunConfig as RunConfig
@@ -64,9 +64,9 @@ _MODULES = {
     "PipelineConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
+    "open_run": "llmtrain.training.opening",
     "make_optimizer": "llmtrain.training.optim",
     "resolve_packing": "llmtrain.training.packing",
-    "open_run": "llmtrain.training.run",
     "LoopConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",
     "RunConfig": "llmtrain.training.settings",

@@ -166,8 +166,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
         stop_requested=any(votes),
     )
     _count_if_skipped(run, engine, local_batch, result)
-    run.step += 1
-    run.tokens += result.target_tokens
+    run.state.count_step(result.target_tokens)
 
     engine.phases.begin("other", run.step)
     info = StepInfo(
@@ -218,10 +217,10 @@ def _count_if_skipped(
     # Padding has the row -1.
     rows = [row for row in engine.gather_rows(local_batch.rows).tolist() if row >= 0]
     event = f"step {step} was skipped: its gradient norm is {result.grad_norm}; its rows are {rows}"
-    if run.skipped == allowed:
+    if run.state.skipped == allowed:
         raise UserError(
             f"{event}. Lower --learning_rate, or allow some skipped steps with --skip_nonfinite. "
             "The newest checkpoint is untouched."
         )
-    run.skipped += 1
-    run.record_event("skipped", f"{event} ({run.skipped} of --skip_nonfinite {allowed})")
+    run.state.count_skipped()
+    run.record_event("skipped", f"{event} ({run.state.skipped} of --skip_nonfinite {allowed})")

@@ -10,8 +10,8 @@ from llmtrain.models.generation import Sampling
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.context import LoopCallback
 from llmtrain.training.evaluate import eval_extra, evaluate, sample
-from llmtrain.training.run import Outcome
 from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
+from llmtrain.training.state import Outcome
 from llmtrain.types import LocalBatch, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -101,23 +101,26 @@ class Finish(LoopCallback):
     """Records how the run has ended, and writes the model if it is finished."""
 
     def on_train_end(self) -> None:
+        self.run.state.outcome = self._finish()
+
+    def _finish(self) -> Outcome:
+        """Write the model if the run is finished; return how the run has ended."""
         run = self.run
         if self.loop_context.is_replay:
             # The run has more steps to make, so it is not finished.
-            run.outcome = Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
-            return
+            return Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
 
         wait_for_saves(run)
         if run.patience.is_over:
             self._write_model()
-            run.outcome = Outcome("finished", run.patience.reason)
-        elif run.step == run.settings.optim.max_steps:
+            return Outcome("finished", run.patience.reason)
+        if run.step == run.settings.optim.max_steps:
             self._write_model()
-            run.outcome = Outcome("finished", "all steps are done")
-        else:
-            reason = run.stop_reason or "asked to stop"
-            run.outcome = Outcome("preempted", f"{reason}; step {run.step} is saved")
-            self._say_how_to_resume(reason)
+            return Outcome("finished", "all steps are done")
+
+        reason = run.state.stop_reason or "asked to stop"
+        self._say_how_to_resume(reason)
+        return Outcome("preempted", f"{reason}; step {run.step} is saved")
 
     def _write_model(self) -> None:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
@@ -134,5 +137,5 @@ class Finish(LoopCallback):
             f"{reason}: step {self.run.step} is saved in {folder}; "
             f"resume with the same command{flags}",
         )
-        if has_launcher() and self.run.stop_signal in (signal.SIGTERM, signal.SIGINT):
+        if has_launcher() and self.run.state.stop_signal in (signal.SIGTERM, signal.SIGINT):
             say("launcher", "a traceback of the launcher may follow; it only reports the signal")
