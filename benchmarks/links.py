@@ -21,7 +21,7 @@ from benchmarks.runs import (
     scratch,
 )
 from llmtrain.launching.children import kill_tree
-from llmtrain.phases import OWN_PHASES
+from llmtrain.phase_names import OWN_PHASES
 from tests.machines import ADDRESS, FIRST, on_machine, two_machines
 
 MBIT, UPDATES = 100, 32

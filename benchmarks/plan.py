@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
-from llmtrain.commands.plan import as_json
+from llmtrain.lab.commands.plan import as_json
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Memory
@@ -46,12 +46,7 @@ CASES = [  # what, recipe, flags, precision
     ),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
 ]
-WAYS = {
-    "DDP": ("cpu_ddp", []),
-    "FSDP2": ("fsdp2", []),
-    "TP 2": ("tensor_parallel", []),
-    "PP 2": ("cpu_ddp", flags(pipeline_stages=2)),
-}
+CONFIGS = {"DDP": "cpu_ddp", "FSDP2": "fsdp2"}  # the accelerate config of each way
 MIB = 2**20
 
 RATES, UPDATES = (50, 200, 1000), 12  # Mbit/s
@@ -72,10 +67,9 @@ def memory_table(folder: Path) -> list[Row]:
             recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision
         )
         for way in as_json(make_plan(request))["ways"]:
-            config, more = WAYS[way["name"]]
             name = f"{case}, {way['name']}"
-            launched = launcher(config, mixed_precision=precision)
-            found = measured(launched, recipe, [*words, *more], folder / name.replace(" ", "-"))
+            launched = launcher(CONFIGS[way["name"]], mixed_precision=precision)
+            found = measured(launched, recipe, words, folder / name.replace(" ", "-"))
             for part in ("weights", "optimizer"):
                 table.append(
                     Row(
@@ -130,7 +124,7 @@ def side_by_side(
     Both are taken again where the machine's own speed has moved between them, which forward passes show: they wait for
     nobody.
     """
-    numbers = sum(parameter.numel() for parameter in memory.parameters(1))
+    numbers = sum(parameter.numel() for parameter in memory.parameters)
     for again in range(TRIES):
         compute = calibrate(GPT_RECIPE, words, processes, ROWS, "no", numbers)
         with two_machines(rate) as names:

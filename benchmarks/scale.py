@@ -33,7 +33,7 @@ from llmtrain.data.loader import GlobalBatchSampler, train_loader
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
-from llmtrain.observe.throughput import measured_peak
+from llmtrain.plan.peak import measured_peak
 
 Series = dict[int, dict[str, float]]  # by size: figures by name
 

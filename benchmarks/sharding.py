@@ -15,24 +15,33 @@ from pathlib import Path
 import torch
 from accelerate.utils import broadcast_object_list
 
-from benchmarks.checkpoint import WeightsOnly
 from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, make_optimizer
 from llmtrain.console import say
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team
-from llmtrain.record import checkpoint
 from llmtrain.record.saver import Saver
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.run_state import optimizer_tensors, restore_optimizer
 from llmtrain.training.step import train_step
 from tests.memory import resident
 
 CONFIG, VOCABULARY = GPTConfig(n_layer=24, n_head=8, n_embd=512, block_size=32), 512
+
+
+class WeightsOnly:
+    """The writer of a model folder that holds nothing but weights."""
+
+    weights_name = "model.safetensors"
+    may_split_weights = True
+
+    def write(self, folder: Path, parameters: int) -> None:
+        pass
 
 
 def main() -> None:
@@ -73,11 +82,12 @@ def main() -> None:
         f"{here / 2**20:.1f} of {everywhere / 2**20:.1f} MiB here, the largest {largest / 2**20:.1f} MiB",
     )
 
-    team = Team.with_new_group(can_write=True)
+    team = Team.with_new_group()
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])
-    state = checkpoint.optimizer_tensors(model, optimizer.optimizer)
+    state = optimizer_tensors(model, optimizer.optimizer)
     for name, in_background in (("saving", False), ("saving in the background", True)):
-        saver = Saver(folder / name, WeightsOnly(), 2, in_background, team)
+        saver = Saver(folder / name, WeightsOnly(), keep=2, in_background=in_background)
+        saver.join(team, can_write=True)
 
         def save(saver: Saver = saver) -> None:
             saver.save(
@@ -85,7 +95,6 @@ def main() -> None:
                 DistributedTensors(model.state_dict()),
                 DistributedTensors(state),
                 {"step": 1},
-                lambda: None,
             )
             saver.wait()
 
@@ -95,7 +104,7 @@ def main() -> None:
     measure("loading weights", lambda: fill(model.state_dict(), read_tensors(saved / "model")))
 
     def load() -> None:
-        checkpoint.restore_optimizer(model, optimizer.optimizer, read_tensors(saved / "optimizer"))
+        restore_optimizer(model, optimizer.optimizer, read_tensors(saved / "optimizer"))
 
     measure("loading the optimizer", load)
     measure("accelerator.get_state_dict", lambda: accelerator.get_state_dict(model))

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmtrain.cli import GROUPS, build_parser
+from llmtrain.cli import COMMANDS, GROUPS, build_parser
 from llmtrain.config import FlagDescription, describe_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def _commands_page() -> str:
     for group in GROUPS:
         lines += [f"## {group}", ""]
         for name, command in commands.items():
-            if command.get_default("group") == group:
+            if COMMANDS[name].group == group:
                 lines += _command_section(name, command)
     return "\n".join(lines)
 

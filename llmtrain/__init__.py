@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.pretrained import load_model as load_model
-    from llmtrain.parallel.config import PipelineConfig as PipelineConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
     from llmtrain.training.opening import open_run as open_run
@@ -61,7 +60,6 @@ _MODULES = {
     "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
     "load_model": "llmtrain.models.pretrained",
-    "PipelineConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
     "open_run": "llmtrain.training.opening",

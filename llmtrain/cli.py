@@ -3,12 +3,11 @@
 import argparse
 import importlib
 import os
-import pkgutil
 import sys
+from collections.abc import Collection
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from llmtrain import commands
 from llmtrain._version import __version__
 from llmtrain.console import debugging
 from llmtrain.errors import (
@@ -18,9 +17,109 @@ from llmtrain.errors import (
     print_traceback_with_causes,
 )
 
-_MODULES = [module.name for module in pkgutil.iter_modules(commands.__path__)]
-COMMANDS = [name for name in _MODULES if not name.startswith("_")]
-# The titles in --help, in the order of a user's work; each command names its own.
+
+class Command(NamedTuple):
+    """A command, as ``llmtrain --help`` lists it.
+
+    Attributes:
+        group: the title under which it is listed.
+        module: the module that is imported when the command is given.
+        summary: the first line of its description.
+    """
+
+    group: str
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "chat": Command(
+        group="Use a model",
+        module="llmtrain.commands.chat",
+        summary="Chat with a model that was fine-tuned on conversations.",
+    ),
+    "compare": Command(
+        group="Look at runs",
+        module="llmtrain.lab.commands.compare",
+        summary="Tell a gain from noise: compare settings by the eval losses of runs with several "
+        "seeds.",
+    ),
+    "diff": Command(
+        group="Look at runs",
+        module="llmtrain.lab.commands.diff",
+        summary="Compare two runs: their final losses, the first step at which they differ, and "
+        "the cause.",
+    ),
+    "doctor": Command(
+        group="Prepare a run",
+        module="llmtrain.lab.commands.doctor",
+        summary="Check whether this machine, or several together, can train.",
+    ),
+    "eval": Command(
+        group="Use a model",
+        module="llmtrain.commands.eval",
+        summary="Score a model on tasks of lm-evaluation-harness, on one process or on several.",
+    ),
+    "export": Command(
+        group="Use a model",
+        module="llmtrain.commands.export",
+        summary="Write the model of a run to its own folder, or merge a LoRA adapter into its base "
+        "model.",
+    ),
+    "generate": Command(
+        group="Use a model",
+        module="llmtrain.commands.generate",
+        summary="Generate text with a trained model, and print it as it is generated.",
+    ),
+    "init": Command(
+        group="Prepare a run",
+        module="llmtrain.commands.init",
+        summary="Copy a recipe, and an accelerate config that fits this machine, into a folder.",
+    ),
+    "learn": Command(
+        group="Check and understand",
+        module="llmtrain.lessons.learn",
+        summary="Show distributed training on this machine in lessons; without a name, list them.",
+    ),
+    "plan": Command(
+        group="Prepare a run",
+        module="llmtrain.lab.commands.plan",
+        summary="Predict the memory and the time of a run, without training anything.",
+    ),
+    "repeat": Command(
+        group="Check and understand",
+        module="llmtrain.lab.commands.repeat",
+        summary="Run a recipe with several seeds, one after the other, to see how much its loss "
+        "varies.",
+    ),
+    "replay": Command(
+        group="Look at runs",
+        module="llmtrain.lab.commands.replay",
+        summary="Repeat one step of a run from an earlier checkpoint, and list its rows by loss.",
+    ),
+    "report": Command(
+        group="Look at runs",
+        module="llmtrain.lab.commands.report",
+        summary="Make an HTML page about one or more runs: metrics, phases, memory, differences, "
+        "events.",
+    ),
+    "runs": Command(
+        group="Look at runs",
+        module="llmtrain.commands.runs",
+        summary="List runs with their state, losses and age; or check the checkpoints of one run.",
+    ),
+    "verify": Command(
+        group="Check and understand",
+        module="llmtrain.commands.verify",
+        summary="Check that a recipe trains the same on another layout, or after it was killed.",
+    ),
+    "xray": Command(
+        group="Check and understand",
+        module="llmtrain.lab.commands.xray",
+        summary="Run a few steps of a recipe, and show when each process does what.",
+    ),
+}
+# The titles in --help, in the order of a user's work.
 GROUPS = ("Prepare a run", "Look at runs", "Use a model", "Check and understand")
 _EPILOG = (
     "llmtrain COMMAND --help explains a command.\n\n"
@@ -89,7 +188,9 @@ def main(argv: list[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        arguments, unknown = build_parser().parse_known_args(argv)
+        # The first word without a dash is the command: no flag before it takes a value.
+        words = [word for word in argv if not word.startswith("-")]
+        arguments, unknown = build_parser(words[:1]).parse_known_args(argv)
         if unknown:
             # The command's own parser names the help that lists what the command takes.
             arguments.parser.refuse_unknown(unknown)
@@ -112,12 +213,16 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. Their modules import nothing heavy until they run."""
-    modules = {name: importlib.import_module(f"llmtrain.commands.{name}") for name in COMMANDS}
+def build_parser(commands: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        commands: names of the commands whose arguments it parses. Their modules are imported, and
+            import nothing heavy until the command runs. Of all others it knows only the name.
+    """
     parser = _Parser(
         prog="llmtrain",
-        description=f"{__doc__}\n{_list_commands(modules)}",
+        description=f"{__doc__}\n{_list_commands()}",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -129,28 +234,33 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         parser_class=_Parser,
     )
-    for name, module in modules.items():
-        examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
-        command = subparsers.add_parser(
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
             name,
-            description=module.__doc__,
-            epilog=f"examples:\n{examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        module.add_arguments(command)
-        command.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.set_defaults(run=module.run, parser=command, group=module.GROUP)
+        if name in commands:
+            _add_command(subparser, importlib.import_module(command.module))
     return parser
 
 
-def _list_commands(modules: dict[str, ModuleType]) -> str:
+def _add_command(parser: argparse.ArgumentParser, module: ModuleType) -> None:
+    """Add the arguments and the description of a command to its parser."""
+    examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
+    parser.description = module.__doc__
+    parser.epilog = f"examples:\n{examples}"
+    module.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=module.run, parser=parser)
+
+
+def _list_commands() -> str:
     """Return the commands with the first line of their descriptions, by group."""
     lines = []
     for group in GROUPS:
         lines += ["", f"{group}:"]
-        for name, module in modules.items():
-            if group == module.GROUP:
-                summary = (module.__doc__ or "").splitlines()[0]
-                lines.append(f"  {name:<9} {summary}")
+        for name, command in COMMANDS.items():
+            if command.group == group:
+                lines.append(f"  {name:<9} {command.summary}")
     return "\n".join(lines)

@@ -192,12 +192,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     working.mkdir()
     try:
         yield working
-        for path in [working, *working.rglob("*")]:
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                sync_file(path)
-
+        sync_tree(working)
         if target.exists():
             target.rename(replaced)
         try:
@@ -222,6 +217,15 @@ def temporary_sibling(path: Path, purpose: str = "") -> Path:
     """
     words = [".tmp", purpose, path.name, uuid.uuid4().hex[:12]]
     return path.with_name("-".join(word for word in words if word))
+
+
+def sync_tree(folder: Path) -> None:
+    """Force a folder and everything in it to the disk."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            sync_file(path)
 
 
 def sync_folder(path: Path) -> None:

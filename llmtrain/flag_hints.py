@@ -862,7 +862,7 @@ _add("sequence_parallel_degree context_parallel_size", _NOT_SUPPORTED)
 _add(
     "tensor_parallel_size parallelism_config",
     "the launcher's config has the parallel layout: accelerate launch --config_file "
-    f"{shipped_config('tensor_parallel')} RECIPE",
+    f"{shipped_config('fsdp2')} RECIPE",
 )
 _add("mixed_precision", f"{_BEFORE_RECIPE} --mixed_precision bf16 RECIPE")
 _add(
@@ -879,7 +879,6 @@ _add(
     "use --config FILE for settings of the recipe; a config of accelerate goes before the recipe: "
     "accelerate launch --config_file FILE RECIPE",
 )
-_add("pipeline_stages", "only recipes/gpt.py trains in pipeline stages; leave it out")
 _add("local_rank", "leave it out: the launcher sets it in the environment")
 
 # --- preferences

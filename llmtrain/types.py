@@ -247,13 +247,9 @@ class Objective:
             UserError: if it does not.
         """
 
-    def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return the kind and the text of an event to record, given the metrics of a log entry."""
-        return None
 
-
-class ModelWriter(Protocol):
-    """Writes the files of a model folder, and names the tensors of checkpoints."""
+class ModelFormat(Protocol):
+    """How a model is stored: the files of its folder, and the names of its tensors."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -294,7 +290,7 @@ class ModelBundle:
 
     Attributes:
         model: the model. Its parameters may be on the meta device until it is placed.
-        files: writes the model to a folder. Without it, :func:`llmtrain.place` adds files that
+        files: how the model is stored. Without it, :func:`llmtrain.place` adds files that
             describe a plain torch module.
         weights: the initial weights of parameters on the meta device.
         start: where the weights came from, for the fingerprint of a run.
@@ -305,7 +301,7 @@ class ModelBundle:
     """
 
     model: nn.Module
-    files: ModelWriter = None  # type: ignore[assignment] # `llmtrain.place` sets it
+    files: ModelFormat = None  # type: ignore[assignment] # `llmtrain.place` sets it
     weights: Weights | None = None
     start: dict[str, Any] | None = None
     check: Callable[[], None] = field(default=lambda: None)

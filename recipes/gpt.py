@@ -25,7 +25,6 @@ DEFAULTS = lt.Settings(
         lr_scheduler_type="linear",
         warmup_steps=0.08,
     ),
-    parallel=lt.PipelineConfig(),
     run=lt.RunConfig(output_dir="runs/gpt"),
 )
 

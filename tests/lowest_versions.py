@@ -31,5 +31,5 @@ def lowest(requirement: Requirement) -> str:
 
 
 if __name__ == "__main__":
-    for needed in requirements("lora"):
+    for needed in requirements("lora", "lab"):
         print(lowest(needed))

@@ -44,8 +44,6 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "single_gpu.yaml": ("system/test_launch.py", '"single_gpu"'),
     "multi_gpu.yaml": ("system/test_launch.py", '"multi_gpu"'),
     "fsdp2.yaml": ("system/test_sharding.py", 'accelerate("fsdp2"'),
-    "fsdp2_tp.yaml": ("system/test_sharding.py", 'accelerate("fsdp2_tp"'),
-    "tensor_parallel.yaml": ("system/test_sharding.py", 'accelerate("tensor_parallel"'),
     "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
     "llmtrain eval": ("system/test_scores.py", '"eval"'),
@@ -345,13 +343,6 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "python zloss.py --max_steps 5 --report_to none",
             "python offsets.py --report_to none --output_dir runs/offsets",
             "accelerate launch --config_file accelerate_configs/fsdp2.yaml --mixed_precision no sharded.py --report_to none --max_steps 20",
-        ],
-    ),
-    "see-ddp.md": (
-        "lessons, which test_lessons.py runs",
-        [
-            "llmtrain learn overlap",
-            "llmtrain learn late",
         ],
     ),
     "survive-failure.md": (

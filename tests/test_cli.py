@@ -1,5 +1,6 @@
 import ast
 import errno
+import importlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import __version__
-from llmtrain.cli import COMMANDS, GROUPS, build_parser, main
+from llmtrain.cli import COMMANDS, GROUPS, Command, build_parser, main
 from llmtrain.files import json_text, write_json
 from llmtrain.lessons import LESSONS
 from tests.launching import ROOT
@@ -58,6 +59,12 @@ def test_help_lists_each_command_once_under_its_group(capsys: pytest.CaptureFixt
         assert len(re.findall(rf"(?m)^  {name} +[A-Z]", out)) == 1, name
     places = [out.index(f"\n{group}:\n") for group in GROUPS]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_help_lists_a_command_by_the_first_line_of_its_description(command: Command) -> None:
+    description = importlib.import_module(command.module).__doc__
+    assert description.splitlines()[0] == command.summary
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -275,7 +282,8 @@ def test_a_disk_that_refuses_is_a_line(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_reads_the_flag_for_json(name: str) -> None:
     """Every parser takes --json, so a command that forgets it would print text for programs."""
-    tree = ast.parse((ROOT / "llmtrain" / "commands" / f"{name}.py").read_text())
+    path = ROOT / f"{COMMANDS[name].module.replace('.', '/')}.py"
+    tree = ast.parse(path.read_text())
     reads = [
         node
         for node in ast.walk(tree)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.commands.learn import title
 from llmtrain.errors import UserError
 from llmtrain.lessons import LESSONS
 from llmtrain.lessons import __main__ as process_of_lesson
+from llmtrain.lessons.learn import title
 from tests.launching import BIN, ROOT, long_form, run
 
 PAGE = ROOT / "docs" / "explanation" / "ddp.md"

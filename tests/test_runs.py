@@ -13,9 +13,9 @@ from llmtrain.commands import runs
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
-from llmtrain.record.checkpoint import newest_valid, write_checkpoint
+from llmtrain.record.checkpoint import newest_valid, path_of
 from llmtrain.record.resume import lock_of
-from llmtrain.record.tensors import Share
+from llmtrain.record.saver import Saver
 from tests.record.test_checkpoint import DAMAGE, Files, flip
 from tests.test_cli import ended
 
@@ -31,14 +31,13 @@ STATUS = {
 def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine") -> Path:
     weights = {"w": torch.full((64,), float(step))}
     state = {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint}
-    return write_checkpoint(
-        folder,
+    Saver(folder, Files(), keep=100).save(
         step,
-        Files(),
-        Share(DistributedTensors(weights)),
-        Share(DistributedTensors({"w.exp_avg": weights["w"] * 2})),
+        DistributedTensors(weights),
+        DistributedTensors({"w.exp_avg": weights["w"] * 2}),
         state,
     )
+    return path_of(folder, step)
 
 
 def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:

@@ -12,7 +12,7 @@ PACKAGE = Path(llmtrain.__file__).parent
 ROOT = PACKAGE.parent
 
 # Packages that make the processes, or start and teach about them.
-MAY_READ_RANKS = ("parallel", "launching", "lessons", "doctor", "commands")
+MAY_READ_RANKS = ("parallel", "launching", "lessons", "lab", "commands")
 READS_RANKS = re.compile(
     r"\.(num_processes|process_index|local_process_index|is_main_process|is_local_main_process)\b"
     r"|\bget_(rank|world_size)\("

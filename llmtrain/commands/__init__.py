@@ -1,9 +1,8 @@
-"""The commands of ``llmtrain``, one module each.
+"""The trainer's commands, one module each; :data:`llmtrain.cli.COMMANDS` lists all commands.
 
 A module has:
 
 - a docstring, which is the description in ``--help``;
-- ``GROUP``, the title under which ``llmtrain --help`` lists it;
 - ``EXAMPLES``, command lines that ``--help`` shows;
 - ``add_arguments(parser)`` and ``run(arguments)``.
 

@@ -11,6 +11,7 @@ from llmtrain.errors import UserError
 from llmtrain.launching.children import (
     failure_message,
     gpu_count,
+    has_too_few_gpus,
     read_accelerate_config,
     recipe_command,
     run_command,
@@ -18,7 +19,7 @@ from llmtrain.launching.children import (
     start_command,
 )
 from llmtrain.record.history import History, read_lines
-from llmtrain.report.comparison import (
+from llmtrain.record.tolerances import (
     QUANTITIES,
     Deviation,
     deviation,
@@ -135,7 +136,7 @@ class Trial:
             )
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
-        self.on_cpu = not arguments.config_file and most_processes > gpu_count()
+        self.on_cpu = has_too_few_gpus(most_processes, arguments.config_file)
         self._forced_flags: JsonObject = short_run_flags(steps) | {
             "save_steps": save_steps,
             "logging_steps": 1,
@@ -338,7 +339,7 @@ def _read_weights(folder: Path) -> dict[str, "torch.Tensor"]:
     """Return the weights of a run's finished model in float64."""
     import torch
 
-    from llmtrain.record.tensors import read_tensors
+    from llmtrain.record.tensor_files import read_tensors
 
     return {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
 

@@ -12,7 +12,6 @@ from llmtrain.commands._sampling import add_model_arguments, load
 from llmtrain.console import note
 from llmtrain.files import json_text
 
-GROUP = "Use a model"
 EXAMPLES = ("llmtrain chat runs/finetune",)
 
 _QUOTES = '"""'  # begin and end a message of several lines

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from llmtrain.types import JsonObject
 
-GROUP = "Use a model"
 EXAMPLES = (
     "llmtrain eval runs/finetune --tasks hellaswag arc_easy",
     "accelerate launch -m llmtrain eval runs/finetune --tasks hellaswag",

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from llmtrain.files import json_text
 
-GROUP = "Use a model"
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from llmtrain.models.generation import Sampling, TextModel
     from llmtrain.types import JsonObject
 
-GROUP = "Use a model"
 EXAMPLES = (
     'llmtrain generate runs/gpt --prompt "Return the"',
     "llmtrain generate runs/finetune --prompt_file prompts.jsonl --json",

@@ -14,7 +14,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.shipped import shipped_folder
 
-GROUP = "Prepare a run"
 EXAMPLES = (
     "llmtrain init mine",
     "llmtrain init mine --recipe finetune --config fsdp2",

@@ -21,7 +21,6 @@ from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
 from llmtrain.types import JsonObject
 
-GROUP = "Look at runs"
 EXAMPLES = (
     "llmtrain runs",
     "llmtrain runs sweep --sort eval_loss",

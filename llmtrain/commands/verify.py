@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands._recipe import add_recipe_arguments, separate_recipe_flags
 from llmtrain.commands._trial import (
     ComparedRun,
     FinishedRun,
@@ -20,8 +19,8 @@ from llmtrain.commands._trial import (
 )
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 
-GROUP = "Check and understand"
 EXAMPLES = (
     "llmtrain verify layout recipes/gpt.py",
     "llmtrain verify resume recipes/gpt.py",

@@ -273,7 +273,6 @@ class Collate:
         dropout_seed: from it, each row gets a key in the column ``dropout_keys``, int64
             [micro_batch]. ``None``: there is no such column.
         prepare: is called with each micro-batch, on the host.
-        one_shape: trim all micro-batches of a step to the same width, as a pipeline requires.
     """
 
     def __init__(
@@ -281,12 +280,10 @@ class Collate:
         micro_batch: int,
         dropout_seed: int | None = None,
         prepare: Callable[[Batch], Batch] | None = None,
-        one_shape: bool = False,
     ) -> None:
         self.micro_batch = micro_batch
         self.dropout_seed = dropout_seed
         self.prepare = prepare
-        self.one_shape = one_shape
 
     def __call__(self, row_batch: RowBatch) -> LocalBatch:
         arrays = {name: _with_wide_integers(column) for name, column in row_batch.columns.items()}
@@ -328,8 +325,6 @@ class Collate:
         for start in range(0, rows, self.micro_batch):
             longest = int(row_batch.lengths[start : start + self.micro_batch].max())
             widths.append(trimmed_width(longest, full_width))
-        if self.one_shape:
-            widths = [max(widths)] * len(widths)
 
         token_columns = [name for name in PREFERENCE_COLUMNS if name in row_batch.columns]
         return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
@@ -366,7 +361,6 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-    one_shape: bool = False,
 ) -> DataLoader[RowBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
@@ -383,7 +377,6 @@ def train_loader(
         mixture: assigns positions of the run to sources. It needs a seed.
         prepare: see :class:`Collate`.
         pinned: use memory from which a GPU can copy while it computes.
-        one_shape: see :class:`Collate`.
     """
     lengths = row_lengths(rows)
     sampler = GlobalBatchSampler(
@@ -394,7 +387,7 @@ def train_loader(
         mixture=mixture,
         grouping=None if lengths is None else LengthGrouping(lengths),
     )
-    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare, one_shape)
+    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
 
 

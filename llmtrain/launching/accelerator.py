@@ -23,8 +23,7 @@ from llmtrain.launching.launcher import (
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.fsdp_settings import let_cpus_shard, sharding_settings
+from llmtrain.parallel.fsdp import is_sharded, let_cpus_shard, sharding_settings
 from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
@@ -69,7 +68,7 @@ def start_accelerator(
     if cpu and not has_malloc_options:
         _keep_freed_memory()
 
-    sharding = requested_sharding(world, parallel.pipeline_stages)
+    sharding = requested_sharding(world)
     precision = _precision(launcher, cpu, sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
     _check_exchange(parallel, sharding, bitwise)
@@ -87,8 +86,6 @@ def start_accelerator(
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
     _check_group_size(accelerator)
-    if sharding is not None:
-        sharding.set_mesh(accelerator)
     if is_sharded(accelerator) != (sharding is not None):
         raise UserError(
             f"accelerate {accelerate_version} did not shard as its config says; "
@@ -316,8 +313,8 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         )
     if sharding is not None and bitwise:
         raise UserError(
-            "--bitwise is not supported if processes share a model; "
-            "leave --bitwise out, or use a DDP config without --pipeline_stages."
+            "--bitwise is not supported for sharded models; "
+            "leave --bitwise out, or use a DDP config."
         )
 
 
@@ -330,8 +327,8 @@ def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise
         raise UserError(f"{hook} is approximate, but --bitwise is exact; leave one of them out.")
     if sharding is not None:
         raise UserError(
-            f"{hook} is not supported if processes share a model; "
-            "leave --ddp_comm_hook out, or use a DDP config without --pipeline_stages."
+            f"{hook} is not supported for sharded models; "
+            "leave --ddp_comm_hook out, or use a DDP config."
         )
 
 

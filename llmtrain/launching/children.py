@@ -219,6 +219,39 @@ def read_accelerate_config(config_file: str) -> "JsonObject":
         ) from None
 
 
+def process_count(requested: int | None, config_file: str | None, default: int) -> int:
+    """Return how many processes to start: those of ``--processes`` or of the accelerate config.
+
+    Args:
+        requested: the value of ``--processes``; ``None`` without it.
+        config_file: an accelerate config; ``None`` without one.
+        default: the number if the user has given neither.
+
+    Raises:
+        UserError: if the user asked for none.
+    """
+    if requested is not None:
+        processes = requested
+    elif config_file:
+        processes = read_accelerate_config(config_file)["num_processes"]
+    else:
+        processes = default
+
+    if processes < 1:
+        raise UserError(f"--processes {processes}: start at least one process.")
+    return processes
+
+
+def has_too_few_gpus(processes: int, config_file: str | None = None) -> bool:
+    """Return whether processes have to use the CPU, because there are fewer GPUs than processes.
+
+    Args:
+        processes: the number of processes.
+        config_file: an accelerate config, which itself says what they use.
+    """
+    return not config_file and processes > gpu_count()
+
+
 def gpu_count() -> int:
     """Return the number of GPUs that can form a process group; the GPU of a Mac cannot."""
     import torch

@@ -341,17 +341,23 @@ _SUPPORTED = {
         values="false",
         otherwise=", which is not supported; leave it out",
     ),
+    "PARALLELISM_CONFIG_TP_SIZE": _Supported(
+        values="1",
+        otherwise=(
+            ", but tensor parallelism is not supported; shard the model with FSDP2 instead: "
+            f"accelerate launch --config_file {shipped_config('fsdp2')}"
+        ),
+    ),
     "PARALLELISM_CONFIG_CP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
     "PARALLELISM_CONFIG_SP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
 }
 
 
-def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
+def requested_sharding(processes: int) -> "Sharding | None":
     """Return how to shard the model, as the launcher passes it on from the accelerate config.
 
     Args:
         processes: the number of processes of the run.
-        stages: the number of pipeline stages, which is a flag of the recipe.
 
     Returns:
         ``None`` if every process holds the full model.
@@ -359,74 +365,29 @@ def requested_sharding(processes: int, stages: int = 1) -> "Sharding | None":
     Raises:
         UserError: if the sharding is not supported, or does not fit the number of processes.
     """
-    uses_fsdp = _is_on("ACCELERATE_USE_FSDP")
-    is_requested = is_sharding_requested()
-    if not is_requested and stages == 1:
-        if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            raise _config_error(
-                f"has a parallelism config without FSDP; see {shipped_config('hsdp')}"
-            )
+    uses_fsdp = is_sharding_requested()
+    if not uses_fsdp and not _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
-    if stages > 1:
-        return _pipeline_sharding(processes, stages, is_requested)
-    return _config_sharding(processes, uses_fsdp)
-
-
-def _config_sharding(processes: int, uses_fsdp: bool) -> "Sharding | None":
-    """Return how FSDP2 and tensor parallelism divide the model, as the accelerate config says."""
-    from llmtrain.parallel.mesh import Sharding
-
     _check_supported(uses_fsdp)
+    if not uses_fsdp:
+        raise _config_error(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
     if processes == 1:
-        # A test of sharding on a single device sets this variable.
-        if not _is_on("LLMTRAIN_SHARD_ALONE"):
-            return None
-        offload = uses_fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
-        return Sharding(replicas=1, shards=1, cpu_offload=offload)
+        return None
 
     replicas = _size("DP_REPLICATE")
     shards = _size("DP_SHARD")
-    tensor = _size("TP")
-    # By default FSDP shards over all processes, and tensor parallelism alone makes replicas.
-    if replicas == shards == 1 and processes % tensor == 0:
-        if uses_fsdp:
-            shards = processes // tensor
-        else:
-            replicas = processes // tensor
-
-    if replicas * shards * tensor != processes:
-        tensor_part = f" x {tensor} (parallelism_config_tp_size)" if tensor > 1 else ""
+    if replicas == shards == 1:
+        shards = processes  # by default FSDP shards over all processes
+    if replicas * shards != processes:
         raise _config_error(
             f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
-            f"(parallelism_config_dp_shard_size){tensor_part}, but {processes} processes were "
-            "started"
+            f"(parallelism_config_dp_shard_size), but {processes} processes were started"
         )
-    offload = uses_fsdp and _is_on("FSDP_OFFLOAD_PARAMS")
-    if offload and tensor > 1:
-        raise _config_error(
-            "combines offloaded parameters with tensor parallelism, which is not supported; "
-            "leave one of them out"
-        )
-    if shards * tensor == 1:
+    if shards == 1:
         return None
-    return Sharding(replicas=replicas, shards=shards, cpu_offload=offload, tensor=tensor)
+    from llmtrain.parallel.mesh import Sharding  # it loads torch
 
-
-def _pipeline_sharding(processes: int, stages: int, config_shards: bool) -> "Sharding":
-    """Return how pipeline stages divide the model."""
-    from llmtrain.parallel.mesh import Sharding
-
-    if config_shards:
-        raise UserError(
-            "--pipeline_stages needs a DDP config, and the accelerate config shards the model; "
-            "leave one of them out."
-        )
-    if processes % stages:
-        raise UserError(
-            f"--pipeline_stages {stages} needs a multiple of {stages} processes, and {processes} "
-            f"started; use: accelerate launch --multi_gpu --num_processes {stages}"
-        )
-    return Sharding(replicas=processes // stages, shards=1, stages=stages)
+    return Sharding(replicas=replicas, shards=shards, cpu_offload=_is_on("FSDP_OFFLOAD_PARAMS"))
 
 
 def _check_supported(uses_fsdp: bool) -> None:
@@ -449,10 +410,8 @@ def _config_key(variable: str) -> str:
 
 
 def is_sharding_requested() -> bool:
-    """Return whether the accelerate config asks for FSDP or tensor parallelism."""
-    if _is_on("ACCELERATE_USE_FSDP"):
-        return True
-    return _is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and _size("TP") > 1
+    """Return whether the accelerate config asks for FSDP."""
+    return _is_on("ACCELERATE_USE_FSDP")
 
 
 def _config_error(problem: str) -> UserError:

@@ -20,7 +20,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.shipped import shipped_folder
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig

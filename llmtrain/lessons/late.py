@@ -14,7 +14,7 @@ from llmtrain.lessons.common import (
     train_steps,
 )
 from llmtrain.observe.stragglers import Stragglers
-from llmtrain.phases import PHASES
+from llmtrain.phase_names import PHASES
 
 PROCESSES = 2
 STEPS = 13

@@ -13,6 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import GradBucket
 
+from llmtrain.lab.xray.recording import Communication, Recording
+from llmtrain.lab.xray.timeline import as_lines
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     claim,
@@ -22,7 +24,6 @@ from llmtrain.lessons.common import (
     small_gpt,
     train_steps,
 )
-from llmtrain.observe.timeline import Communication, as_lines
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler
@@ -85,9 +86,10 @@ def _xray(
         for step in train_steps(engine, optimizer, STEPS, load):
             xray.at_step_boundary(step)
 
-    if xray.report is None:
+    if xray.recording is None:
         return Communication(0.0, 0.0, 0.0)
-    each_step = [xray.report.communication(step) for step in xray.report.steps]
+    recording = Recording.from_json(xray.recording)
+    each_step = [recording.communication(step) for step in recording.steps]
     medians = Communication(*map(statistics.median, zip(*each_step, strict=True)))
     travelling = 1000 * (medians.hidden + medians.exposed)
     hidden = 1000 * medians.hidden
@@ -95,7 +97,7 @@ def _xray(
         f"{name}: gradients travel {travelling:.1f} ms per step, {hidden:.1f} of it hidden"
     )
     if has_table:
-        for line in as_lines(xray.report):
+        for line in as_lines(recording):
             show_measured(line)
     return medians
 

@@ -1,16 +1,13 @@
-"""Shards instead of copies: FSDP, and the idea of tensor and pipeline parallelism.
+"""Shards instead of copies: FSDP.
 
 DDP needs the full model on every device. FSDP keeps a shard of every tensor on each device, and
-gathers the weights of a block only while it computes that block. Tensor parallelism splits a matrix
-product, and sends its results instead of weights. A pipeline splits the model between blocks, and
-sends hidden states from one part to the next. Use DDP while the model fits, and FSDP when it does
-not. Use the others inside fast links, or when a batch is too small to be split further.
+gathers the weights of a block only while it computes that block. Use DDP while the model fits, and
+FSDP when it does not.
 """
 
 import os
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 
 from llmtrain.launching.accelerator import start_accelerator
@@ -33,16 +30,10 @@ PROCESSES = 2
 
 
 def main() -> None:
-    """Train with FSDP, then compute a product as tensor parallelism and a pipeline do."""
+    """Train a model with FSDP, and the same model in one process."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     accelerator = start_accelerator()
-    full_model = small_gpt()
-    _train_sharded(accelerator, full_model)
-
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    weight = full_model.state_dict()["transformer.h.0.mlp.c_fc.weight"]
-    _split_columns(accelerator, x, weight)
-    _split_layers(accelerator, x, weight)
+    _train_sharded(accelerator, small_gpt())
 
 
 def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
@@ -77,31 +68,4 @@ def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     claim(
         "5 steps of a sharded model, or of the full model in one process: the losses are the same",
         are_same,
-    )
-
-
-def _split_columns(accelerator: Accelerator, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Compute half the columns of a product on each process: tensor parallelism."""
-    columns = weight.chunk(2, dim=1)[accelerator.process_index]
-    halves = accelerator.gather((x @ columns)[None])
-    product = torch.cat([*halves], dim=1)
-    claim(
-        "a matrix product, half of its columns on each process: the result is the same",
-        torch.allclose(product, x @ weight, atol=1e-5),
-    )
-
-
-def _split_layers(accelerator: Accelerator, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Compute one layer on each process: a pipeline."""
-    output = torch.zeros(8, weight.shape[1])
-    if accelerator.process_index == 0:
-        dist.send(torch.tanh(x), dst=1)
-    else:
-        hidden = torch.empty(8, 64)
-        dist.recv(hidden, src=0)
-        output = hidden @ weight
-    output_of_last = accelerator.gather(output[None])[1]
-    claim(
-        "two layers, one after the other on two processes: the result is the same",
-        torch.allclose(output_of_last, torch.tanh(x) @ weight, atol=1e-5),
     )

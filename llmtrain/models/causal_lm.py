@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.documents import Documents
 from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
-    linear_logits,
     linear_nll,
     summed_nll,
     target_positions_of,
@@ -308,8 +306,6 @@ class LossHead(nn.Module):
 
         if flat_positions is not None:
             hidden = hidden.flatten(0, -2).index_select(0, flat_positions)
-        if isinstance(weight, DTensor):  # tensor parallelism shards the vocabulary over ranks
-            return linear_logits(hidden, weight, bias)
         logits: Tensor = super().forward(hidden)  # that of the head's own class
         return logits
 

@@ -8,19 +8,18 @@ Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.errors import UserError
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.loss import inputs_of, linear_logits, linear_nll, targets_of
+from llmtrain.models.loss import inputs_of, linear_nll, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
 from llmtrain.types import Batch, JsonObject, ModelBundle
@@ -37,11 +36,8 @@ class Projection(nn.Module):
 
     Attributes:
         weight: [in, out].
-        bias: [out]. It is ``None`` if tensor parallelism shards the rows of the weight: the bias is
-            then added to the sum over all ranks.
+        bias: [out].
     """
-
-    bias: nn.Parameter | None
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -50,8 +46,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.flatten(0, -2) @ self.weight
-        if self.bias is not None:
-            y.add_(self.bias)
+        y.add_(self.bias)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -161,14 +156,11 @@ class Stack(nn.Module):
 
     Attributes:
         recomputes: whether activations are computed again in the backward pass.
-        stage_blocks: the indices of the blocks that are computed: all, or those of one stage of a
-            pipeline.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.recomputes = config.gradient_checkpointing
-        self.stage_blocks = range(config.n_layer)
 
     def run_blocks(
         self,
@@ -177,16 +169,15 @@ class Stack(nn.Module):
         keys: Tensor | None,
         *extra: Tensor | Documents | None,
     ) -> Tensor:
-        """Return the hidden states [B, T, C] after the blocks of this stage.
+        """Return the hidden states [B, T, C] after all blocks.
 
         Args:
-            blocks: the blocks of all stages.
+            blocks: the blocks.
             x: hidden states [B, T, C].
             keys: the keys of dropout, int64 [B].
             extra: further inputs of every block.
         """
-        for index in self.stage_blocks:
-            block = blocks[index]
+        for index, block in enumerate(blocks):
             block_keys = keys_at(keys, 2 * index + 1)
             if self.recomputes and self.training:
                 # Dropout depends on its keys only, so no state of a generator has to be restored.
@@ -216,46 +207,24 @@ class Transformer(Stack):
 
     def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
         """[B, T] -> [B, T, C]."""
-        if self.stage_blocks.start == 0:
-            positions = torch.arange(x.shape[1], device=x.device)
-            if documents is not None and documents.starts is not None:
-                positions = positions - documents.starts
-            x = self.drop(self.wte(x) + self.wpe(positions), keys)
+        positions = torch.arange(x.shape[1], device=x.device)
+        if documents is not None and documents.starts is not None:
+            positions = positions - documents.starts
+        x = self.drop(self.wte(x) + self.wpe(positions), keys)
 
         x = self.run_blocks(self.h, x, keys, documents)
-
-        if self.stage_blocks.stop == len(self.h):
-            x = self.ln_f(x)
+        x = self.ln_f(x)
         return x
 
 
 class GPT(TrainableModel):
     """Embeddings, ``n_layer`` blocks, a norm, and a head that is tied to the token embedding.
 
-    Attributes:
-        tp_plan: how tensor parallelism shards each module
-            (:func:`llmtrain.parallel.tensor.parallelize`).
-        stages_outside_blocks: the pipeline stages that hold each module outside the blocks. -1 is
-            the last stage.
-
     Args:
         config: the sizes.
         vocab_size: the number of tokens that the model knows, V.
         seed: of the initial weights. On the meta device they are not initialised yet.
     """
-
-    tp_plan: ClassVar[dict[str, str]] = {
-        "transformer.wte": "embedding_rowwise",
-        "transformer.h.*.attn.c_attn": "colwise_of_3",
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-    }
-    stages_outside_blocks: ClassVar[dict[str, tuple[int, ...]]] = {
-        "wte": (0, -1),
-        "wpe": (0,),
-        "ln_f": (-1,),
-    }
 
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
         super().__init__()
@@ -325,7 +294,7 @@ class GPT(TrainableModel):
         """Return the summed negative log-likelihood of the labels, in nats.
 
         Args:
-            input_ids: tokens [B, T]. Later stages of a pipeline take hidden states [B, T - 1, C].
+            input_ids: tokens [B, T].
             labels: [B, T], which are not shifted.
             dropout_keys: int64 [B].
             position_ids: [B, T], restarting at each document of a row. Tokens attend to nothing
@@ -333,16 +302,11 @@ class GPT(TrainableModel):
             documents: the documents of the rows, if :meth:`prepare_batch` has found them.
 
         Returns:
-            A scalar. Earlier stages of a pipeline return hidden states [B, T - 1, C].
+            A scalar.
         """
-        stage_blocks = self.body.stage_blocks
-        is_first_stage = stage_blocks.start == 0
-        inputs = inputs_of(input_ids) if is_first_stage else input_ids
         if position_ids is not None:
             documents = self._ready_documents(inputs_of(position_ids), documents)
-        hidden: Tensor = self.body(inputs, dropout_keys, documents)
-        if stage_blocks.stop < self.config.n_layer:
-            return hidden
+        hidden: Tensor = self.body(inputs_of(input_ids), dropout_keys, documents)
         return linear_nll(hidden, self.head, targets_of(labels))
 
     def outputs(  # type: ignore[override]
@@ -359,7 +323,7 @@ class GPT(TrainableModel):
         documents = None
         if position_ids is not None:
             documents = self._ready_documents(position_ids, None)
-        return linear_logits(self.body(input_ids, dropout_keys, documents), self.head)
+        return F.linear(self.body(input_ids, dropout_keys, documents), self.head)
 
     def _ready_documents(self, position_ids: Tensor, documents: Documents | None) -> Documents:
         """Return the documents of rows with all that attention takes.
@@ -392,36 +356,6 @@ class GPT(TrainableModel):
     def columns(self) -> frozenset[str]:
         """The columns of a batch that the model takes besides ``input_ids`` and ``labels``."""
         return frozenset({"dropout_keys"} if self.config.dropout else ())
-
-    @property
-    def width(self) -> int:
-        """The size of the hidden states."""
-        return self.config.n_embd
-
-    def stages_of(self, name: str, stages: int) -> tuple[int, ...]:
-        """Return the stages of a pipeline that hold a parameter."""
-        _, module, *rest = name.split(".")
-        if module in self.stages_outside_blocks:
-            return tuple(stage % stages for stage in self.stages_outside_blocks[module])
-        block = int(rest[0])
-        return (self._stage_of_block(block, stages),)
-
-    def keep(self, stage: int, stages: int) -> None:
-        """Compute only one stage of a pipeline from now on.
-
-        Raises:
-            UserError: if there are more stages than layers.
-        """
-        layers = self.config.n_layer
-        if stages > layers:
-            raise UserError(
-                f"--pipeline_stages {stages} is more than --n_layer {layers}; lower it."
-            )
-        blocks = [n for n in range(layers) if self._stage_of_block(n, stages) == stage]
-        self.body.stage_blocks = range(blocks[0], blocks[-1] + 1)
-
-    def _stage_of_block(self, block: int, stages: int) -> int:
-        return block * stages // self.config.n_layer
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of a forward and backward pass, per token.

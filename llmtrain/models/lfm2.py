@@ -14,7 +14,7 @@ other differences from GPT-2:
 Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
-from llmtrain.parallel.shards import to_local
 from llmtrain.types import JsonObject
 
 _EPS = 1e-5
@@ -237,7 +236,7 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         x = self.in_proj(x)
-        taps = to_local(self.conv.weight).flatten(1).to(x.dtype)
+        taps = self.conv.weight.flatten(1).to(x.dtype)
         starts = None if documents is None else documents.starts
         y: Tensor = _GatedConvolution.apply(x, taps, starts)  # type: ignore[no-untyped-call]
         x = self.out_proj(y)
@@ -354,15 +353,13 @@ class Model(Stack):
 
     def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
         """[B, T] -> [B, T, C]."""
-        if self.stage_blocks.start == 0:
-            x = self.drop(self.embed_tokens(x), keys)
+        x = self.drop(self.embed_tokens(x), keys)
 
         # Attention depends on distances alone, so these positions need not restart at documents.
         cos, sin = rotation(x.shape[1], self.head_size, x.device)
         x = self.run_blocks(self.layers, x, keys, cos, sin, documents)
 
-        if self.stage_blocks.stop == len(self.layers):
-            x = self.embedding_norm(x)
+        x = self.embedding_norm(x)
         return x
 
 
@@ -373,28 +370,6 @@ def attention_layers(config: GPTConfig) -> set[int]:
 
 class LFM2(GPT):
     """An embedding, ``n_layer`` layers of two kinds, and a head with its own matrix."""
-
-    tp_plan: ClassVar[dict[str, str]] = {
-        "model.embed_tokens": "embedding_rowwise",
-        "model.layers.*.conv.in_proj": "colwise_of_3",
-        "model.layers.*.conv.conv": "by_itself",
-        "model.layers.*.conv.out_proj": "rowwise",
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.q_layernorm": "replicated_with_grad_allreduce",
-        "model.layers.*.self_attn.k_layernorm": "replicated_with_grad_allreduce",
-        "model.layers.*.self_attn.out_proj": "rowwise",
-        "model.layers.*.feed_forward.w1": "colwise",
-        "model.layers.*.feed_forward.w3": "colwise",
-        "model.layers.*.feed_forward.w2": "rowwise",
-        "lm_head": "by_itself",
-    }
-    stages_outside_blocks: ClassVar[dict[str, tuple[int, ...]]] = {
-        "embed_tokens": (0,),
-        "embedding_norm": (-1,),
-        "weight": (-1,),  # of lm_head
-    }
 
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
         head_size = config.n_embd // config.n_head

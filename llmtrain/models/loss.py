@@ -4,11 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from llmtrain.models import nll_kernels
-from llmtrain.parallel.collectives import copy_to, gather_from, shard_range
-from llmtrain.parallel.shards import to_local
 from llmtrain.shapes import padded_size
 from llmtrain.types import IGNORED
 
@@ -84,9 +81,6 @@ def linear_nll(
     bits. There is no second derivative. :mod:`llmtrain.models.nll_kernels` says how the number of
     logits in memory is bounded.
 
-    If the vocabulary is sharded over ranks (tensor parallelism), each rank computes the logits of
-    its shard. The ranks exchange only the sums of exponentials and the logits of the targets.
-
     Args:
         hidden: [B, T, C].
         weight: [V, C].
@@ -103,10 +97,6 @@ def linear_nll(
         IndexError: if the number of targets is not the number of positions. (A target outside the
             vocabulary makes the result NaN instead: an error would have to wait for the device.)
     """
-    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-    if mesh is not None:
-        hidden = copy_to(hidden, mesh)
-
     if hidden.shape[:-1] != targets.shape:
         raise IndexError(
             f"There must be one target for each position, but targets are {tuple(targets.shape)} "
@@ -128,7 +118,7 @@ def linear_nll(
     vocabulary = len(weight)
     # The gradient in place is rounded before backward applies the loss scale, which fp16 needs.
     needs_loss_scale = hidden.dtype == torch.float16
-    if mesh is None and not needs_loss_scale and nll_kernels.fits_in_place(hidden, vocabulary):
+    if not needs_loss_scale and nll_kernels.fits_in_place(hidden, vocabulary):
         return nll_kernels.in_place_nll(
             hidden,
             weight,
@@ -138,40 +128,5 @@ def linear_nll(
             per_target=per_target,
         )
 
-    target_weights = nll_kernels.target_weights(targets, vocabulary)
-    first_token = 0
-    if mesh is not None:
-        first_token = shard_range(vocabulary, mesh).start
-        weight = to_local(weight)
-        bias = None if bias is None else to_local(bias)
-    nll = nll_kernels.blockwise_nll(
-        hidden,
-        weight,
-        targets - first_token,
-        target_weights=target_weights,
-        bias=bias,
-        softcap=softcap,
-        mesh=mesh,
-    )
+    nll = nll_kernels.blockwise_nll(hidden, weight, targets, bias=bias, softcap=softcap)
     return nll if per_target else nll.sum()
-
-
-def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear``, also if the vocabulary is sharded over ranks.
-
-    Args:
-        hidden: [..., C].
-        weight: [V, C].
-        bias: [V].
-
-    Returns:
-        Logits [..., V], on all ranks.
-    """
-    if not isinstance(weight, DTensor):
-        return F.linear(hidden, weight, bias)
-
-    mesh = weight.device_mesh
-    local_weight = to_local(weight)
-    local_bias = None if bias is None else to_local(bias)
-    local_logits = F.linear(copy_to(hidden, mesh), local_weight, local_bias)
-    return gather_from(local_logits, mesh, len(weight))

@@ -19,13 +19,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
-from llmtrain.parallel.collectives import all_reduce
 from llmtrain.types import IGNORED
 
 
@@ -299,30 +296,25 @@ def blockwise_nll(
     weight: Tensor,
     targets: Tensor,
     *,
-    target_weights: Tensor,
     bias: Tensor | None,
     softcap: float | None,
-    mesh: DeviceMesh | None,
 ) -> Tensor:
     """Return the nll of each target in nats, [N], one block of the vocabulary at a time.
 
     Args:
         hidden: [N, C].
         weight: [V, C].
-        targets: [N], counted from the first token of ``weight``.
-        target_weights: [N], of :func:`target_weights`.
+        targets: [N].
         bias: [V].
         softcap: of the logits.
-        mesh: ranks that share the vocabulary. ``weight`` and ``bias`` are this rank's shards.
     """
     nll: Tensor = _BlockwiseNLL.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight,
         bias,
         targets,
-        target_weights,
+        target_weights(targets, len(weight)),
         softcap,
-        mesh,
     )
     return nll
 
@@ -339,7 +331,6 @@ class _BlockwiseNLL(torch.autograd.Function):
         targets: Tensor,
         target_weights: Tensor,
         softcap: float | None,
-        mesh: DeviceMesh | None,
     ) -> Tensor:
         block_totals = []
         target_logits = torch.zeros(len(targets), 1, device=hidden.device)
@@ -357,11 +348,6 @@ class _BlockwiseNLL(torch.autograd.Function):
 
         # All blocks at once: a running sum would be rounded in every block.
         log_total = torch.stack(block_totals).logsumexp(0)
-        if mesh is not None:
-            highest = all_reduce(log_total, mesh, dist.ReduceOp.MAX)
-            log_total = highest + all_reduce((log_total - highest).exp(), mesh).log()
-            target_logits = all_reduce(target_logits, mesh)
-
         ctx.save_for_backward(hidden, weight, bias, targets, target_weights, log_total)
         ctx.softcap = softcap
         return (log_total - target_logits[:, 0]) * target_weights
@@ -406,7 +392,7 @@ class _BlockwiseNLL(torch.autograd.Function):
 
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _blocks(vocabulary: int, hidden: Tensor) -> list[slice]:

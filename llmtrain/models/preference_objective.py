@@ -1,7 +1,5 @@
 """The objective of a run that compares answers: the mean loss per preference pair."""
 
-import statistics
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -50,7 +48,6 @@ class PreferenceObjective(Objective):
         self.rows = rows
         # One log-probability for each answer of a row.
         self.reference_size = rows.answers_per_row if config.uses_reference else 0
-        self.displacement = Displacement() if config.uses_reference else None
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         pairs = self._pairs(model, batch)
@@ -122,21 +119,6 @@ class PreferenceObjective(Objective):
     def eval_metrics(self, loss_sum: float, mean_loss: float, text_bytes: int) -> dict[str, float]:
         """Return no metrics, because the loss is not the likelihood of a text."""
         return {}
-
-    def notable_event(self, metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return an event, once per run, if both answers keep becoming less likely."""
-        if self.displacement is None or "rewards/chosen" not in metrics:
-            return None
-        chosen = metrics["rewards/chosen"]
-        rejected = metrics["rewards/rejected"]
-        if not self.displacement.is_lasting(chosen, rejected):
-            return None
-        self.displacement = None
-        text = (
-            "chosen answers have become less likely than under the initial weights, and rejected "
-            "ones even less: see docs/guides/preferences.md"
-        )
-        return "chosen", text
 
     def check(self, model: CausalLM) -> None:
         """Check that two answers which share a prompt do not attend to each other.
@@ -326,32 +308,3 @@ _MEANS = (
     ("rewards", "rejected"),
     ("logps", "rejected"),
 )
-
-
-class Displacement:
-    """Notices when both answers become less likely than under the reference model.
-
-    This is common under DPO, because its loss only asks that the rejected answers fall further.
-    Rewards are noisy, so one log entry proves nothing. Two conditions must hold over the last five
-    entries:
-
-    - In each of them, the chosen answers have a mean reward below zero, and the rejected ones a
-      lower one.
-    - The average of the chosen answers' rewards is below -0.05.
-    """
-
-    ENTRIES = 5
-    MARGIN = 0.05
-
-    def __init__(self) -> None:
-        # Rewards of consecutive log entries in which both answers have fallen.
-        self.chosen: deque[float] = deque(maxlen=self.ENTRIES)
-
-    def is_lasting(self, chosen: float, rejected: float) -> bool:
-        """Add the mean rewards of a log entry, and return whether the conditions hold now."""
-        if not rejected < chosen < 0:
-            self.chosen.clear()
-            return False
-        self.chosen.append(chosen)
-        is_full = len(self.chosen) == self.ENTRIES
-        return is_full and statistics.fmean(self.chosen) < -self.MARGIN

@@ -28,7 +28,8 @@ from llmtrain.console import note, print_error
 from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
 from llmtrain.files import json_text
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.phases import PHASES, SYNC_PHASES, Phases
+from llmtrain.phase_names import PHASES, SYNC_PHASES
+from llmtrain.phases import Phases
 from llmtrain.types import Callback
 
 _BEATS_PER_TIMEOUT = 8

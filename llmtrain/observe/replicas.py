@@ -9,7 +9,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.mesh import sharding_of
-from llmtrain.parallel.shards import local_shard, shards_over
+from llmtrain.parallel.shards import local_shard
 
 _BLOCK_SIZE = 1 << 22  # values that are summed at a time; each of them needs 24 bytes
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -22,14 +22,9 @@ def weight_checksums(model: nn.Module) -> torch.Tensor:
     as integers, and summed with odd weights that grow along the tensor, modulo 2**64.
 
     Returns:
-        int64 [parameters]. It is 0 for a parameter on the meta device, which another pipeline stage
-        holds.
+        int64 [parameters].
     """
-    parameters = list(model.parameters())
-    local_parameters = [parameter for parameter in parameters if not parameter.is_meta]
-    sums = {parameter: _weighted_sum(local_shard(parameter)) for parameter in local_parameters}
-    absent = torch.zeros_like(next(iter(sums.values())))
-    return torch.stack([sums.get(parameter, absent) for parameter in parameters])
+    return torch.stack([_weighted_sum(local_shard(p)) for p in model.parameters()])
 
 
 def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
@@ -52,8 +47,7 @@ def _block_sum(bits: torch.Tensor, start: int) -> torch.Tensor:
 def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
     """Compare the weights of all ranks that should have the same values. All ranks call this.
 
-    If every rank has another shard, there is nothing to compare. Under tensor parallelism,
-    neighbouring ranks have the same values of every parameter that is not sharded.
+    If every rank has another shard, there is nothing to compare.
 
     Args:
         accelerator: the Accelerator of this run.
@@ -63,64 +57,28 @@ def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
         UserError: on every rank, with the first parameter that differs and the ranks that have it.
     """
     sharding = sharding_of(accelerator)
-    ranks_of_replica = sharding.processes // sharding.replicas
-    every_rank_differs = sharding.replicas == 1 and sharding.tensor == 1
-    if every_rank_differs:
+    if sharding.replicas == 1:
         return
 
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     local_checksums = weight_checksums(unwrapped)[None].to(accelerator.device)
     checksums = accelerator.gather(local_checksums)  # [ranks, parameters]
-    model_ranks = _model_ranks(
-        unwrapped,
-        ranks=len(checksums),
-        ranks_of_replica=ranks_of_replica,
-        tensor_parallel_size=sharding.tensor,
-        device=checksums.device,
-    )
-    differs = checksums != checksums.gather(0, model_ranks)
+
+    # A rank should have the values of the rank with the same shards in the first replica.
+    ranks = torch.arange(len(checksums), device=checksums.device)
+    differs = checksums != checksums[ranks % sharding.shards]
     if not differs.any():
         return
 
     parameter = int(differs.any(dim=0).nonzero()[0])
     name = [name for name, _ in unwrapped.named_parameters()][parameter]
     drifted_ranks = differs[:, parameter].nonzero().flatten()
-    expected_ranks = torch.unique(model_ranks[drifted_ranks, parameter])
+    expected_ranks = torch.unique(drifted_ranks % sharding.shards)
     raise UserError(
         f"replicas drifted: {name} of rank {_join(drifted_ranks)} differs from rank "
         f"{_join(expected_ranks)}'s; the run is stopped. "
         "The newest checkpoint is sound: replicas are compared before each save."
     )
-
-
-def _model_ranks(
-    model: nn.Module,
-    ranks: int,
-    ranks_of_replica: int,
-    tensor_parallel_size: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """Return the first rank that should have the same values as each rank.
-
-    That is the rank with the same index in the first replica. For a parameter that tensor
-    parallelism does not shard, it is the first of the neighbours of that rank.
-
-    Args:
-        model: the unwrapped model.
-        ranks: the number of ranks.
-        ranks_of_replica: how many ranks share one copy of the model.
-        tensor_parallel_size: how many neighbouring ranks share each matrix.
-        device: the device of the result.
-
-    Returns:
-        int64 [ranks, parameters].
-    """
-    index_in_replica = torch.arange(ranks, device=device)[:, None] % ranks_of_replica
-    first_neighbour = index_in_replica - index_in_replica % tensor_parallel_size
-    is_sharded = torch.tensor(
-        ["tp" in shards_over(parameter) for parameter in model.parameters()], device=device
-    )
-    return torch.where(is_sharded, index_in_replica, first_neighbour)
 
 
 def _join(ranks: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmtrain.phases import OWN_PHASES, PHASES
+from llmtrain.phase_names import OWN_PHASES, PHASES
 
 # A process is late if it takes longer than the others by more than this share of a step.
 _LATE_SHARE = 0.2

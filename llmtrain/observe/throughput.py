@@ -12,13 +12,6 @@ from torch import nn
 from llmtrain.devices import DEVICES, known_device
 from llmtrain.types import Callback, LocalBatch, StepInfo, StepResult
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Sizes of the square matrices whose product measures a device, and how often it is computed.
-_SIZES_CPU = (192, 768)
-_SIZES_GPU = (1024, 4096)
-_REPEATS = 20
-
 
 @runtime_checkable
 class CountsFlops(Protocol):
@@ -84,38 +77,11 @@ class Throughput(Callback):
 
 
 def peak_flops(accelerator: Accelerator) -> float:
-    """Return the most FLOP/s that one process can reach; 0 on a CPU.
+    """Return the FLOP/s that one process can reach, from the GPU's data sheet; 0 if it is unknown.
 
-    For 16-bit training on a GPU in :data:`llmtrain.devices.DEVICES`, that is the data sheet's
-    figure. On another GPU it is measured. On a CPU a measurement would tell how busy its cores are
-    at that moment.
+    It is known for 16-bit training on a GPU in :data:`llmtrain.devices.DEVICES`.
     """
-    device = accelerator.device
-    if device.type == "cpu":
+    if accelerator.device.type != "cuda" or accelerator.mixed_precision not in ("bf16", "fp16"):
         return 0.0
-
-    dtype = _DTYPES.get(accelerator.mixed_precision, torch.float32)
-    if device.type == "cuda" and dtype != torch.float32:
-        name = known_device(torch.cuda.get_device_name(device))
-        if name is not None:
-            return DEVICES[name].peak
-    return measured_peak(device, dtype)
-
-
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product, the best of several."""
-    best = 0.0
-    for size in _SIZES_GPU if device.type == "cuda" else _SIZES_CPU:
-        flops = 2 * size**3
-        # If the larger product would take more than a second, this precision is emulated here.
-        if best and _REPEATS * flops / best > 1:
-            break
-
-        a = torch.ones(size, size, device=device, dtype=dtype)
-        b = torch.ones(size, size, device=device, dtype=dtype)
-        float((a @ b)[0, 0])  # the first product loads the kernel
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            float((a @ b)[0, 0])  # reading the result waits for the device
-            best = max(best, flops / (time.perf_counter() - start))
-    return best
+    name = known_device(torch.cuda.get_device_name(accelerator.device))
+    return 0.0 if name is None else DEVICES[name].peak

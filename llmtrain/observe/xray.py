@@ -1,4 +1,7 @@
-"""An x-ray of some steps: when each process does what, and which gradients travel meanwhile."""
+"""Records some steps: when each process does what, and which gradients travel meanwhile.
+
+The recording is ``xray/recording.json`` in the run folder. ``llmtrain xray RUN`` draws it.
+"""
 
 import platform
 import statistics
@@ -14,20 +17,12 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub la
 
 from llmtrain.console import say
 from llmtrain.files import json_text
-from llmtrain.observe.timeline import (
-    Bucket,
-    Report,
-    Span,
-    Transfer,
-    as_html,
-    as_lines,
-    as_trace,
-    summary,
-)
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
-from llmtrain.phases import PHASES, Mark, Phases, PhaseStart
+from llmtrain.phase_names import PHASES
+from llmtrain.phases import Mark, Phases, PhaseStart
+from llmtrain.types import JsonObject
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
 WARM_UP_PHASE = "the warm-up"
@@ -36,13 +31,13 @@ _CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
 
 
 class _MarkedTransfer(NamedTuple):
-    """A transfer of this process whose times have not been read from their marks yet."""
+    """A bucket of gradients that this process sent. Its times are still marks."""
 
     phase_index: int  # of the recorded phase in which the bucket was full
     bucket: int
-    sent_bytes: int
-    ready: Mark
-    blocked: float
+    sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
+    ready: Mark  # when the bucket was full on this process
+    blocked: float  # seconds of the backward pass that sending took
     end: Mark
 
 
@@ -53,11 +48,11 @@ class _Place(NamedTuple):
     micro_batch: int  # -1 before the first forward pass of the step
 
 
-class _Recording(NamedTuple):
+class _LocalRecording(NamedTuple):
     """What one process has recorded."""
 
-    spans: list[Span]
-    transfers: list[Transfer]
+    spans: list[JsonObject]
+    transfers: list[JsonObject]
     sent_bytes: int  # by the machine, if this is its first process
     cost: float  # seconds that recording took, per step
 
@@ -65,14 +60,14 @@ class _Recording(NamedTuple):
 class XRay:
     """Records some steps.
 
-    After the last of them, :attr:`report` is there on rank 0.
+    After the last of them, :attr:`recording` is there on rank 0.
 
     Args:
         ranks: the ranks of the run.
         phases: the phases of this process.
         model: the model that ``accelerator.prepare`` returned.
         steps: the steps to record; the first of a run is 1.
-        folder: a folder to which rank 0 writes the report.
+        folder: a folder to which rank 0 writes the recording.
     """
 
     def __init__(
@@ -87,7 +82,7 @@ class XRay:
         self.phases = phases
         self.steps = steps
         self.folder = folder
-        self.report: Report | None = None
+        self.recording: JsonObject | None = None
 
         self._clock = phases.clock
         self._parameter_names: dict[torch.Tensor, str] = {
@@ -104,7 +99,7 @@ class XRay:
 
         self._phase_starts: list[PhaseStart] = []
         self._transfers: list[_MarkedTransfer] = []
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, JsonObject] = {}
 
     def at_step_boundary(self, step: int) -> None:
         """Begin or end the recording if it is time.
@@ -124,7 +119,7 @@ class XRay:
             self.phases.begin("other")  # ends the phase before it
             self.phases.stop_recording()
             self._is_recording = False
-            self._make_report()
+            self._gather()
 
     def on_bucket(
         self, bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
@@ -147,7 +142,7 @@ class XRay:
         names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
         # DDP rebuilds its buckets after the first step of a run, and numbers them from 0 again. If
         # that step is recorded, too, the later bucket of each number replaces the earlier one here.
-        self._buckets[number] = Bucket(size=bucket.buffer().nbytes, parameters=names)
+        self._buckets[number] = {"size": bucket.buffer().nbytes, "parameters": names}
 
         ready = self._clock.now()
         send_start = time.perf_counter()
@@ -171,27 +166,29 @@ class XRay:
         self._cost += time.perf_counter() - start - send_seconds
         return future
 
-    def _make_report(self) -> None:
+    def _gather(self) -> None:
         """Gather the recordings of all processes; all ranks call this."""
         recordings = Team.everyone().on_all(self._local_recording)
         if not self.ranks.is_main:
             return
 
-        self.report = Report(
-            processes=len(recordings),
-            spans=[span for recording in recordings for span in recording.spans],
-            transfers=[transfer for recording in recordings for transfer in recording.transfers],
-            buckets=self._buckets,
-            counted_bytes=sum(recording.sent_bytes for recording in recordings),
-            cost=max(recording.cost for recording in recordings),
-        )
+        self.recording = {
+            "processes": len(recordings),
+            "spans": [span for recording in recordings for span in recording.spans],
+            "transfers": [item for recording in recordings for item in recording.transfers],
+            "buckets": self._buckets,
+            "counted_bytes": sum(recording.sent_bytes for recording in recordings),
+            "cost": max(recording.cost for recording in recordings),
+        }
         if self.folder is not None:
-            write_report(self.report, self.folder)
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / "recording.json").write_text(json_text(self.recording))
+            say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
-    def _local_recording(self) -> _Recording:
+    def _local_recording(self) -> _LocalRecording:
         """Return what this process has recorded."""
         places = self._places()
-        return _Recording(
+        return _LocalRecording(
             spans=self._local_spans(places),
             transfers=self._local_transfers(places),
             sent_bytes=_bytes_sent(self.ranks) - self._bytes_before,
@@ -212,36 +209,36 @@ class XRay:
             places.append(_Place(step, micro_batch))
         return places
 
-    def _local_spans(self, places: list[_Place]) -> list[Span]:
+    def _local_spans(self, places: list[_Place]) -> list[JsonObject]:
         """Return the phases of this process; each ends when the next one begins."""
         phases = [start.phase for start in self._phase_starts]
         times = [self._seconds(start.mark) for start in self._phase_starts]
         return [
-            Span(
-                rank=self.ranks.rank,
-                step=place.step,
-                micro_batch=place.micro_batch,
-                phase=phase,
-                start=start,
-                end=end,
-            )
+            {
+                "rank": self.ranks.rank,
+                "step": place.step,
+                "micro_batch": place.micro_batch,
+                "phase": phase,
+                "start": start,
+                "end": end,
+            }
             for phase, place, start, end in zip(phases, places, times, times[1:], strict=False)
             if phase in PHASES
         ]
 
-    def _local_transfers(self, places: list[_Place]) -> list[Transfer]:
+    def _local_transfers(self, places: list[_Place]) -> list[JsonObject]:
         """Return the transfers of this process, with the times that their marks have."""
         return [
-            Transfer(
-                rank=self.ranks.rank,
-                step=places[marked.phase_index].step,
-                micro_batch=places[marked.phase_index].micro_batch,
-                bucket=marked.bucket,
-                sent_bytes=marked.sent_bytes,
-                ready=self._seconds(marked.ready),
-                blocked=marked.blocked,
-                end=self._seconds(marked.end),
-            )
+            {
+                "rank": self.ranks.rank,
+                "step": places[marked.phase_index].step,
+                "micro_batch": places[marked.phase_index].micro_batch,
+                "bucket": marked.bucket,
+                "sent_bytes": marked.sent_bytes,
+                "ready": self._seconds(marked.ready),
+                "blocked": marked.blocked,
+                "end": self._seconds(marked.end),
+            }
             for marked in self._transfers
         ]
 
@@ -249,20 +246,6 @@ class XRay:
         """Return when a mark passed, by the clock of rank 0."""
         # `since` reads this process's clock, which is ahead of rank 0's by the offset.
         return self._clock.since(self._zero, mark) - self._clock_offset
-
-
-def write_report(report: Report, folder: Path) -> None:
-    """Write the table as text and as JSON, the trace, and the page."""
-    folder.mkdir(exist_ok=True)
-    title = f"x-ray of {folder.parent}: steps {report.steps[0]} to {report.steps[-1]}"
-    (folder / "table.txt").write_text("\n".join(as_lines(report)) + "\n")
-    (folder / "summary.json").write_text(json_text(summary(report), indent=1))
-    (folder / "trace.json").write_text(json_text(as_trace(report)))
-    (folder / "timeline.html").write_text(as_html(report, title))
-    say(
-        "x-ray",
-        f"{folder}/timeline.html; open trace.json in ui.perfetto.dev or chrome://tracing",
-    )
 
 
 def _clock_offset(ranks: Ranks) -> float:

@@ -37,10 +37,8 @@ class ParallelConfig(Config):
         hidden=True,
     )
 
-    pipeline_stages: ClassVar[int] = 1  # a flag of PipelineConfig
-
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "ddp_timeout", "pipeline_stages")
+        require_at_least(self, 1, "ddp_timeout")
         size = self.ddp_bucket_cap_mb
         if size <= 0 or not math.isfinite(size):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")
@@ -60,15 +58,3 @@ class ParallelConfig(Config):
         if self.ddp_comm_hook == "none":
             return None
         return {"ddp_comm_hook": self.ddp_comm_hook}
-
-
-@dataclass
-class PipelineConfig(ParallelConfig):
-    """The flags for models that can be split into pipeline stages. Each field is a flag."""
-
-    pipeline_stages: int = flag(  # type: ignore[misc]
-        1,
-        "number of pipeline stages into which the model's layers are split, each in a separate "
-        "process",
-        hidden=True,
-    )

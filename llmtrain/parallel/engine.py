@@ -3,8 +3,7 @@
 Each way to train has its own subclass:
 
 - :class:`llmtrain.parallel.ddp.ReplicatedEngine`: every rank holds the full model.
-- :class:`llmtrain.parallel.sharded.ShardedEngine`: every rank holds a shard of it.
-- :class:`llmtrain.parallel.pipeline.PipelinedEngine`: every rank holds some of its layers.
+- :class:`llmtrain.parallel.fsdp.ShardedEngine`: every rank holds a shard of it.
 - :class:`llmtrain.parallel.bitwise.BitwiseEngine`: as replicated, and the same bits on any number
   of ranks.
 """
@@ -28,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Engine(Ranks):
-    """The model, its parallel method, and sums over the data-parallel ranks.
+    """The model, its parallel method, and sums over the ranks.
 
     Several methods take ``extra``: inputs of the loss that depend on the whole global batch, which
     :meth:`llmtrain.types.Objective.prepass` has computed.
@@ -41,11 +40,8 @@ class Engine(Ranks):
             never holds more of the gradient than its own shard and one unsharded block.
     """
 
-    # Whether each rank stores only a part of the weights: FSDP2, tensor parallelism and pipelines.
+    # Whether each rank stores only a shard of the weights.
     is_sharded = False
-    # Whether a rank runs all layers. It does with sharded weights too, which are gathered for that.
-    # In a pipeline it does not.
-    runs_whole_forward = True
     # Whether the run may time two ways to compute, and take the faster one. A bitwise run may not:
     # its results would depend on the times.
     may_choose_by_timing = True
@@ -63,11 +59,6 @@ class Engine(Ranks):
         self.objective = objective or Objective()
         self.sync_each_batch = sync_each_batch
         self.phases = Phases(self.device, model)
-
-    @property
-    def blocks_communicate(self) -> bool:
-        """Whether the forward pass of a single block needs other ranks."""
-        return False
 
     # --- passes through the model
 
@@ -134,7 +125,7 @@ class Engine(Ranks):
         return self.sum_over_ranks(local_sum)
 
     def sum_of_micro_batches(self, values: Tensor) -> Tensor:
-        """Return the sum over the micro-batches of all data-parallel ranks; all ranks call this.
+        """Return the sum over the micro-batches of all ranks; all ranks call this.
 
         Args:
             values: this rank's values, float [micro-batches, N]. Every rank has as many, and
@@ -161,9 +152,8 @@ class Engine(Ranks):
         Returns:
             This rank's sums.
         """
-        # DDP and FSDP2 average over the data-parallel ranks. Multiplying by their number undoes
-        # that.
-        scale = self.data_parallel_size
+        # DDP and FSDP2 average over the ranks. Multiplying by their number undoes that.
+        scale = self.world_size
         loss_sum = torch.zeros((), device=self.device)
         metric_sums: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):

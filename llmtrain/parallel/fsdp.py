@@ -10,24 +10,74 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from accelerate import Accelerator
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from accelerate import Accelerator, PartialState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.blocks import HasEmbeddings, blocks_of
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.blocks import HasEmbeddings, blocks_of, reshard
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.shards import local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether the weights are sharded or split between ranks.
+def sharding_settings(sharding: Sharding, on_cpu: bool, precision: str) -> dict[str, object]:
+    """Return the arguments of ``Accelerator`` that make it shard models.
 
-    Accelerate then runs in its mode for FSDP2, also with tensor parallelism or pipeline stages, and
-    for a single rank with LLMTRAIN_SHARD_ALONE.
+    If ``precision`` is ``bf16``, weights are gathered in bfloat16 and gradients are summed in
+    float32. Inputs are not cast, because autocast chooses the precision of each product, as under
+    DDP.
     """
+    mixed_precision = MixedPrecisionPolicy()
+    if precision == "bf16":
+        mixed_precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+
+    offload = None
+    if sharding.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=not on_cpu)
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="NO_WRAP",  # fsdp.shard() chooses what is gathered together
+        mixed_precision_policy=mixed_precision,
+        cpu_ram_efficient_loading=False,  # weights are loaded one by one
+        state_dict_type="SHARDED_STATE_DICT",  # not used
+        cpu_offload=offload,
+    )
+
+    sizes = ParallelismConfig(
+        dp_replicate_size=sharding.replicas,
+        dp_shard_size=sharding.shards,
+    )
+    return {"fsdp_plugin": plugin, "parallelism_config": sizes}
+
+
+def let_cpus_shard(**process_group: object) -> None:
+    """Join the process group on CPUs, and make Accelerate accept FSDP there.
+
+    Accelerate 1.15 uses FSDP only if the processes have accelerators, and would silently use DDP.
+    """
+    state = PartialState(cpu=True, **process_group)
+    state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether FSDP2 shards the weights over the ranks."""
     return bool(accelerator.is_fsdp2)
 
 
@@ -101,39 +151,30 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and has_weights
 
 
-def shard(accelerator: Accelerator, model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Shard a model over the data-parallel ranks, in place, as the accelerate config asks.
+def shard(accelerator: Accelerator, model: nn.Module) -> None:
+    """Shard a model over the ranks, in place, as the accelerate config asks.
 
     Parameters on the meta device stay there. See :mod:`llmtrain.parallel.placement`.
 
     Args:
         accelerator: the Accelerator of this run.
         model: a model with repeated blocks.
-        ignored: parameters that are not sharded. In a pipeline, these are the parameters that only
-            other stages hold, which stay on the meta device here. Otherwise there are none.
 
     Raises:
         UserError: if the model has no blocks.
     """
-    sharding = sharding_of(accelerator)
     plugin = accelerator.state.fsdp_plugin
-    mesh = accelerator.torch_device_mesh
-    if sharding.model_parallel_size > 1:
-        mesh = sharding.submesh("dp_replicate", "dp_shard")
-
     fully_shard_on_mesh = functools.partial(
-        fully_shard, mesh=mesh, offload_policy=plugin.cpu_offload
+        fully_shard, mesh=accelerator.torch_device_mesh, offload_policy=plugin.cpu_offload
     )
     full_precision = MixedPrecisionPolicy()
     for unit in units_of(model, separate_norms=accelerator.native_amp):
-        if ignored.issuperset(unit.parameters()):
-            continue
         fully_shard_on_mesh(
             unit.modules,
             reshard_after_forward=False if unit.starts_backward else plugin.reshard_after_forward,
             mp_policy=plugin.mixed_precision_policy if unit.is_autocast else full_precision,
         )
-    fully_shard_on_mesh(model, mp_policy=full_precision, ignored_params=ignored)
+    fully_shard_on_mesh(model, mp_policy=full_precision)
 
     # accelerator.prepare() adds autocast to models in DDP, and not to those in FSDP2.
     if accelerator.native_amp:
@@ -162,3 +203,27 @@ def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
 
     groups = [state._fsdp_param_group for state in states.values()]
     return [group for group in groups if group is not None]
+
+
+class ShardedEngine(Engine):
+    """Every rank holds a shard of the weights, of their gradients and of the optimizer state."""
+
+    is_sharded = True
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm = super().clip_grad_norm(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def weight_norm(self) -> Tensor:
+        squares = []
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                norm = torch.linalg.vector_norm(local_shard(parameter), dtype=torch.float32)
+                squares.append(norm.square())
+        total = self.sum_over_ranks(torch.stack(squares).sum().to(self.device))
+        # Each replica of the model has counted all of it.
+        return torch.sqrt(total / sharding_of(self.accelerator).replicas)
+
+    def free_gathered_weights(self) -> None:
+        reshard(self.model)

@@ -14,8 +14,6 @@ from llmtrain.errors import UserError
 from llmtrain.parallel.fsdp import is_sharded, parameter_groups, shard
 from llmtrain.parallel.mesh import Sharding, sharding_of
 from llmtrain.parallel.shards import fill, local_shard
-from llmtrain.parallel.stages import select_stage
-from llmtrain.parallel.tensor import parallelize
 from llmtrain.shipped import shipped_config
 from llmtrain.types import ModelBundle, Weights
 
@@ -68,8 +66,7 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
 def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
     """Shard a model over the ranks, in place, and load its initial weights.
 
-    Parameters on the meta device become real if this rank holds a part of them. Tied parameters
-    stay tied.
+    Parameters on the meta device become real. Tied parameters stay tied.
 
     Args:
         accelerator: the Accelerator of this run.
@@ -78,54 +75,29 @@ def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) 
             is in memory at a time.
 
     Raises:
-        UserError: if the model does not support the parallel layout, because it has no blocks, no
-            plan for tensor parallelism, or no way to be split into stages.
+        UserError: if the model has no blocks.
     """
-    sharding = sharding_of(accelerator)
-    if sharding.tensor > 1:
-        parallelize(model, sharding.submesh("tp"))
-    remote = select_stage(model, sharding)
-    shard(accelerator, model, ignored=remote)
-    _load_shards(accelerator, model, weights, remote=remote)
-    _say_sharding(sharding, model)
+    shard(accelerator, model)
+    _load_shards(accelerator, model, weights)
+    _say_sharding(sharding_of(accelerator), model)
 
 
-def _load_shards(
-    accelerator: Accelerator, model: nn.Module, weights: Weights, remote: set[nn.Parameter]
-) -> None:
-    """Allocate this rank's shards of a model, and load their weights.
-
-    Args:
-        accelerator: the Accelerator of this run.
-        model: the sharded model.
-        weights: names and full tensors.
-        remote: parameters that only other pipeline stages hold. They stay on the meta device.
-    """
+def _load_shards(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
+    """Allocate this rank's shards of a model, and load their weights."""
     offload = accelerator.state.fsdp_plugin.cpu_offload
     is_offloaded = isinstance(offload, CPUOffloadPolicy)
     device = torch.device("cpu") if is_offloaded else accelerator.device
 
-    empty = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.is_meta and parameter not in remote
-    }
+    empty = {name: p for name, p in model.named_parameters() if p.is_meta}
     _make_real(empty.values(), device)
-
-    # FSDP2 overrides `_apply` to notice that its parameters have new memory.
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta else tensor.to(device)
-
-    model._apply(move)  # type: ignore[no-untyped-call]
+    model.to(device)  # FSDP2 notices here that its parameters have new memory
 
     # Buffers are not offloaded.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(accelerator.device))
 
-    # The weights of a staged model include those of other stages, which fill() skips.
-    targets = dict(model.named_parameters()) if remote else empty
-    fill(targets, weights)
+    fill(empty, weights)
     _give_addresses(model)
 
 
@@ -136,9 +108,7 @@ def _give_addresses(model: nn.Module) -> None:
     shards.
     """
     for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) or parameter.is_meta:
-            continue
-        if parameter._local_tensor.numel() == 0:
+        if isinstance(parameter, DTensor) and parameter._local_tensor.numel() == 0:
             address = functools.partial(id, parameter)
             parameter._local_tensor.data_ptr = address  # type: ignore[method-assign]
 
@@ -166,9 +136,8 @@ def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.device.type != "cuda" or sharding.cpu_offload:
         return
 
-    shards = sharding.shards * sharding.model_parallel_size
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / shards
-    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / shards
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / sharding.shards
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / sharding.shards
     needed = weights + 2 * gradients
     available = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
     if needed > available:
@@ -187,8 +156,7 @@ def parameter_bytes(model: nn.Module) -> tuple[int, int]:
     full = 0
     for parameter in model.parameters():
         full += parameter.numel() * parameter.element_size()
-        if not parameter.is_meta:
-            local += local_shard(parameter).numel() * parameter.element_size()
+        local += local_shard(parameter).numel() * parameter.element_size()
     return local, full
 
 
@@ -217,11 +185,10 @@ def _say_size(model: nn.Module, class_name: str) -> None:
 def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
     """Print how a model is sharded, and how much of it this process holds."""
     replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
-    processes = sharding.processes // sharding.replicas
     units = len(parameter_groups(model))
     local, full = parameter_bytes(model)
     say(
         "sharded",
-        f"{sharding.method} over {replicas}{processes} processes in {units} units; "
+        f"FSDP2 over {replicas}{sharding.shards} processes in {units} units; "
         f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
     )

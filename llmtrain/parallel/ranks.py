@@ -1,23 +1,14 @@
 """The ranks of a run: who this process is, and sums over all of them."""
 
-import os
 from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from llmtrain.parallel.mesh import sharding_of
-
 
 class Ranks:
-    """The ranks of a run, and where this process is among them.
-
-    Ranks that share a model (tensor parallelism, pipelines) compute on the same rows. Together they
-    are one data-parallel rank.
-
-    Ask it instead of Accelerate, which does not know which ranks share a model.
-    """
+    """The ranks of a run, and where this process is among them."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -48,52 +39,22 @@ class Ranks:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
 
-    @property
-    def machines(self) -> int:
-        """The number of machines, if all have as many processes as this one."""
-        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        return -(-self.world_size // per_machine)
-
-    @property
-    def machine(self) -> int:
-        """The number of this machine."""
-        return self.rank * self.machines // self.world_size
-
-    @property
-    def model_parallel_size(self) -> int:
-        """How many neighbouring ranks compute on the same rows."""
-        return sharding_of(self.accelerator).model_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Into how many shares the global batch is divided."""
-        return self.world_size // self.model_parallel_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which share of the global batch this rank computes."""
-        return self.rank // self.model_parallel_size
-
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the data-parallel ranks; all ranks call this."""
+        """Return the sum over all ranks; all ranks call this."""
         total: Tensor = self.accelerator.reduce(tensor, reduction="sum")
-        # Ranks that share a model have counted the same rows.
-        if total.is_floating_point():
-            return total / self.model_parallel_size
-        return total // self.model_parallel_size
+        return total
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
-        """Gather values of rows from all data-parallel ranks; all ranks call this.
+        """Gather values of rows from all ranks; all ranks call this.
 
         Args:
             tensor: the values of this rank's rows, [rows, ...]. Every rank has as many.
 
         Returns:
-            The values of all rows, [``data_parallel_size`` * rows, ...], in the order of the ranks.
+            The values of all rows, [``world_size`` * rows, ...], in the order of the ranks.
         """
         gathered: Tensor = self.accelerator.gather(tensor[None].to(self.device))
-        distinct = gathered[:: self.model_parallel_size]
-        return distinct.flatten(0, 1)
+        return gathered.flatten(0, 1)
 
     def gather_numbers(self, numbers: Mapping[str, float]) -> dict[str, list[float]]:
         """Gather numbers of every process, by name and in rank order; all ranks call this."""

@@ -53,12 +53,10 @@ class Team(NamedTuple):
 
     Attributes:
         rank: the number of this process.
-        writers: the ranks that can write to the run folder. They write the tensors of all ranks.
         group: the process group; ``None`` if the team is this rank only.
     """
 
     rank: int = 0
-    writers: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -69,21 +67,17 @@ class Team(NamedTuple):
         return cls(dist.get_rank(), group=dist.group.WORLD)
 
     @classmethod
-    def with_new_group(cls, can_write: bool, timeout: float = 1800) -> "Team":
+    def with_new_group(cls, timeout: float = 1800) -> "Team":
         """Return all ranks with a new gloo group; all of them call this.
 
         A save in the background needs a separate group, because its collectives would otherwise mix
         with those of training.
 
         Args:
-            can_write: whether this rank can write to the run folder.
             timeout: seconds after which an action fails if a rank is missing.
         """
-        rank = dist.get_rank()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        answers = cls(rank, group=group).on_all(lambda: can_write)
-        writers = tuple(i for i, is_writer in enumerate(answers) if is_writer)
-        return cls(rank, writers, group)
+        return cls(dist.get_rank(), group)
 
     @property
     def is_main(self) -> bool:

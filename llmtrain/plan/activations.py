@@ -16,8 +16,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -25,8 +23,6 @@ from transformers import PreTrainedModel
 from llmtrain.models import attention_cpu
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes
-from llmtrain.parallel.shards import to_local
-from llmtrain.parallel.tensor import parallelize
 from llmtrain.types import JsonObject, Objective
 
 # A deeper model is computed with this many blocks. Each further block keeps as much as these.
@@ -43,7 +39,6 @@ class MicroBatch(NamedTuple):
         gathered_in_bf16: names of the weights that FSDP2 gathers in bfloat16. Autocast casts all
             other weights, and keeps the copies.
         has_gpu_attention: attention runs on a GPU, which keeps no probabilities.
-        mesh: the ranks over which tensor parallelism shards matrices.
     """
 
     rows: int
@@ -51,7 +46,6 @@ class MicroBatch(NamedTuple):
     bf16: bool = False
     gathered_in_bf16: frozenset[str] = frozenset()
     has_gpu_attention: bool = False
-    mesh: DeviceMesh | None = None
 
 
 class PeakBytes(NamedTuple):
@@ -103,8 +97,6 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     blocks = list_of_blocks(model)
     block_count = 1 if blocks is None else len(blocks)
     shallow_model = _with_first_blocks(model, min(block_count, _MAX_BLOCKS))
-    if batch.mesh is not None:
-        parallelize(shallow_model, batch.mesh)
 
     counter = _run_on_fake_tensors(shallow_model, objective, batch)
     after_block = counter.after_block or [counter.peak["activations"]]
@@ -282,7 +274,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return to_local(tensor).untyped_storage()
+    return tensor.untyped_storage()
 
 
 def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
@@ -295,7 +287,6 @@ def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
     del blocks[depth:]
     if isinstance(shallow, GPT):
         shallow.config.n_layer = depth
-        shallow.keep(0, 1)
     elif isinstance(shallow, PreTrainedModel):
         shallow.config.get_text_config().num_hidden_layers = depth
     return shallow
@@ -307,28 +298,16 @@ def _replace_with_fakes(model: nn.Module, gathered_in_bf16: frozenset[str]) -> N
     for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
         if parameter not in fakes:
             is_cast = name in gathered_in_bf16 and parameter.is_floating_point()
-            fake = _fake(parameter, torch.bfloat16 if is_cast else parameter.dtype)
+            fake = torch.empty(
+                parameter.shape, dtype=torch.bfloat16 if is_cast else parameter.dtype
+            )
             fakes[parameter] = nn.Parameter(fake, parameter.requires_grad)
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner).register_parameter(key, fakes[parameter])
 
     for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
         owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, _fake(buffer, buffer.dtype))
-
-
-def _fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a fake tensor with the shape and the shards of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return torch.empty(tensor.shape, dtype=dtype)
-    return DTensor.from_local(
-        torch.empty(tensor.to_local().shape, dtype=dtype),
-        tensor.device_mesh,
-        tensor.placements,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-        run_check=False,
-    )
+        setattr(model.get_submodule(owner), key, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A few real steps on this machine, which measure the seconds of a plan.
 
 One ordinary run is enough. In some phases of a step every process computes by itself:
-``OWN_PHASES`` in :mod:`llmtrain.phases`. They measure computing. In the other phases,
+``OWN_PHASES`` in :mod:`llmtrain.phase_names`. They measure computing. In the other phases,
 ``SYNC_PHASES``, processes also wait for each other. They measure how much of the processors' time
 it takes to send.
 """
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
-from llmtrain.launching.launcher import value_of_flag
-from llmtrain.phases import OWN_PHASES
+from llmtrain.phase_names import OWN_PHASES
 from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
 from llmtrain.types import JsonObject
@@ -50,8 +49,6 @@ def calibrate(
         "per_device_train_batch_size": rows,
         "ddp_comm_hook": "none",
     }
-    if value_of_flag(flags, "pipeline_stages") is not None:
-        forced["pipeline_stages"] = 1
     phases = _run_steps(recipe, flags, processes, precision, forced)
 
     compute = compute_from_phases(phases, rows)

@@ -10,24 +10,16 @@ import functools
 import math
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.parallel.shards import local_shard
-from llmtrain.parallel.stages import holders_of
-from llmtrain.parallel.tensor import parallelize
-from llmtrain.plan import pipeline
 from llmtrain.plan.activations import (
     ActivationBytes,
     MicroBatch,
     PeakBytes,
     count_activations,
-    list_of_blocks,
 )
 from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
@@ -40,8 +32,6 @@ _BF16_BYTES = 2
 # Elements of optimizer state for each trained element.
 _MUON_STATES = 1
 _ADAMW_STATES = 2
-
-_FAKE_WORLD_SIZE = 1024
 
 
 class Bytes(NamedTuple):
@@ -68,8 +58,6 @@ class Bytes(NamedTuple):
 
 class LocalParameter(NamedTuple):
     """A parameter as one process has it, before FSDP2 shards it.
-
-    Tensor parallelism has sharded it already.
 
     Attributes:
         name: its name in the model.
@@ -168,24 +156,12 @@ class Memory:
         rest = Unit(names=frozenset(names.values()), is_bf16=False, stays_gathered=True)
         return [*units, rest]
 
-    @functools.cache  # noqa: B019 - as long as the plan lives
-    def parameters(self, tensor: int) -> list[LocalParameter]:
-        """Return each parameter as one process has it.
-
-        Args:
-            tensor: the number of processes over which tensor parallelism shards matrices.
-
-        Raises:
-            UserError: if the matrices cannot be sharded over so many processes.
-        """
-        model = self.subject.model
-        if tensor > 1:
-            model = copy.deepcopy(model)
-            parallelize(model, fake_mesh(tensor))
-
+    @functools.cached_property
+    def parameters(self) -> list[LocalParameter]:
+        """Each parameter, before FSDP2 shards it."""
         parameters = []
-        for name, p in model.named_parameters():
-            rows, *row_shape = local_shard(p).shape or [1]
+        for name, p in self.subject.model.named_parameters():
+            rows, *row_shape = p.shape or [1]
             parameters.append(
                 LocalParameter(
                     name=name,
@@ -205,12 +181,11 @@ class Memory:
         return _MUON_STATES if name in self._muon_matrices else _ADAMW_STATES
 
     @functools.cache  # noqa: B019 - as long as the plan lives
-    def activations(self, rows: int, tensor: int, gathers_weights: bool) -> ActivationBytes:
+    def activations(self, rows: int, gathers_weights: bool) -> ActivationBytes:
         """Count the activations of a micro-batch.
 
         Args:
             rows: rows of the micro-batch.
-            tensor: the number of processes over which tensor parallelism shards matrices.
             gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
 
         Raises:
@@ -227,7 +202,6 @@ class Memory:
             bf16=self.bf16,
             gathered_in_bf16=gathered_in_bf16,
             has_gpu_attention=self.on_gpu,
-            mesh=fake_mesh(tensor) if tensor > 1 else None,
         )
         try:
             return count_activations(self.subject.model, self.subject.objective, batch)
@@ -248,28 +222,9 @@ class Memory:
             rows: rows per micro-batch.
             accumulation: micro-batches per step.
         """
-        activations = self.activations(rows, sharding.tensor, is_sharded(sharding))
-        if sharding.stages > 1:
-            # Either the first or the last stage holds most.
-            first = self.bytes_of_stage(
-                0,
-                activations,
-                sharding,
-                rows=rows,
-                accumulation=accumulation,
-            )
-            last = self.bytes_of_stage(
-                sharding.stages - 1,
-                activations,
-                sharding,
-                rows=rows,
-                accumulation=accumulation,
-            )
-            return max(first, last, key=lambda stage: stage.total)
-
+        activations = self.activations(rows, is_sharded(sharding))
         other_blocks = activations.per_block * (activations.blocks - 1)
         return self._bytes(
-            self.parameters(sharding.tensor),
             sharding,
             accumulation,
             at_loss=activations.peak,
@@ -277,61 +232,8 @@ class Memory:
             end_of_backward=activations.end_of_backward,
         )
 
-    def bytes_of_stage(
-        self,
-        stage: int,
-        activations: ActivationBytes,
-        sharding: Sharding,
-        rows: int,
-        accumulation: int,
-    ) -> Bytes:
-        """Return the bytes of one pipeline stage.
-
-        Args:
-            stage: the number of the stage, from 0.
-            activations: the activations of a micro-batch in the full model.
-            sharding: how processes share the model.
-            rows: rows per micro-batch.
-            accumulation: micro-batches per step.
-        """
-        model = self.subject.model
-        holders = holders_of(model, sharding.stages)
-        stage_names = {name for name, stages in holders.items() if stage in stages}
-        first_parameters = {next(block.parameters()) for block in list_of_blocks(model) or ()}
-        blocks = sum(
-            parameter in first_parameters
-            for name, parameter in model.named_parameters()
-            if name in stage_names
-        )
-
-        # Bytes that are not kept for the backward pass, but needed to compute a micro-batch.
-        peak = activations.peak
-        kept_by_blocks = activations.per_block * activations.blocks
-        temporary = peak.activations - activations.before_blocks - kept_by_blocks
-
-        # A stage has begun as many micro-batches as there are stages from it to the last.
-        waiting = min(sharding.stages - stage, accumulation)
-        before_blocks = activations.before_blocks
-        if stage > 0:
-            before_blocks = pipeline.bytes_between_stages(self.subject, rows)
-        kept = waiting * (activations.per_block * blocks + before_blocks) + temporary
-
-        is_last = stage == sharding.stages - 1
-        if waiting == accumulation:
-            # The stage holds most before its first backward pass, when there is no gradient yet.
-            accumulation = 1
-        return self._bytes(
-            [p for p in self.parameters(1) if p.name in stage_names],
-            sharding,
-            accumulation,
-            at_loss=PeakBytes(activations=kept, logits=peak.logits if is_last else 0.0),
-            in_backward=kept,
-            end_of_backward=activations.end_of_backward,
-        )
-
     def _bytes(
         self,
-        parameters: list[LocalParameter],
         sharding: Sharding,
         accumulation: int,
         *,
@@ -339,19 +241,19 @@ class Memory:
         in_backward: float,
         end_of_backward: float,
     ) -> Bytes:
-        """Return the bytes of some parameters and of the activations.
+        """Return the bytes of the parameters and of the activations.
 
         The total is the largest of four moments: the loss, the backward pass, its end, and the
         optimizer step.
 
         Args:
-            parameters: the parameters of this process.
             sharding: how processes share the model.
             accumulation: micro-batches per step.
             at_loss: activations and logits when the loss is computed.
             in_backward: activations when the backward pass of the last block has ended.
             end_of_backward: activations at the end of the backward pass.
         """
+        parameters = self.parameters
         weights = _weight_bytes(parameters, sharding.shards)
         optimizer = _optimizer_bytes(parameters, sharding.shards)
         reduced_gradients = _gradient_bytes(parameters, sharding.shards)
@@ -363,7 +265,7 @@ class Memory:
 
         buckets = _Buckets(at_loss=0.0, in_backward=0.0)
         if is_sharded(sharding):
-            buckets = self._gathered(parameters, reduces_each_batch, all_stay=sharding.stages > 1)
+            buckets = self._gathered(reduces_each_batch)
             if not reduces_each_batch:
                 gradients = _gradient_bytes(parameters)
                 earlier_gradients = gradients
@@ -390,9 +292,7 @@ class Memory:
             total=weights + optimizer + max(moments),
         )
 
-    def _gathered(
-        self, parameters: list[LocalParameter], reduces_each_batch: bool, all_stay: bool
-    ) -> _Buckets:
+    def _gathered(self, reduces_each_batch: bool) -> _Buckets:
         """Return the bytes that FSDP2 gathers and reduces in a micro-batch.
 
         At the loss, a process holds the units that stay gathered, and one more.
@@ -402,19 +302,17 @@ class Memory:
         over micro-batches, the gradient is counted elsewhere.
 
         Args:
-            parameters: the parameters of this process.
             reduces_each_batch: whether this micro-batch's gradient is reduced as it comes.
-            all_stay: whether all units stay gathered, as in a pipeline.
         """
-        by_name = {p.name: p for p in parameters}
+        by_name = {p.name: p for p in self.parameters}
         staying = 0
         largest_weights = 0
         largest_gradient = 0.0
         for unit in self.units:
-            unit_parameters = [by_name[name] for name in unit.names & by_name.keys()]
+            unit_parameters = [by_name[name] for name in unit.names]
             element_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
             weights = sum(p.numel() for p in unit_parameters) * element_bytes
-            if unit.stays_gathered or all_stay:
+            if unit.stays_gathered:
                 staying += weights
             else:
                 largest_weights = max(largest_weights, weights)
@@ -449,15 +347,11 @@ class Memory:
     def fits_if_synced(self, sharding: Sharding, share: int, device_bytes: float) -> bool:
         """Return whether micro-batches of one row fit with ``--sync_each_batch``.
 
-        A pipeline does not reduce gradients after each micro-batch.
-
         Args:
             sharding: how processes share the model.
             share: rows of the global batch that a process has.
             device_bytes: memory of the device.
         """
-        if sharding.stages > 1:
-            return False
         synced = copy.copy(self)
         synced.reduces_once = False
         return synced.bytes_of(sharding, rows=1, accumulation=share).total <= device_bytes
@@ -488,7 +382,7 @@ class Memory:
 
 def is_sharded(sharding: Sharding) -> bool:
     """Return whether each process holds only a part of the model."""
-    return sharding.shards * sharding.model_parallel_size > 1
+    return sharding.shards > 1
 
 
 def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
@@ -506,20 +400,3 @@ def _optimizer_bytes(parameters: list[LocalParameter], shards: int) -> float:
         if p.states == _ADAMW_STATES:
             elements += 1  # AdamW counts its steps for each tensor
     return float(elements * _FLOAT32_BYTES)
-
-
-@functools.cache
-def fake_mesh(count: int) -> DeviceMesh:
-    """Return a mesh of ``count`` processes, of which only this one, the first, exists.
-
-    Raises:
-        UserError: if this process belongs to a group of real processes.
-    """
-    # Lets collectives run on tensors that have a shape and no memory.
-    import torch.distributed._tools.fake_collectives  # noqa: F401
-
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=_FAKE_WORLD_SIZE)
-    elif dist.get_backend() != "fake":
-        raise UserError("llmtrain plan needs a single process: start it without a launcher.")
-    return DeviceMesh("cpu", list(range(count)), mesh_dim_names=("tp",))

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from llmtrain.devices import Device
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan import pipeline
 from llmtrain.plan.memory import Memory, is_sharded
 
 _FLOAT32_BYTES = 4
@@ -92,23 +91,17 @@ class Cluster(NamedTuple):
         tree_seconds = 2 * size / ring.bandwidth + 2 * hop_seconds
         return min(ring_seconds, tree_seconds)
 
-    def all_gather(self, size: float, count: int, stride: int = 1) -> float:
+    def all_gather(self, size: float, count: int) -> float:
         """Return the seconds to gather a tensor. A reduce-scatter takes as long.
 
         Args:
             size: bytes of the full tensor, of which each process has a shard.
             count: the number of processes.
-            stride: the distance between their ranks.
         """
         if count == 1:
             return 0.0
-        ring = self._ring(count, stride)
+        ring = self._ring(count, stride=1)
         return (count - 1) / count * size / ring.bandwidth + ring.latency
-
-    def send(self, size: float, stride: int) -> float:
-        """Return the seconds to send ``size`` bytes to the rank ``stride`` away."""
-        link = self.inside if stride < self.per_machine else self.between
-        return size / link.bandwidth + link.latency
 
     def _ring(self, count: int, stride: int) -> _Ring:
         """Return the ring through ``count`` processes whose ranks are ``stride`` apart."""
@@ -155,7 +148,7 @@ class Step(NamedTuple):
     Attributes:
         compute: seconds of computing.
         communication: seconds of sending, on the busiest link.
-        exposed: the part of sending, and of waiting for other stages, that no computation hides.
+        exposed: the part of sending that no computation hides.
     """
 
     compute: float
@@ -172,7 +165,7 @@ class _Sending(NamedTuple):
 
     Attributes:
         seconds: all of them.
-        exposed: those of sending, and of waiting for other stages, that no computation hides.
+        exposed: those that no computation hides.
     """
 
     seconds: float
@@ -202,7 +195,7 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
         backward += forward
 
     # A step reads each weight, its gradient and its states. It writes all of them but the gradient.
-    trained = [parameter for parameter in memory.parameters(1) if parameter.is_trained]
+    trained = [parameter for parameter in memory.parameters if parameter.is_trained]
     optimizer_bytes = sum(p.numel() * _FLOAT32_BYTES * (3 + 2 * p.states) for p in trained)
 
     # Each iteration on a matrix makes three products.
@@ -237,12 +230,11 @@ def step_time(
         rows: rows per micro-batch.
         accumulation: micro-batches per step.
     """
-    share = 1 / sharding.model_parallel_size
-    forward = rows * compute.forward * share
-    backward = rows * compute.backward * share
+    forward = rows * compute.forward
+    backward = rows * compute.backward
 
     computing = accumulation * (forward + backward)
-    computing += compute.optimizer * share / sharding.shards + compute.muon + compute.other
+    computing += compute.optimizer / sharding.shards + compute.muon + compute.other
     if compute.per_sent_byte:
         computing += compute.per_sent_byte * bytes_sent(memory, sharding, rows, accumulation)
 
@@ -306,7 +298,7 @@ def _sending(
     if not is_sharded(sharding):
         return _ddp_sending(memory, cluster, sharding.replicas, backward)
 
-    fsdp = _fsdp_sending(
+    return _fsdp_sending(
         memory,
         cluster,
         sharding,
@@ -314,30 +306,6 @@ def _sending(
         forward=forward,
         backward=backward,
     )
-    seconds = fsdp.seconds
-    exposed = fsdp.exposed
-
-    if sharding.tensor > 1:
-        element_bytes = _BF16_BYTES if memory.bf16 else _FLOAT32_BYTES
-        size = rows * memory.subject.positions * memory.subject.width * element_bytes
-        # Each block has two sums in each direction. The embedding and the head have one each.
-        sums = 4 * memory.subject.blocks + 2
-        sum_seconds = accumulation * sums * cluster.all_reduce(size, sharding.tensor)
-        seconds += sum_seconds
-        exposed += sum_seconds
-
-    if sharding.stages > 1:
-        size = pipeline.bytes_between_stages(memory.subject, rows)
-        stage = pipeline.stage_seconds(
-            sharding,
-            accumulation,
-            seconds_to_pass=cluster.send(size, stride=sharding.tensor),
-            seconds_to_compute=forward + backward,
-        )
-        seconds += stage.sending
-        exposed += stage.exposed
-
-    return _Sending(seconds=seconds, exposed=exposed)
 
 
 # --- DDP
@@ -362,7 +330,7 @@ def ddp_buckets(memory: Memory) -> list[float]:
     limit = first_mib * 2**20
     buckets = []
     size = 0.0
-    for parameter in reversed(memory.parameters(1)):
+    for parameter in reversed(memory.parameters):
         if not parameter.is_trained:
             continue
         size += parameter.numel() * _FLOAT32_BYTES
@@ -465,28 +433,23 @@ def _fsdp_sending(
 
 def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[_UnitSeconds]:
     """Return the cost of each FSDP2 unit, in the order of the forward pass."""
-    parameters = memory.parameters(sharding.tensor)
-    numel = {parameter.name: parameter.numel() for parameter in parameters}
-    trained = {parameter.name for parameter in parameters if parameter.is_trained}
-    unit_numel = []
-    for unit in memory.units:
-        elements = sum(numel[name] for name in unit.names)
-        unit_numel.append(elements / sharding.stages)
+    numel = {parameter.name: parameter.numel() for parameter in memory.parameters}
+    trained = {parameter.name for parameter in memory.parameters if parameter.is_trained}
+    unit_numel = [sum(numel[name] for name in unit.names) for unit in memory.units]
     model_numel = sum(unit_numel) or 1
 
     shards = sharding.shards
-    stride = sharding.model_parallel_size
     units = []
     for unit, count in zip(memory.units, unit_numel, strict=True):
         weight_bytes = count * (_BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES)
         trained_numel = sum(numel[name] for name in unit.names & trained)
-        gradient_bytes = _FLOAT32_BYTES * trained_numel / sharding.stages
+        gradient_bytes = _FLOAT32_BYTES * trained_numel
 
-        reduce = cluster.all_gather(gradient_bytes, shards, stride)
-        reduce += cluster.all_reduce(gradient_bytes / shards, sharding.replicas, stride * shards)
+        reduce = cluster.all_gather(gradient_bytes, shards)
+        reduce += cluster.all_reduce(gradient_bytes / shards, sharding.replicas, stride=shards)
         units.append(
             _UnitSeconds(
-                gather=cluster.all_gather(weight_bytes, shards, stride),
+                gather=cluster.all_gather(weight_bytes, shards),
                 reduce=reduce,
                 share=count / model_numel,
             )

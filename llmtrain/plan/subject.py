@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from llmtrain.config import parse
 from llmtrain.errors import UserError, first_line
@@ -16,8 +15,6 @@ from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
-from llmtrain.parallel.stages import Staged
-from llmtrain.plan.activations import list_of_blocks
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.steps import settle_steps
 from llmtrain.types import JsonObject, ModelBundle, Objective
@@ -46,29 +43,6 @@ class Subject(NamedTuple):
     def class_name(self) -> str:
         """The name of the model's class, before this package has extended it."""
         return str(getattr(self.model, "own_class", type(self.model)).__name__)
-
-    @property
-    def width(self) -> int:
-        """The size of the hidden states.
-
-        Raises:
-            UserError: if the width is unknown.
-        """
-        if isinstance(self.model, Staged):
-            return self.model.width
-        if isinstance(self.model, PreTrainedModel):
-            return int(self.model.config.get_text_config().hidden_size)
-        raise UserError(
-            f"cannot plan tensor parallelism for {self.class_name}: "
-            "the width of its hidden states is unknown."
-        )
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks; 1 if the model has no list of blocks."""
-        if isinstance(self.model, PreTrainedModel):
-            return int(self.model.config.get_text_config().num_hidden_layers)
-        return len(list_of_blocks(self.model) or [self.model])
 
     @property
     def flops_per_token(self) -> int:

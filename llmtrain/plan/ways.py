@@ -18,11 +18,10 @@ from llmtrain.devices import (
 )
 from llmtrain.errors import UserError
 from llmtrain.launching.children import gpu_count
-from llmtrain.observe.throughput import measured_peak
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan import pipeline
 from llmtrain.plan.calibration import calibrate
 from llmtrain.plan.memory import Bytes, Memory
+from llmtrain.plan.peak import measured_peak
 from llmtrain.plan.speed import (
     Cluster,
     Compute,
@@ -59,8 +58,6 @@ class PlanRequest(NamedTuple):
         device: name of the device; ``None`` for this machine's.
         link: the rate at which a process sends to another machine, such as ``400Gbit``.
         per_machine: processes of a machine; ``None`` for the usual number.
-        tensor: processes that share matrices; ``None`` to choose a number.
-        stages: stages of a pipeline; ``None`` to choose a number.
         mixed_precision: ``no`` or ``bf16``; ``None`` for the device's usual precision.
         mfu: the share of its peak that the device reaches.
         calibrate: measure the seconds of computing on this machine.
@@ -72,8 +69,6 @@ class PlanRequest(NamedTuple):
     device: str | None = None
     link: str | None = None
     per_machine: int | None = None
-    tensor: int | None = None
-    stages: int | None = None
     mixed_precision: str | None = None
     mfu: float = USUAL_MFU
     calibrate: bool = False
@@ -83,7 +78,7 @@ class Way(NamedTuple):
     """One way to spread the model, and its cost.
 
     Attributes:
-        name: such as ``DDP`` or ``TP 4 x FSDP2 16``.
+        name: such as ``DDP`` or ``HSDP 2 x 8``.
         bytes: memory of the process that holds most.
         fitting: the sizes of a micro-batch that fit, in ascending order. They divide the rows of a
             process.
@@ -152,7 +147,7 @@ def make_plan(request: PlanRequest) -> Plan:
         left_out=[],
     )
 
-    for name, sharding in _shardings(request, memory, cluster.per_machine):
+    for name, sharding in _shardings(request.processes, cluster.per_machine):
         try:
             plan.ways.append(_plan_way(name, sharding, plan))
         except UserError as error:
@@ -167,10 +162,6 @@ def _check(request: PlanRequest) -> None:
         raise UserError(f"--processes {request.processes}: use at least one process.")
     if request.per_machine is not None and request.per_machine < 1:
         raise UserError(f"--per_machine {request.per_machine}: a machine has at least one process.")
-
-    for flag, count in (("--tensor", request.tensor), ("--stages", request.stages)):
-        if count is not None and (count < 1 or request.processes % count != 0):
-            raise UserError(f"{flag} {count} does not divide --processes {request.processes}.")
 
     if not 0 < request.mfu <= 1:
         raise UserError(
@@ -264,7 +255,7 @@ def _compute(
     """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
     if request.calibrate:
         data = memory.subject.settings.data
-        trained = [parameter for parameter in memory.parameters(1) if parameter.is_trained]
+        trained = [parameter for parameter in memory.parameters if parameter.is_trained]
         return calibrate(
             request.recipe,
             request.flags,
@@ -283,11 +274,8 @@ def _compute(
 # --- ways
 
 
-def _shardings(
-    request: PlanRequest, memory: Memory, per_machine: int
-) -> Iterator[tuple[str, Sharding]]:
+def _shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding]]:
     """Yield the ways to spread a model, each with its name."""
-    processes = request.processes
     if processes == 1:
         yield "one process", Sharding(replicas=1, shards=1)
         return
@@ -297,52 +285,6 @@ def _shardings(
     machines = processes // per_machine
     if machines > 1 and per_machine > 1 and processes % per_machine == 0:
         yield f"HSDP {machines} x {per_machine}", Sharding(replicas=machines, shards=per_machine)
-
-    # Processes that fast links connect.
-    neighbours = min(per_machine, processes) if per_machine > 1 else processes
-
-    tensor = request.tensor or _tensor_parallel_size(memory, processes, neighbours)
-    if tensor > 1:
-        shards = processes // tensor
-        name = f"TP {tensor}"
-        if shards > 1:
-            name += f" x FSDP2 {shards}"
-        yield name, Sharding(replicas=1, shards=shards, tensor=tensor)
-
-    staged = pipeline.sharding_into_stages(
-        memory.subject,
-        processes,
-        most_stages=neighbours,
-        requested_stages=request.stages,
-    )
-    if staged is not None:
-        name = f"PP {staged.stages}"
-        if staged.replicas > 1:
-            name += f" x DP {staged.replicas}"
-        yield name, staged
-
-
-def _tensor_parallel_size(memory: Memory, processes: int, largest: int) -> int:
-    """Return the largest number of processes that can share the model's matrices.
-
-    If no number is possible, return ``largest``: the plan then says why it cannot be used.
-
-    Args:
-        memory: the model.
-        processes: the number of all processes, which the result divides.
-        largest: the largest result.
-    """
-    for count in range(largest, 1, -1):
-        if processes % count == 0 and _can_share_matrices(memory, count):
-            return count
-    return largest
-
-
-def _can_share_matrices(memory: Memory, processes: int) -> bool:
-    try:
-        return bool(memory.parameters(processes))
-    except UserError:
-        return False
 
 
 def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
@@ -354,15 +296,15 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
     memory = plan.memory
     settings = memory.subject.settings
     global_batch = settings.data.global_batch_size
-    groups = sharding.processes // sharding.model_parallel_size
-    if global_batch % groups != 0:
-        divisible = -(-global_batch // groups) * groups
+    processes = sharding.processes
+    if global_batch % processes != 0:
+        divisible = -(-global_batch // processes) * processes
         raise UserError(
-            f"--global_batch_size {global_batch} cannot be divided among {groups} data-parallel "
-            f"groups of processes; use {divisible}."
+            f"--global_batch_size {global_batch} cannot be divided among {processes} processes; "
+            f"use {divisible}."
         )
 
-    share = global_batch // groups
+    share = global_batch // processes
     device_bytes = plan.device.memory * (1 - _RESERVED_MEMORY)
     fitting = memory.fitting(sharding, share, device_bytes)
     largest = max(fitting, default=0)
@@ -446,10 +388,7 @@ def _efficiency(
     """
     efficiency = {}
     for processes in PROCESS_COUNTS:
-        if processes < sharding.model_parallel_size:
-            continue
-        groups = processes // sharding.model_parallel_size
-        spread = _with_groups(sharding, groups, plan.cluster.per_machine)
+        spread = _with_processes(sharding, processes, plan.cluster.per_machine)
         step = step_time(plan.memory, compute, plan.cluster, spread, rows, accumulation)
         sent = bytes_sent(plan.memory, spread, rows, accumulation)
         computing = step.compute - compute.per_sent_byte * sent
@@ -457,12 +396,12 @@ def _efficiency(
     return efficiency
 
 
-def _with_groups(sharding: Sharding, groups: int, per_machine: int) -> Sharding:
-    """Return the same kind of sharding with another number of data-parallel groups."""
+def _with_processes(sharding: Sharding, processes: int, per_machine: int) -> Sharding:
+    """Return the same kind of sharding for another number of processes."""
     if sharding.shards == 1:
         shards = 1
     elif sharding.replicas == 1:
-        shards = groups
+        shards = processes
     else:
-        shards = min(groups, per_machine)
-    return replace(sharding, replicas=groups // shards, shards=shards)
+        shards = min(processes, per_machine)
+    return replace(sharding, replicas=processes // shards, shards=shards)

@@ -8,11 +8,9 @@ They hold safetensors and JSON only:
       state.json        format version, step, tokens, fingerprint, layout
       MANIFEST.json     format version; bytes and sha256 of every file above
 
-A folder is filled under a temporary name, and renamed when all of it is on the disk. The rename is
-the commit.
+:class:`llmtrain.record.saver.Saver` writes them. This module finds, checks and deletes them.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -22,159 +20,17 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import (
-    json_text,
-    new_folder,
-    read_hashed,
-    read_object,
-    temporary_sibling,
-    write_hashed,
-)
-from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.parallel.shards import fill
-from llmtrain.parallel.team import THIS_RANK, Team
-from llmtrain.quantities import size_text
-from llmtrain.record.format import check_not_newer, read_versioned, version_fault, with_version
+from llmtrain.files import read_hashed, read_object, temporary_sibling
+from llmtrain.record.format import check_not_newer, read_versioned, version_fault
 from llmtrain.record.provenance import digest
-from llmtrain.record.tensors import Share, unchanged, write_tensors
-from llmtrain.types import JsonObject, ModelWriter, TensorConverter, Weights
+from llmtrain.types import JsonObject
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step-(\d{8,})")
 # Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
 _TENSOR_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
-_SPARE_BYTES = 1 << 24  # for all files without tensors
-
-
-def write_checkpoint(
-    folder: Path, step: int, files: ModelWriter, weights: Share, optimizer: Share, state: JsonObject
-) -> Path:
-    """Commit a checkpoint. The ranks of the shares' team call this together.
-
-    Args:
-        folder: the folder of the checkpoints.
-        step: steps made so far.
-        files: writes the other files of the model's folder.
-        weights: the tensors of the model.
-        optimizer: the state of the optimizer.
-        state: the content of ``state.json``, except for its format version.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        UserError: if the checkpoint cannot be written. Earlier checkpoints are left unchanged.
-    """
-    target = path_of(folder, step)
-    try:
-        _commit(target, files, weights=weights, optimizer=optimizer, state=state)
-    except (OSError, UserError) as error:
-        reason = first_line(error).rstrip(".")
-        raise UserError(
-            f"{target} could not be written ({reason}); older checkpoints are untouched."
-        ) from None
-    return target
-
-
-def _commit(
-    target: Path, files: ModelWriter, weights: Share, optimizer: Share, state: JsonObject
-) -> None:
-    """Write a checkpoint under a temporary name, and rename it to ``target``."""
-    team = weights.team
-    with contextlib.ExitStack() as committing:
-
-        def begin() -> Path:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _check_space(target.parent, weights.byte_count + optimizer.byte_count)
-            working = committing.enter_context(new_folder(target))
-            (working / "model").mkdir()
-            (working / "optimizer").mkdir()
-            return working
-
-        working = team.on_main(begin)
-        written_weights = team.on_all(
-            lambda: write_tensors(working, f"model/{files.weights_name}", weights)
-        )
-        written_optimizer = team.on_all(
-            lambda: write_tensors(working, "optimizer/state.safetensors", optimizer)
-        )
-        if not team.is_main:
-            return
-
-        hashes: JsonObject = {}
-        for written in [*written_weights, *written_optimizer]:
-            hashes.update(written)
-        _write_all_but_weights(working / "model", files, weights)
-        hashes["state.json"] = write_hashed(working / "state.json", [_as_json(with_version(state))])
-        for name in _file_names(working) - hashes.keys():
-            hashes[name] = read_hashed(working / name)
-        manifest = with_version({"files": hashes})
-        write_hashed(working / MANIFEST, [_as_json(manifest)])
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    """Check that the disk of a folder has room for so many bytes of tensors.
-
-    Raises:
-        OSError: if the disk has less room.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed + _SPARE_BYTES:
-        raise OSError(
-            f"{size_text(needed + _SPARE_BYTES)} are needed and {size_text(free)} are free on that "
-            "disk"
-        )
-
-
-def write_model(
-    folder: Path,
-    files: ModelWriter,
-    tensors: DistributedTensors,
-    team: Team = THIS_RANK,
-    convert: TensorConverter = unchanged,
-) -> None:
-    """Write a complete model folder. The ranks of a team call this together.
-
-    Args:
-        folder: the folder, which is replaced if it exists.
-        files: writes the other files of the model's folder.
-        tensors: the tensors of the model.
-        team: the ranks that write.
-        convert: see :class:`llmtrain.record.tensors.Share`.
-    """
-    weights = Share(tensors, team, divisible=files.may_split_weights, convert=convert)
-    with contextlib.ExitStack() as committing:
-        working = team.on_main(lambda: committing.enter_context(new_folder(folder)))
-        team.on_all(lambda: write_tensors(working, files.weights_name, weights))
-        if team.is_main:
-            _write_all_but_weights(working, files, weights)
-
-
-def _write_all_but_weights(folder: Path, files: ModelWriter, weights: Share) -> None:
-    """Write all of a model folder except for the weights.
-
-    If there are several files of weights, this includes an index of them.
-    """
-    files.write(folder, sum(tensor.numel() for tensor in weights.source.tensors.values()))
-
-    file_names = weights.file_names(files.weights_name)
-    if len(file_names) == 1:
-        return
-    weight_map = {}
-    for file_name, names in zip(file_names, weights.names_by_writer, strict=True):
-        for header in weights.headers(names):
-            weight_map[header.name] = file_name
-    index = {
-        "metadata": {"total_size": weights.byte_count},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    (folder / f"{files.weights_name}.index.json").write_bytes(_as_json(index))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -267,7 +123,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
     """Yield the faults of a checkpoint. After the first one, a later check may raise an error."""
     if path.is_symlink():
         yield "it is a link"
-    present = _file_names(path)
+    present = file_names(path)
     if MANIFEST not in present:
         yield f"{MANIFEST} is missing"
     manifest = json.loads((path / MANIFEST).read_text())
@@ -390,65 +246,10 @@ def tensors_digest(path: Path) -> str:
     return digest(hashes)
 
 
-def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state as tensors, by the parameter's name and the state's key.
-
-    An example of a name is ``wte.weight.exp_avg``.
-    """
-    names: dict[torch.Tensor, str] = {
-        parameter: name for name, parameter in model.named_parameters()
-    }
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            tensors[f"{names[parameter]}.{key}"] = tensor
-    return tensors
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Weights) -> None:
-    """Load the state that :func:`optimizer_tensors` returned into an optimizer.
-
-    The settings of its parameter groups stay as they are.
-
-    Args:
-        model: the model of the optimizer, whose parameters may be sharded.
-        optimizer: the optimizer.
-        tensors: names and full tensors, one at a time.
-    """
-    parameters = dict(model.named_parameters())
-    trained = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    indices = {parameter: index for index, parameter in enumerate(trained)}
-
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for full_name, full in tensors:
-        name, _, key = full_name.rpartition(".")
-        parameter = parameters[name]
-        # Another pipeline stage holds the parameter, or this run does not train it.
-        if parameter.is_meta or parameter not in indices:
-            continue
-
-        value = full
-        # The count of steps is not sharded, and has another shape.
-        if isinstance(parameter, DTensor) and full.shape == parameter.shape:
-            value = torch.empty_like(parameter.detach(), dtype=full.dtype)
-            fill({full_name: value}, [(full_name, full)])
-        state.setdefault(indices[parameter], {})[key] = value
-
-    param_groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
-
-
-def _file_names(folder: Path) -> set[str]:
+def file_names(folder: Path) -> set[str]:
     """Return the names of all files below a folder, relative to it. Links are left out."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
         if path.is_file() and not path.is_symlink()
     }
-
-
-def _as_json(content: JsonObject) -> bytes:
-    return (json_text(content, indent=2) + "\n").encode()

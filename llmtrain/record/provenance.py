@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: the content of ``run.json``, and what all ranks must agree on.
+"""Where a run's numbers come from, and what all ranks must agree on.
 
 The *fingerprint* of a run is everything that determines its numbers, as a JSON object. A run is
 resumed only by a command that has the same fingerprint.
@@ -13,21 +13,13 @@ import platform
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llmtrain._version import __version__
-from llmtrain.console import in_notebook
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.parallel.team import Team
-from llmtrain.record.format import read_versioned, with_version
-from llmtrain.record.history import History
-from llmtrain.record.resume_point import ResumePoint
-from llmtrain.secrets import redacted
 from llmtrain.types import JsonObject
 
 _PACKAGES = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
@@ -306,86 +298,6 @@ def _comparable(key: str, main: JsonObject, other: JsonObject) -> tuple[Any, Any
         expected = {name: expected[name] for name in shared}
         actual = {name: actual[name] for name in shared}
     return expected, actual
-
-
-def run_record(
-    folder: Path,
-    fingerprint: JsonObject,
-    settings: dict[str, JsonObject],
-    details: JsonObject,
-    resume_point: ResumePoint,
-    start: JsonObject,
-) -> JsonObject:
-    """Return the new content of ``run.json``: that of the file so far, plus this start.
-
-    Args:
-        folder: the run folder.
-        fingerprint: the fingerprint of the run.
-        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
-        details: further keys of the file, about the data.
-        resume_point: where this start begins.
-        start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.
-    """
-    this_start = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": resume_point.step,
-        "from": str(resume_point.checkpoint) if resume_point.checkpoint else None,
-        # How often the launcher has restarted the run (--max_restarts).
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "lost_checkpoints": resume_point.lost_checkpoints,
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "command": _command(),
-        "directory": str(Path.cwd()),
-        "host": platform.node(),
-        **start,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "git_sha": git_commit(),
-        "code_sha256": code_digest(),
-    }
-    earlier = read_versioned(folder / "run.json")
-    extends = earlier.get("extends")
-    if extends is None and resume_point.extended_run is not None:
-        extends = _extension_of(resume_point.extended_run, resume_point.step)
-    record = {
-        "run_id": resume_point.run_id,
-        "extends": extends,
-        "fingerprint": fingerprint,
-        "fingerprint_sha256": digest(fingerprint),
-        "processes": start["processes"],
-        "settings": {name: _redacted_setting(name, setting) for name, setting in settings.items()},
-        **redacted(details),
-        "starts": [*earlier.get("starts", []), this_start],
-    }
-    return with_version(record)
-
-
-def _extension_of(folder: Path, step: int) -> JsonObject:
-    """Return the entry ``extends`` of ``run.json``; see :attr:`History.extends`.
-
-    Args:
-        folder: the folder of the run that is extended.
-        step: the last step that is taken over from it.
-    """
-    extended = History.read(folder)
-    return {
-        "run": str(folder),
-        "run_id": extended.record.get("run_id"),
-        "step": step,
-        "start_times": extended.all_start_times(),
-    }
-
-
-def _command() -> list[str]:
-    """Return the command line without secrets; empty in a notebook, whose command says nothing."""
-    if in_notebook():
-        return []
-    return redacted(sys.argv)
-
-
-def _redacted_setting(name: str, setting: JsonObject) -> JsonObject:
-    """Return a setting without secrets. The name of its flag shows whether its value is one."""
-    return {**redacted(setting), "value": redacted(setting["value"], name)}
 
 
 def git_commit() -> str | None:

@@ -1,4 +1,4 @@
-"""The folder that a run lives in, and the checkpoint that it resumes from."""
+"""Choose the folder that a run lives in, and the checkpoint that it resumes from."""
 
 import contextlib
 import itertools
@@ -17,7 +17,6 @@ from llmtrain.files import json_text, read_object
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.provenance import digest, named_difference
-from llmtrain.record.resume_point import ResumePoint
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
@@ -32,6 +31,38 @@ _PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentenc
 _LENGTH_KEYS = {"max_steps", "num_train_epochs", "warmup_steps"}
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+class ResumePoint(NamedTuple):
+    """The folder of a run, and the checkpoint that it resumes from, if there is one."""
+
+    folder: Path
+    checkpoint: Path | None = None
+    step: int = 0  # steps made until the checkpoint
+    tokens: int = 0  # target tokens of those steps
+    run_id: str = ""
+    start_id: str = ""  # distinguishes the starts in one folder
+    reason: str = ""  # the reason for this start, for the start-up log
+    named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
+    shorter_run: Path | None = None  # a finished run that this one could extend, and does not
+    lost_checkpoints: tuple[str, ...] = ()  # damaged ones, if the run starts again for them
+
+    @property
+    def extended_run(self) -> Path | None:
+        """The folder of the run that this run extends: another one, which made the checkpoint."""
+        if self.checkpoint is None:
+            return None
+        folder = self.checkpoint.parent.parent
+        is_own = folder.absolute() == self.folder.absolute()
+        return None if is_own or not (folder / "run.json").exists() else folder
+
+    @property
+    def optim_settings(self) -> JsonObject | None:
+        """The optimizer settings of a checkpoint that the user has named, if there is one."""
+        if self.named_fingerprint is None:
+            return None
+        settings: JsonObject | None = self.named_fingerprint.get("optimizer")
+        return settings
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
-"""Saves the checkpoints of a run, at once or in the background."""
+"""Saves the checkpoints of a run, at once or in the background, and writes its finished model."""
 
+import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,48 +9,79 @@ from pathlib import Path
 
 import torch
 
+from llmtrain.errors import UserError, first_line
+from llmtrain.files import (
+    Hashed,
+    json_text,
+    new_folder,
+    read_hashed,
+    sync_folder,
+    sync_tree,
+    temporary_sibling,
+    write_hashed,
+    write_json,
+)
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
-from llmtrain.record.checkpoint import prune, write_checkpoint
-from llmtrain.record.tensors import Share
-from llmtrain.types import JsonObject, ModelWriter
+from llmtrain.quantities import size_text
+from llmtrain.record.checkpoint import MANIFEST, file_names, path_of, prune
+from llmtrain.record.format import with_version
+from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
+from llmtrain.types import JsonObject, ModelFormat, TensorConverter
+
+_SPARE_BYTES = 1 << 24  # for all files without tensors
 
 
 class Saver:
-    """Writes checkpoints into a folder, and deletes old ones. All ranks of a team use it together.
+    """Saves checkpoints into a folder, and deletes old ones.
 
+    By default this rank saves alone. The ranks of a sharded model save together: see :meth:`join`.
     In the background, one save runs at a time. The next :meth:`wait` raises its error.
 
     Args:
         folder: the folder of the checkpoints.
-        files: writes the other files of the model's folder.
+        files: the files of the model's folder besides the weights.
         keep: how many of the newest checkpoints stay.
         in_background: copy the tensors to the host, and write them while training continues.
-        team: the ranks that save together.
 
     Attributes:
+        team: the ranks that save together.
+        ranks: those of them that can write to the folder.
         verified: the checkpoints that this process has written, or read completely.
-        longest_seconds: the longest time that writing a checkpoint has taken so far.
+        longest_seconds: the longest time that a save has taken so far.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        files: ModelWriter,
-        keep: int,
-        in_background: bool = False,
-        team: Team = THIS_RANK,
+        self, folder: Path, files: ModelFormat, keep: int, in_background: bool = False
     ) -> None:
         self.folder = folder
         self.files = files
         self.keep = keep
-        self.team = team
+        self.team = THIS_RANK
+        self.ranks: tuple[int, ...] = (0,)
         self.verified: list[Path] = []
         self.longest_seconds = 0.0
         self._pool = ThreadPoolExecutor(1, "saving") if in_background else None
         self._pending: Future[None] | None = None
-        self._host_copies: dict[tuple[str, str], torch.Tensor] = {}  # by part and name
+        self._host_copies: dict[tuple[str, str], torch.Tensor] = {}  # by file and name
+
+    def join(self, team: Team, can_write: bool) -> None:
+        """Let the ranks of a team save together from now on; all of them call this.
+
+        Args:
+            team: the ranks.
+            can_write: whether this rank can write to the folder. Those that can divide the tensors
+                among them.
+        """
+        self.team = team
+        answers = team.on_all(lambda: can_write)
+        self.ranks = tuple(rank for rank, answer in enumerate(answers) if answer)
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether rank 0 saves without the other ranks."""
+        return self.team.group is None
 
     @property
     def failed(self) -> bool:
@@ -62,7 +95,7 @@ class Saver:
         weights: DistributedTensors,
         optimizer: DistributedTensors,
         state: JsonObject,
-        on_commit: Callable[[], None],
+        on_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Commit a checkpoint of the tensors as they are now.
 
@@ -70,25 +103,27 @@ class Saver:
             step: steps made so far.
             weights: the tensors of the model.
             optimizer: the state of the optimizer.
-            state: the content of ``state.json``.
+            state: the content of ``state.json``, except for its format version.
             on_commit: called on rank 0 when the checkpoint is committed.
 
         Raises:
             UserError: if the checkpoint cannot be written, or if an earlier save in the background
-                has failed.
+                has failed. Earlier checkpoints are left unchanged.
         """
         self.wait()
-        weights_share = Share(weights, self.team, divisible=self.files.may_split_weights)
-        optimizer_share = Share(optimizer, self.team)
+        weight_plan = _plan_of_weights("model", self.files, weights, self.ranks)
+        optimizer_plan = FilePlan("optimizer/state.safetensors", optimizer, self.ranks)
         if self._pool is None:
-            self._write(step, weights_share, optimizer_share, state, on_commit)
-            return
-
-        weights_copy = self._copy_to_host("weights", weights_share)
-        optimizer_copy = self._copy_to_host("optimizer", optimizer_share)
-        self._pending = self._pool.submit(
-            self._write, step, weights_copy, optimizer_copy, state, on_commit
-        )
+            self._commit(step, weight_plan, optimizer_plan, state, on_commit)
+        else:
+            self._pending = self._pool.submit(
+                self._commit,
+                step,
+                self._on_host(weight_plan),
+                self._on_host(optimizer_plan),
+                state,
+                on_commit,
+            )
 
     def wait(self) -> None:
         """Wait until no save is under way, and raise the error of the last one if it has failed."""
@@ -97,19 +132,72 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _copy_to_host(self, part: str, share: Share) -> Share:
-        """Return a share with copies, on the host, of the tensors that this rank writes.
+    def _commit(
+        self,
+        step: int,
+        weights: FilePlan,
+        optimizer: FilePlan,
+        state: JsonObject,
+        on_commit: Callable[[], None],
+    ) -> None:
+        """Write a checkpoint, which is complete or absent at every moment, and delete old ones.
+
+        All ranks of the team call this, in the background on a thread. If one of them fails, all
+        raise, and nothing is committed. See :meth:`save`.
+        """
+        start = time.monotonic()
+        team = self.team
+        target = path_of(self.folder, step)
+        working = team.on_main(lambda: temporary_sibling(target))
+        try:
+            # 1. Rank 0 makes a folder under a temporary name, if the disk has room.
+            tensor_bytes = weights.byte_count + optimizer.byte_count
+            team.on_main(lambda: _make_folders(working, tensor_bytes))
+
+            # 2. Each rank writes its tensors, hashed on their way and forced to the disk. `on_all`
+            # returns when all ranks have done so, and raises on all ranks if one has failed.
+            weight_files = team.on_all(lambda: write_tensors(working, weights, team.rank))
+            optimizer_files = team.on_all(lambda: write_tensors(working, optimizer, team.rank))
+            if team.is_main:
+                # 3. Rank 0 writes the other files, and last the manifest with all hashes.
+                hashes: dict[str, Hashed] = {}
+                for rank_files in [*weight_files, *optimizer_files]:
+                    hashes.update(rank_files)
+                _write_model_files(working, self.files, weights)
+                hashes["state.json"] = _write_hashed_json(working / "state.json", state)
+                for name in file_names(working) - hashes.keys():
+                    hashes[name] = read_hashed(working / name)
+                _write_hashed_json(working / MANIFEST, {"files": hashes})
+
+                # 4. All of it reaches the disk before the new name does: the rename commits.
+                sync_tree(working)
+                working.rename(target)
+                sync_folder(self.folder)
+        except (OSError, UserError) as error:
+            reason = first_line(error).rstrip(".")
+            raise UserError(
+                f"{target} could not be written ({reason}); older checkpoints are untouched."
+            ) from None
+        finally:
+            if team.is_main:  # a committed checkpoint has left this name
+                shutil.rmtree(working, ignore_errors=True)
+
+        # 5. Only now may old checkpoints go.
+        if team.is_main:
+            self.verified.append(target)
+            prune(self.folder, self.keep, self.verified)
+            on_commit()
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
+
+    def _on_host(self, plan: FilePlan) -> FilePlan:
+        """Return a plan with copies, on the host, of the tensors that this rank writes.
 
         Of all other tensors it has only the shapes. The memory of the copies is used again by the
         next save: allocating new pages would take longer than copying.
-
-        Args:
-            part: ``weights`` or ``optimizer``, whose names may be the same.
-            share: the tensors.
         """
-        copies = {name: meta_like(tensor) for name, tensor in share.source.tensors.items()}
-        for name, tensor in share.full_tensors():
-            key = (part, name)
+        copies = {name: meta_like(tensor) for name, tensor in plan.source.tensors.items()}
+        for name, tensor in plan.full_tensors():
+            key = (plan.path, name)  # a parameter and its optimizer state may have the same name
             if key not in self._host_copies:
                 self._host_copies[key] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
@@ -117,29 +205,89 @@ class Saver:
             host_copy = self._host_copies[key]
             copies[name] = host_copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
-        if any(tensor.is_cuda for tensor in share.source.tensors.values()):
+        if any(tensor.is_cuda for tensor in plan.source.tensors.values()):
             torch.cuda.synchronize()
-        return share._replace(source=DistributedTensors(copies))
+        return plan._replace(source=DistributedTensors(copies))
 
-    def _write(
-        self,
-        step: int,
-        weights: Share,
-        optimizer: Share,
-        state: JsonObject,
-        on_commit: Callable[[], None],
-    ) -> None:
-        start = time.monotonic()
-        path = write_checkpoint(
-            self.folder,
-            step,
-            files=self.files,
-            weights=weights,
-            optimizer=optimizer,
-            state=state,
-        )
-        self.verified.append(path)
-        if self.team.is_main:
-            prune(self.folder, self.keep, self.verified)
-            on_commit()
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
+
+def write_model(
+    folder: Path,
+    files: ModelFormat,
+    tensors: DistributedTensors,
+    team: Team = THIS_RANK,
+    ranks: tuple[int, ...] = (0,),
+    convert: TensorConverter = unchanged,
+) -> None:
+    """Write a complete model folder. The ranks of a team call this together.
+
+    Args:
+        folder: the folder, which is replaced if it exists.
+        files: the files of the folder besides the weights.
+        tensors: the tensors of the model.
+        team: the ranks that hold the tensors.
+        ranks: those of them that can write to the folder.
+        convert: see :class:`llmtrain.record.tensor_files.FilePlan`.
+    """
+    weights = _plan_of_weights("", files, tensors, ranks, convert)
+    with contextlib.ExitStack() as committing:
+        working = team.on_main(lambda: committing.enter_context(new_folder(folder)))
+        team.on_all(lambda: write_tensors(working, weights, team.rank))
+        if team.is_main:
+            _write_model_files(working, files, weights)
+
+
+def _plan_of_weights(
+    part: str,
+    files: ModelFormat,
+    tensors: DistributedTensors,
+    ranks: tuple[int, ...],
+    convert: TensorConverter = unchanged,
+) -> FilePlan:
+    """Plan the weights of a model folder, which is the given part of the folder to write."""
+    path = str(Path(part, files.weights_name))
+    return FilePlan(path, tensors, ranks if files.may_split_weights else ranks[:1], convert)
+
+
+def _make_folders(working: Path, tensor_bytes: int) -> None:
+    """Make the folders of a checkpoint.
+
+    Raises:
+        OSError: if the disk has no room for so many bytes of tensors.
+    """
+    parent = working.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    needed = tensor_bytes + _SPARE_BYTES
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OSError(f"{size_text(needed)} are needed and {size_text(free)} are free on that disk")
+    (working / "model").mkdir(parents=True)
+    (working / "optimizer").mkdir()
+
+
+def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> None:
+    """Write all of a model folder except for the weights.
+
+    If there are several files of weights, this includes an index of them.
+    """
+    first_file = working / weights.path
+    files.write(
+        first_file.parent, sum(tensor.numel() for tensor in weights.source.tensors.values())
+    )
+    if len(weights.ranks) == 1:
+        return
+
+    weight_map = {}
+    for rank, path in weights.paths.items():
+        for header in weights.headers(rank):
+            weight_map[header.name] = Path(path).name
+    index = {
+        "metadata": {"total_size": weights.byte_count},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_json(first_file.with_name(f"{first_file.name}.index.json"), index, durable=False)
+
+
+def _write_hashed_json(path: Path, content: JsonObject) -> Hashed:
+    """Write a JSON file with its format version, force it to the disk, and return its hash."""
+    text = json_text(with_version(content), indent=2) + "\n"
+    return write_hashed(path, [text.encode()])

@@ -15,11 +15,7 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.trackers.local import MLflow, TensorBoard, Trackio
 from llmtrain.record.trackers.mirror import Mirror, errors_as_notes
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
-from llmtrain.record.trackers.weights_and_biases import (
-    WandbMachine,
-    WeightsAndBiases,
-    wants_model,
-)
+from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases, wants_model
 from llmtrain.types import JsonObject
 
 _START_SECONDS = 120  # for a tracker to start, with all its attempts
@@ -49,17 +45,13 @@ class Metrics:
         self.close_seconds = min(_MODEL_SECONDS, model_seconds) if wants_model() else _CLOSE_SECONDS
 
     def start(self, names: list[str], run: TrackedRun) -> None:
-        """Open the trackers. A tracker that cannot be opened is left out, with a note.
-
-        Rank 0 opens them all. The first rank of each other machine lets W&B measure that machine.
+        """Open the trackers, on rank 0. A tracker that cannot be opened is left out, with a note.
 
         Args:
             names: the names of the trackers, such as ``wandb``.
             run: what the trackers are told about the run.
         """
         if not self.ranks.is_main:
-            if "wandb" in names and self.ranks.is_local_main:
-                self._measure_machine(run)
             return
 
         if wants_model() and "wandb" not in names:
@@ -79,12 +71,6 @@ class Metrics:
             return WeightsAndBiases(name, run, self.close_seconds)
         continuing = {"tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
         return continuing.get(name, Tracker)(name, run)
-
-    def _measure_machine(self, run: TrackedRun) -> None:
-        """Let W&B measure this machine, which is not the first one, if it sees the run folder."""
-        if run.folder.is_dir():
-            tracker = WandbMachine(run, _CLOSE_SECONDS, self.ranks.machine)
-            self.mirrors.append(Mirror(tracker, path=None))
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -124,12 +124,12 @@ class WarmUp(LoopCallback):
 
         self.engine.phases.begin(WARM_UP_PHASE)
         with self.loop_context.throughput.paused():
-            self.run.state.compiled = choose_compiled_or_eager(
+            self.run.status.compiled = choose_compiled_or_eager(
                 self.engine,
                 micro_batch,
                 passes=steps_to_come * len(batch.batches),
                 mode=self._compile_mode(),
-                earlier_choice=self.run.state.compiled,
+                earlier_choice=self.run.status.compiled,
                 shapes=count_shapes(self.run.rows.train),
             )
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which

@@ -12,7 +12,6 @@ from llmtrain.parallel.mesh import TrainingAccelerator
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
-from llmtrain.types import Metric
 
 
 def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
@@ -53,8 +52,8 @@ def check_steps(run: Run) -> None:
         )
 
 
-def check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
-    """Raise :class:`UserError` if the model or its parallel method lacks what the settings need."""
+def check_engine(run: Run, engine: Engine) -> None:
+    """Raise :class:`UserError` if the model or its rows lack what the settings need."""
     loop = run.settings.loop
     if loop.sample_prompts and run.rows.tokenizer is None:
         raise UserError(
@@ -64,25 +63,6 @@ def check_engine(run: Run, engine: Engine, metric: Metric | None) -> None:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."
-        )
-    if engine.runs_whole_forward:
-        return
-
-    # The layers are split into pipeline stages.
-    if loop.torch_compile == "always":
-        raise UserError(
-            "--torch_compile always does not work with pipeline stages, because no process holds "
-            "all layers; leave it out."
-        )
-    if loop.sample_prompts:
-        raise UserError(
-            "--sample_prompts does not work with pipeline stages, because no process holds all "
-            "layers; leave it out."
-        )
-    if metric is not None:
-        raise UserError(
-            "a custom metric does not work with pipeline stages, because no process holds all "
-            "layers; leave it out."
         )
 
 

@@ -72,18 +72,8 @@ def choose_compiled_or_eager(
     Raises:
         UserError: if the user asked for compiled code, and it does not work.
     """
-    if mode == "always" and engine.blocks_communicate:
-        raise UserError(
-            "--torch_compile always does not work with tensor parallelism, because blocks "
-            "communicate; leave it out."
-        )
     if mode == "never" or (mode == "auto" and earlier_choice is False):
         return False
-    if engine.blocks_communicate:
-        if earlier_choice:
-            say("compile", "blocks stay eager: they communicate under tensor parallelism")
-        return False
-
     if mode == "always" or earlier_choice:
         _allow_shapes(shapes)
         failure = _compile_on_all_ranks(engine, batch)

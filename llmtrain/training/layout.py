@@ -15,7 +15,7 @@ class Layout(NamedTuple):
     """The parallel layout of a run: who computes which part of a global batch.
 
     Attributes:
-        processes: data-parallel ranks, among which the rows are divided.
+        processes: the ranks, among which the rows are divided.
         accumulation: micro-batches that each of them computes in a step.
         micro_batch: rows of a micro-batch.
     """
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
         Args:
             data: the flags.
-            processes: data-parallel ranks.
+            processes: the number of ranks.
             bitwise: whether the run has ``--bitwise``.
 
         Raises:

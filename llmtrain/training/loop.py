@@ -19,7 +19,7 @@ from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.training.callbacks import loop_callbacks
 from llmtrain.training.checks import (
     check_engine,
@@ -32,7 +32,7 @@ from llmtrain.training.context import LoopContext
 from llmtrain.training.optim import lr_at
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
-from llmtrain.training.saving import restore
+from llmtrain.training.run_state import restore
 from llmtrain.training.step import train_step
 from llmtrain.types import Callback, LocalBatch, Metric, StepInfo, StepResult
 
@@ -65,7 +65,7 @@ def train(
     """
     check_steps(run)
     engine = make_engine(run, model)
-    check_engine(run, engine, metric)
+    check_engine(run, engine)
     if run.settings.loop.dry_run:
         preview(run.rows.train, run.rows.tokenizer)
         return
@@ -166,7 +166,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
         stop_requested=any(votes),
     )
     _count_if_skipped(run, engine, local_batch, result)
-    run.state.count_step(result.target_tokens)
+    run.status.count_step(result.target_tokens)
 
     engine.phases.begin("other", run.step)
     info = StepInfo(
@@ -182,10 +182,10 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     """Seed torch's generators, from which dropout draws.
 
-    The seed depends only on the run's seed, the step and the data-parallel rank. A model that takes
+    The seed depends only on the run's seed, the step and the rank. A model that takes
     ``dropout_keys`` computes its dropout from these instead, and draws nothing.
     """
-    count = step * engine.data_parallel_size + engine.data_parallel_rank
+    count = step * engine.world_size + engine.rank
     seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
 
     # `torch.manual_seed` would look for devices of every kind, which takes 0.3 ms.
@@ -217,10 +217,10 @@ def _count_if_skipped(
     # Padding has the row -1.
     rows = [row for row in engine.gather_rows(local_batch.rows).tolist() if row >= 0]
     event = f"step {step} was skipped: its gradient norm is {result.grad_norm}; its rows are {rows}"
-    if run.state.skipped == allowed:
+    if run.status.skipped == allowed:
         raise UserError(
             f"{event}. Lower --learning_rate, or allow some skipped steps with --skip_nonfinite. "
             "The newest checkpoint is untouched."
         )
-    run.state.count_skipped()
-    run.record_event("skipped", f"{event} ({run.state.skipped} of --skip_nonfinite {allowed})")
+    run.status.count_skipped()
+    run.record_event("skipped", f"{event} ({run.status.skipped} of --skip_nonfinite {allowed})")

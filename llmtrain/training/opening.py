@@ -23,14 +23,10 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
 from llmtrain.record.output import OUTPUT_FILE, copied_output
-from llmtrain.record.provenance import (
-    check_ranks_agree,
-    run_description,
-    run_record,
-)
+from llmtrain.record.provenance import check_ranks_agree, run_description
 from llmtrain.record.publish import publish
-from llmtrain.record.resume import choose_folder
-from llmtrain.record.resume_point import ResumePoint
+from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_record import run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -43,7 +39,7 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
-from llmtrain.training.state import RunState
+from llmtrain.training.status import RunStatus
 from llmtrain.training.steps import settle_steps
 from llmtrain.types import JsonObject, ModelBundle
 
@@ -78,7 +74,7 @@ def open_run(
     """
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).data_parallel_size,
+        Ranks(accelerator).world_size,
         bitwise=settings.loop.bitwise,
     )
     settle_steps(settings, rows)  # for a recipe that does not call `place`
@@ -179,7 +175,7 @@ def _new_run(
             settings.loop.metric_for_best_model,
             keeps_best=settings.loop.keeps_best,
         ),
-        state=RunState(step=resume_point.step, tokens=resume_point.tokens),
+        status=RunStatus(step=resume_point.step, tokens=resume_point.tokens),
     )
 
 
@@ -200,11 +196,11 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     if is_sharded(run.accelerator):
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.team = Team.with_new_group(run.writer.can_write(), timeout)
+        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
 
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
-        contexts.enter_context(stop_signals(run.state.ask_to_stop))
+        contexts.enter_context(stop_signals(run.status.ask_to_stop))
         if run.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
@@ -213,7 +209,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         _record_loss(run)
         yield
 
-        outcome = run.state.outcome
+        outcome = run.status.outcome
         run.writer.set_status(outcome.state, run.step, outcome.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
@@ -255,7 +251,6 @@ def _tracked(run: Run) -> TrackedRun:
     """Return what trackers are told about a run, whose ``run.json`` has this start."""
     history = History.read(run.folder)
     start = history.starts[-1]
-    is_first_start = len(history.starts) == 1
     parameters, trained_parameters = parameter_counts(run.bundle.model)
     facts = {
         "parameters": parameters,
@@ -264,30 +259,14 @@ def _tracked(run: Run) -> TrackedRun:
         "layout": run.layout._asdict(),
         **{key: start[key] for key in _TRACKED_KEYS},
     }
-    ranks = Ranks(run.accelerator)
     return TrackedRun(
         folder=run.folder,
         name=run.settings.run.run_name or run.folder.name,
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
         config=redacted(history.settings | facts),
-        machines=ranks.machines,
         start_times=history.all_start_seconds(),
-        fork=_fork_of(history.extends) if is_first_start else "",
     )
-
-
-def _fork_of(extends: JsonObject) -> str:
-    """Return the W&B run and step that a run begins from; empty if there is none.
-
-    Args:
-        extends: the run that it extends, as in ``run.json``.
-    """
-    if not extends:
-        return ""
-    extended_record = read_object(Path(extends["run"]) / "run.json")
-    was_online = "wandb" in extended_record.get("trackers", {})
-    return f"{extends['run_id']}?_step={extends['step']}" if was_online else ""
 
 
 def _record_addresses(run: Run) -> None:

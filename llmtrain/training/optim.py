@@ -51,11 +51,11 @@ def make_optimizer(
 
     Parameters on the meta device belong to other ranks, which optimize them.
     """
-    trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+    trained = [p for p in model.parameters() if p.requires_grad]
 
     for_muon: list[nn.Parameter] = []
     if config.optim == "muon":
-        for_muon = [p for p in hidden_matrices(model) if not p.is_meta]
+        for_muon = hidden_matrices(model)
 
     muon_ids = {id(p) for p in for_muon}
     for_adamw = [p for p in trained if id(p) not in muon_ids]
@@ -88,12 +88,9 @@ def make_optimizer(
 def _may_share_work(accelerator: Accelerator) -> bool:
     """Return whether ranks may divide Muon's matrices among them.
 
-    They may not with ``--bitwise``, because the division depends on the layout. Ranks that share a
-    model cannot, because they hold different parameters.
+    They may not with ``--bitwise``, because the division depends on the layout.
     """
-    if not isinstance(accelerator, TrainingAccelerator) or accelerator.bitwise:
-        return False
-    return accelerator.sharding.model_parallel_size == 1
+    return isinstance(accelerator, TrainingAccelerator) and not accelerator.bitwise
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -10,8 +10,8 @@ from llmtrain.models.generation import Sampling
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.context import LoopCallback
 from llmtrain.training.evaluate import eval_extra, evaluate, sample
-from llmtrain.training.saving import load_best, save, wait_for_saves, write_model
-from llmtrain.training.state import Outcome
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
+from llmtrain.training.status import Outcome
 from llmtrain.types import LocalBatch, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -101,7 +101,7 @@ class Finish(LoopCallback):
     """Records how the run has ended, and writes the model if it is finished."""
 
     def on_train_end(self) -> None:
-        self.run.state.outcome = self._finish()
+        self.run.status.outcome = self._finish()
 
     def _finish(self) -> Outcome:
         """Write the model if the run is finished; return how the run has ended."""
@@ -118,7 +118,7 @@ class Finish(LoopCallback):
             self._write_model()
             return Outcome("finished", "all steps are done")
 
-        reason = run.state.stop_reason or "asked to stop"
+        reason = run.status.stop_reason or "asked to stop"
         self._say_how_to_resume(reason)
         return Outcome("preempted", f"{reason}; step {run.step} is saved")
 
@@ -137,5 +137,5 @@ class Finish(LoopCallback):
             f"{reason}: step {self.run.step} is saved in {folder}; "
             f"resume with the same command{flags}",
         )
-        if has_launcher() and self.run.state.stop_signal in (signal.SIGTERM, signal.SIGINT):
+        if has_launcher() and self.run.status.stop_signal in (signal.SIGTERM, signal.SIGINT):
             say("launcher", "a traceback of the launcher may follow; it only reports the signal")

@@ -134,7 +134,7 @@ def _compute(
     table = SlotRows(rows)
 
     ranks = Ranks(accelerator)
-    shares = ranks.data_parallel_size
+    shares = ranks.world_size
     passes = -(-_ROWS_PER_CHUNK // _ROWS_PER_PASS)
     # All ranks make the same number of passes, because they communicate in each.
     passes_of_rank = -(-passes // shares)
@@ -151,7 +151,7 @@ def _compute(
         # Consecutive passes belong to consecutive ranks.
         own_values = []
         for i in range(passes_of_rank):
-            pass_index = ranks.data_parallel_rank + i * shares
+            pass_index = ranks.rank + i * shares
             row_batch = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
             (batch,) = collate(row_batch).to(accelerator.device).batches
             with accelerator.autocast():

@@ -16,14 +16,14 @@ from llmtrain.files import read_object
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import as_numbers, read_lines
-from llmtrain.record.resume_point import ResumePoint
+from llmtrain.record.resume import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
 from llmtrain.secrets import redacted
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import AnySettings
-from llmtrain.training.state import EvalResult, RunState
+from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
 from llmtrain.types import JsonObject, ModelBundle
@@ -55,7 +55,7 @@ class Run:
     Pickling a run keeps only a :class:`RunSummary`, because its model and its open files cannot be
     pickled. Accelerate's ``notebook_launcher`` pickles the result of ``main``.
 
-    All of it is decided when the run is opened, except for :attr:`state`, and what the objects
+    All of it is decided when the run is opened, except for :attr:`status`, and what the objects
     behind the other attributes keep for themselves.
 
     Attributes:
@@ -71,7 +71,7 @@ class Run:
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
         patience: chooses the best evaluation, and decides about early stopping.
-        state: how far the run is, and how it has ended.
+        status: how far the run is, and how it has ended.
     """
 
     accelerator: Accelerator
@@ -86,7 +86,7 @@ class Run:
     metrics: Metrics
     deadline: Deadline
     patience: Patience
-    state: RunState
+    status: RunStatus
 
     @property
     def folder(self) -> Path:
@@ -96,7 +96,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps made so far."""
-        return self.state.step
+        return self.status.step
 
     @property
     def is_main(self) -> bool:
@@ -106,7 +106,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether the run has made all its steps, or has stopped early."""
-        return self.state.outcome.state == "finished"
+        return self.status.outcome.state == "finished"
 
     @property
     def exit_status(self) -> int:
@@ -115,8 +115,8 @@ class Run:
         It is 0, or 128 plus the number of the signal that ended the run early, as in a shell.
         SIGUSR1 is a batch system's announcement of its time limit, and leaves 0.
         """
-        stop_signal = self.state.stop_signal
-        if stop_signal in (None, signal.SIGUSR1) or self.state.outcome.state != "preempted":
+        stop_signal = self.status.stop_signal
+        if stop_signal in (None, signal.SIGUSR1) or self.status.outcome.state != "preempted":
             return 0
         return 128 + int(stop_signal)
 
@@ -126,13 +126,13 @@ class Run:
             return f"Run('{self.folder}', dry run)"
         state = read_object(self.folder / "status.json").get("state", "not started")
         parts = [f"'{self.folder}'", state, f"step {self.step}"]
-        if self.state.eval_loss is not None:
-            parts.append(f"eval loss {self.state.eval_loss:.4f}")
+        if self.status.eval_loss is not None:
+            parts.append(f"eval loss {self.status.eval_loss:.4f}")
         return f"Run({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[type[RunSummary], tuple[object, ...]]:
-        state = self.state
-        return RunSummary, (self.folder, state.outcome.state, state.step, state.eval_loss)
+        status = self.status
+        return RunSummary, (self.folder, status.outcome.state, status.step, status.eval_loss)
 
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
@@ -153,13 +153,13 @@ class Run:
         entry = {
             "step": self.step,
             "epoch": round(epoch, 4),
-            "tokens": self.state.tokens,
+            "tokens": self.status.tokens,
             **metrics,
             "time": round(time.time(), 3),
         }
         self.metrics.write(entry)
         if "eval/loss" in metrics:
-            self.state.last_eval = EvalResult(self.step, metrics)
+            self.status.last_eval = EvalResult(self.step, metrics)
         return entry
 
     def log_samples(self, samples: Sequence[JsonObject]) -> None:
@@ -175,9 +175,9 @@ class Run:
 
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all ranks to save and stop after the current step."""
-        if not self.state.stop_reason and self.deadline.is_near():
-            self.state.ask_to_stop(self.deadline.reason)
-        return bool(self.state.stop_reason) or self.saver.failed
+        if not self.status.stop_reason and self.deadline.is_near():
+            self.status.ask_to_stop(self.deadline.reason)
+        return bool(self.status.stop_reason) or self.saver.failed
 
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""

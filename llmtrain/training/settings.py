@@ -12,7 +12,7 @@ from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig
 from llmtrain.errors import UserError
 from llmtrain.flag_hints import hint_for
 from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
-from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.types import JsonObject
 
 
@@ -247,7 +247,7 @@ class LoopConfig(Config):
     )
     xray_steps: str | None = flag(
         None,
-        "A:B records a timeline of steps A to B in the folder xray/ of the run folder",
+        "A:B records steps A to B; llmtrain xray RUN draws them",
         hidden=True,
     )
     log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
@@ -447,7 +447,7 @@ CONFIGS: tuple[type[Config], ...] = (
     PairConfig,
     PreferenceConfig,
     OptimConfig,
-    PipelineConfig,
+    ParallelConfig,
     LoopConfig,
     RunConfig,
 )

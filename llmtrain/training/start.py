@@ -16,7 +16,6 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
-from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
@@ -37,7 +36,7 @@ def start(settings: AnySettings) -> Accelerator:
     accelerator = start_accelerator(settings.parallel, settings.loop.bitwise)
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).data_parallel_size,
+        Ranks(accelerator).world_size,
         bitwise=settings.loop.bitwise,
     )
     line = str(layout)
@@ -111,7 +110,6 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         mixture=rows.mixture,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
-        one_shape=sharding_of(run.accelerator).stages > 1,
     )
     if rows.eval is None:
         if settings.loop.eval_steps:

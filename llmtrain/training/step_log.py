@@ -31,7 +31,7 @@ class Logging(LoopCallback):
 
         loss, metrics = self._loss_and_metrics(result)
         by_rank = self._gather_by_rank(batch)
-        self._record_events(metrics, by_rank)
+        self._record_if_a_rank_is_late(by_rank.phase_seconds)
         entry = {
             "train/loss": loss,
             **{f"train/{name}": value for name, value in metrics.items()},
@@ -59,6 +59,14 @@ class Logging(LoopCallback):
         # `extra` is what the loss depended on besides the micro-batch, such as KTO's baseline.
         return mean_loss, self.engine.objective.metrics(metric_sums, result.extra)
 
+    def _record_if_a_rank_is_late(self, phase_seconds: dict[str, list[float]]) -> None:
+        """Record an event if one rank keeps the others waiting, but not in the first step."""
+        if not self.engine.phases.has_dropped_first_step:
+            return
+        late_rank = self.stragglers.find_new(phase_seconds)
+        if late_rank is not None:
+            self.run.record_event("late", str(late_rank))
+
     def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
         """Gather what every rank has measured since the last log entry."""
         phase_seconds = self.engine.phases.read()
@@ -72,8 +80,10 @@ class Logging(LoopCallback):
                 "label_fingerprint": batch.label_fingerprint,
             }
         )
-        token_fingerprint = self._of_global_batch(gathered["token_fingerprint"])
-        label_fingerprint = self._of_global_batch(gathered["label_fingerprint"])
+        # The fingerprint of the global batch is the sum over the ranks. A fingerprint is a sum with
+        # an integer below 2^31 for each row, and float64 holds that of a rank exactly.
+        token_fingerprint = sum(map(int, gathered["token_fingerprint"]))
+        label_fingerprint = sum(map(int, gathered["label_fingerprint"]))
         return _ByRank(
             phase_seconds={
                 phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in phase_seconds
@@ -83,27 +93,6 @@ class Logging(LoopCallback):
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
-
-    def _of_global_batch(self, fingerprints: list[float]) -> int:
-        """Return the fingerprint of the global batch, given those of all ranks.
-
-        A fingerprint is a sum with an integer below 2^31 for each row. So the fingerprint of all
-        rows is the sum over the ranks. They were gathered as float64, which holds a rank's sum
-        exactly. Ranks that share a model have the same rows, so the total counts each row
-        ``model_parallel_size`` times.
-        """
-        total = sum(int(fingerprint) for fingerprint in fingerprints)
-        return total // self.engine.model_parallel_size
-
-    def _record_events(self, metrics: dict[str, float], by_rank: "_ByRank") -> None:
-        """Record an event if the metrics call for one, or if a rank keeps the others waiting."""
-        event = self.engine.objective.notable_event(metrics)
-        if event is not None:
-            self.run.record_event(*event)
-        if self.engine.phases.has_dropped_first_step:
-            late_rank = self.stragglers.find_new(by_rank.phase_seconds)
-            if late_rank is not None:
-                self.run.record_event("late", str(late_rank))
 
 
 class _ByRank(NamedTuple):

@@ -172,11 +172,11 @@ LAYOUT = "two processes on one card, with a skipped step"
 LAYOUTS = {f"{LAYOUT}: the weights of one process", f"{LAYOUT}, bitwise: the bits of one process"}
 
 OTHER_MOMENTS = """
-import llmtrain.training.saving as saving
-correct = saving.checkpoint.restore_optimizer
+import llmtrain.training.run_state as run_state
+correct = run_state.restore_optimizer
 def faulty(model, optimizer, tensors):
     correct(model, optimizer, ((n, t * 1.01 if "exp_avg" in n else t) for n, t in tensors))
-saving.checkpoint.restore_optimizer = faulty
+run_state.restore_optimizer = faulty
 """
 SEED_OF_RANK = """
 import llmtrain.data.loader as loader

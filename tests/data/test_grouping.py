@@ -34,13 +34,11 @@ from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
 from llmtrain.shapes import padded_size
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
-from llmtrain.training.start import loaders
 from llmtrain.types import IGNORED, Batch, LocalBatch
 from tests.models.some_rows import SomeRows
 
@@ -364,36 +362,6 @@ def test_what_is_prepared_and_further_columns_are_of_the_trimmed_rows(rows):
     assert torch.cat([b["targets"] for b in local_batch.batches]).equal(local_batch.targets)
     sent = local_batch.to(torch.device("meta"))
     assert [batch["labels"].shape for batch in sent.batches] == asked
-
-
-def test_the_micro_batches_of_a_pipeline_have_one_shape(rows):
-    widths = set()
-    for local_batch in train_loader(rows, 8, 2, range(20), seed=1, one_shape=True):
-        shapes = {batch["labels"].shape for batch in local_batch.batches}
-        assert len(shapes) == 1
-        widths |= shapes
-    assert len(widths) > 1
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_only_a_pipeline_asks_for_one_shape(rows, accelerator, stages):
-    accelerator.sharding = Sharding(replicas=1, shards=1, stages=stages)
-    settings = SimpleNamespace(
-        data=SimpleNamespace(global_batch_size=8),
-        loop=SimpleNamespace(seed=0, eval_steps=0),
-        optim=SimpleNamespace(max_steps=20),
-    )
-    run = SimpleNamespace(
-        accelerator=accelerator,
-        settings=settings,
-        rows=Tokenized(rows, None, tokenizer=None, metadata=None),
-        bundle=SimpleNamespace(columns=frozenset(), prepare_batch=None),
-        layout=SimpleNamespace(micro_batch=2),
-        step=0,
-    )
-    batches, _ = loaders(run)
-    shapes = [{batch["labels"].shape for batch in share.batches} for share in batches]
-    assert (max(map(len, shapes)) == 1) == (stages > 1)
 
 
 def test_evaluation_is_trimmed_in_the_stored_order(rows):

@@ -37,7 +37,7 @@ from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.types import IGNORED, ModelBundle, count_targets
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES

@@ -17,7 +17,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from tests.models.test_gpt import jolted
 
 CONTEXT = 24

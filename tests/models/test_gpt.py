@@ -15,7 +15,7 @@ from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
 from llmtrain.models.loss import summed_nll
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.types import count_targets
 
 CONFIG = GPTConfig(n_layer=3, n_head=4, n_embd=32, block_size=24)

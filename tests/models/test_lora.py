@@ -28,8 +28,8 @@ from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.plan.subject import subject_of
-from llmtrain.record.checkpoint import write_checkpoint, write_model
-from llmtrain.record.tensors import Share, read_tensors
+from llmtrain.record.saver import Saver, write_model
+from llmtrain.record.tensor_files import read_tensors
 from llmtrain.types import ModelBundle
 from tests.launching import FINETUNE, ROOT
 from tests.models.some_rows import SomeRows
@@ -143,14 +143,9 @@ def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tm
     bundle = adapt(kind, tokenizer)
     model, files = bundle.model, bundle.files
     train_a_little(model, ids)
-    path = write_checkpoint(
-        tmp_path,
-        4,
-        files,
-        Share(DistributedTensors(files.tensors(model))),
-        Share(DistributedTensors({})),
-        {"step": 4},
-    )
+    weights = DistributedTensors(files.tensors(model))
+    Saver(tmp_path, files, keep=1).save(4, weights, DistributedTensors({}), {"step": 4})
+    path = tmp_path / "step-00000004"
     assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
     assert not (path / "model" / "config.json").exists()
 

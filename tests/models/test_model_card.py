@@ -15,7 +15,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.types import ModelBundle
 from tests.families import OVERRIDES
 from tests.launching import ROOT
@@ -33,11 +33,6 @@ TEMPLATES = {
             {%- if message.role == 'user' -%}{{ '[INST] ' + message.content + ' [/INST]' }}
             {%- else -%}{{ ' ' + message.content + eos_token }}{%- endif -%}
         {%- endfor -%}""",
-    "no token": """
-        {%- for message in messages -%}
-            {{- '### ' + message.role + '\\n' + message.content + '\\n' -}}
-        {%- endfor -%}
-        {%- if add_generation_prompt -%}{{- '### assistant\\n' -}}{%- endif -%}""",
     "two end tokens": """
         {%- for message in messages -%}
             {{- '[' + message.role + ']' + message.content -}}
@@ -110,15 +105,25 @@ def test_the_code_of_a_reward_models_card_scores_answers_as_training_does(
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_card_has_no_scoring_code_if_the_template_builds_another_text(tmp_path: Path) -> None:
-    """Training then puts an answer after the prompt that begins its reasoning."""
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Training puts an answer after the prompt that begins its reasoning.
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}",
+        # Training adds the token that ends an answer.
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_the_card_has_no_scoring_code_if_training_builds_another_text(
+    template: str, tmp_path: Path
+) -> None:
     from llmtrain.data import tokenizer as tok
 
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
-    words.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
-    )
+    words.chat_template = template
     assert scoring_code(words, []) == ""
 
 

@@ -25,7 +25,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.placement import place
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.types import Batch, ModelBundle
 from recipes import preference
 from tests.engines import engine_of

@@ -80,9 +80,9 @@ class TwoReplicasOfTwo(TrainingAccelerator):
     num_processes = 4
     device = torch.device("cpu")
 
-    def __init__(self, *halves: nn.Module, sharding: Sharding | None = None) -> None:
+    def __init__(self, *halves: nn.Module) -> None:
         self.halves = halves
-        self.sharding = sharding or Sharding(replicas=2, shards=2)
+        self.sharding = Sharding(replicas=2, shards=2)
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
@@ -100,12 +100,3 @@ def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
         check_replicas(TwoReplicasOfTwo(one, two, drifted, two), one)
     with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
         check_replicas(TwoReplicasOfTwo(one, two, one, one), one)
-
-
-def test_neighbours_under_tensor_parallelism_hold_the_same_of_what_is_not_sharded() -> None:
-    one = model()
-    two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
-    sharding = Sharding(replicas=2, shards=1, tensor=2)
-    check_replicas(TwoReplicasOfTwo(one, one, one, one, sharding=sharding), one)
-    with pytest.raises(UserError, match=r"0\.weight of rank 1, 3 differs from rank 0's"):
-        check_replicas(TwoReplicasOfTwo(one, two, one, two, sharding=sharding), one)

@@ -3,7 +3,7 @@
 import pytest
 
 from llmtrain.observe.stragglers import Stragglers, find_straggler
-from llmtrain.phases import OWN_PHASES, PHASES
+from llmtrain.phase_names import OWN_PHASES, PHASES
 
 
 def test_a_process_is_named_once_when_it_is_late_in_two_log_entries_in_a_row() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import requested_sharding
-from llmtrain.parallel.fsdp_settings import sharding_settings
+from llmtrain.parallel.fsdp import sharding_settings
 from llmtrain.parallel.mesh import Sharding
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -34,19 +34,15 @@ def test_what_a_config_asks_for(asked) -> None:
     assert asked(4, ACCELERATE_USE_PARALLELISM_CONFIG="true", **sizes(2, 2)).replicas == 2
 
 
-def test_what_a_config_asks_of_tensor_parallelism(asked) -> None:
-    cut = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
-    assert asked(1, **cut, FSDP_VERSION="1") is None  # a default that the launcher always sets
-    assert asked(2) == Sharding(replicas=1, shards=1, tensor=2)
-    assert asked(6) == Sharding(replicas=3, shards=1, tensor=2)
-    with pytest.raises(
-        UserError, match=r"2 .parallelism_config_tp_size., but 3 processes were started"
-    ):
-        asked(3)
-    assert asked(4, **FSDP2) == Sharding(replicas=1, shards=2, tensor=2)
-    assert asked(8, **sizes(2, 2)) == Sharding(replicas=2, shards=2, tensor=2)
-    with pytest.raises(UserError, match="offload"):
-        asked(8, FSDP_OFFLOAD_PARAMS="true")
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_tensor_parallelism_is_refused_in_one_line_that_names_fsdp2(asked, with_fsdp: bool) -> None:
+    config = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    # The launcher sets defaults of FSDP, even if FSDP is not used.
+    environment = {**config, **(FSDP2 if with_fsdp else {"FSDP_VERSION": "1"})}
+    why = r"has tp_size 2, but tensor parallelism is not supported; .* FSDP2 .*fsdp2\.yaml"
+    for processes in (1, 4):
+        with pytest.raises(UserError, match=why):
+            asked(processes, **environment)
 
 
 def test_in_bfloat16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.placement import check_memory, place
-from llmtrain.types import ModelBundle, ModelWriter
+from llmtrain.types import ModelBundle, ModelFormat
 
-FILES = cast(ModelWriter, None)  # not used
+FILES = cast(ModelFormat, None)  # not used
 
 
 def test_a_model_without_memory_gets_its_weights(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmtrain.phases import PHASES
+from llmtrain.phase_names import PHASES
 from llmtrain.plan.calibration import compute_from_phases
 
 STEP = {phase: [0.0, 0.0] for phase in PHASES}

@@ -15,7 +15,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.trainable import make_trainable
-from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
 from llmtrain.plan.activations import ActivationBytes, MicroBatch, count_activations
@@ -34,7 +34,7 @@ def memory(
     with torch.device("meta"):
         model = GPT(config, 1000)
     settings = SimpleNamespace(
-        model=config, optim=OptimConfig(optim), parallel=PipelineConfig(**parallel)
+        model=config, optim=OptimConfig(optim), parallel=ParallelConfig(**parallel)
     )
     return Memory(Subject(model, settings, precision, positions=32), on_gpu=False)
 
@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> No
     )  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
     vectors = 3 * 1 + 1 + 3 + 1 + 3 + 1 + 1  # to be counted beside
     held = uneven.bytes_of(Sharding(1, 4), 1, 1).weights / 4
-    numbers = {parameter.name: parameter.numel(4) for parameter in uneven.parameters(1)}
+    numbers = {parameter.name: parameter.numel(4) for parameter in uneven.parameters}
     assert numbers["transformer.wte.weight"] == 250 * 3
     assert numbers["transformer.wpe.weight"] == 2 * 3
     assert held == sum(numbers.values()) > rows_of_three + vectors
@@ -160,18 +160,6 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     assert found.fitting(Sharding(2, 1), 24, 1e12) == [*sizes]
 
 
-def test_a_stage_holds_its_layers_and_waits_with_what_it_has_begun() -> None:
-    found = memory()
-    half = Sharding(1, 1, stages=2)
-    activations = found.activations(1, tensor=1, gathers_weights=True)
-    one, two, three = (found.bytes_of_stage(0, activations, half, 1, count) for count in (1, 2, 3))
-    assert (
-        one.activations < two.activations == three.activations
-    )  # no more are under way than there are stages
-    assert two.weights < found.bytes_of(Sharding(2, 1), 1, 2).weights
-    assert three.total > two.total  # with three, there are gradients when it is fullest
-
-
 def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
     assert bytes_per_second("400Gbit") == bytes_per_second("50 GB/s") == 50e9
     assert (
@@ -247,13 +235,8 @@ def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> N
     subject = subject_of(
         recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
     )
-    assert (subject.positions, subject.class_name, subject.flops_per_token, subject.blocks) == (
-        8,
-        "Linear",
-        0,
-        1,
-    )
-    assert Memory(subject, on_gpu=False).parameters(1)[0].numel() == 2**40
+    assert (subject.positions, subject.class_name, subject.flops_per_token) == (8, "Linear", 0)
+    assert Memory(subject, on_gpu=False).parameters[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmtrain.commands.plan import notes
 from llmtrain.devices import get_device
+from llmtrain.lab.commands.plan import notes
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.config import PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.plan.memory import Memory
 from llmtrain.plan.speed import Cluster, Link
@@ -28,7 +28,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
     settings = SimpleNamespace(
         model=CONFIG,
         optim=OptimConfig("adamw"),
-        parallel=PipelineConfig(),
+        parallel=ParallelConfig(),
         data=SimpleNamespace(
             global_batch_size=global_batch_size,
             per_device_train_batch_size=per_device_train_batch_size,

@@ -9,21 +9,17 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record import checkpoint, tensors
-from llmtrain.record.checkpoint import (
-    checkpoints,
-    find_fault,
-    newest_valid,
-    prune,
-    write_checkpoint,
-)
-from llmtrain.record.tensors import Share, read_tensors
+from llmtrain.record import checkpoint, saver, tensor_files
+from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, path_of, prune
+from llmtrain.record.saver import Saver
+from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.optim import make_optimizer
+from llmtrain.training.run_state import optimizer_tensors, restore_optimizer
 from llmtrain.training.settings import OptimConfig
 
 
 class Files:
-    """A model writer that needs no kind of model."""
+    """The files of a model folder, for no kind of model."""
 
     weights_name = "model.safetensors"
     may_split_weights = True
@@ -41,14 +37,10 @@ class Files:
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
     moments = {"w.exp_avg": weights["w"] * 2}
-    return write_checkpoint(
-        folder,
-        step,
-        Files(),
-        Share(DistributedTensors(weights)),
-        Share(DistributedTensors(moments)),
-        {"step": step},
+    Saver(folder, Files(), keep=100).save(
+        step, DistributedTensors(weights), DistributedTensors(moments), {"step": step}
     )
+    return path_of(folder, step)
 
 
 def test_a_checkpoint_gives_back_what_was_saved_and_has_a_hash_for_every_file(
@@ -124,7 +116,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, where, full)
+    monkeypatch.setattr(saver, where, full)
     with pytest.raises(UserError, match=r"could not be written.*No space left.*untouched"):
         save(tmp_path, 20)
     assert [path.name for path in tmp_path.iterdir()] == [kept.name]
@@ -169,15 +161,13 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str, accelerator: Accele
 
     straight, optimizer = make()
     step(straight, optimizer, 3)
-    tensors = checkpoint.optimizer_tensors(straight, optimizer)
+    tensors = optimizer_tensors(straight, optimizer)
     of_matrices = {"adamw": {"exp_avg", "exp_avg_sq", "step"}, "muon": {"momentum_buffer"}}[kind]
     assert {f"0.weight.{key}" for key in of_matrices} < set(tensors)
     assert {"0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.step"} < set(tensors)
     other, restored = make()
     other.load_state_dict(straight.state_dict())
-    checkpoint.restore_optimizer(
-        other, restored, {k: v.clone() for k, v in tensors.items()}.items()
-    )
+    restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()}.items())
     step(straight, optimizer, 2)
     step(other, restored, 2)
     assert all(
@@ -198,9 +188,9 @@ def test_too_little_space_is_noticed_before_anything_is_written(
 ) -> None:
     kept = save(tmp_path, 10)
     monkeypatch.setattr(
-        checkpoint.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**20)
+        saver.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30, 2**20)
     )
-    monkeypatch.setattr(checkpoint, "new_folder", lambda _: pytest.fail("begun all the same"))
+    monkeypatch.setattr(saver, "write_tensors", lambda *_: pytest.fail("begun all the same"))
     with pytest.raises(
         UserError,
         match=r"16\.\d MiB are needed and 1\.00 MiB are free on that disk\); older checkpoints",
@@ -214,8 +204,8 @@ def test_too_little_space_is_noticed_before_anything_is_written(
 def test_bytes_that_are_staged_are_the_same(
     size: int, on_host: tuple[int, ...], monkeypatch
 ) -> None:
-    monkeypatch.setattr(tensors, "_STAGE_BYTES", 64)
+    monkeypatch.setattr(tensor_files, "_STAGE_BYTES", 64)
     given = [torch.arange(count, dtype=torch.int64).to(torch.uint8) for count in (size, 3, size, 5)]
     staged = {id(tensor) for i, tensor in enumerate(given) if i not in on_host}
-    found = tensors._bytes_of(iter(given), is_staged=lambda tensor: id(tensor) in staged)
+    found = tensor_files._bytes_of(iter(given), is_staged=lambda tensor: id(tensor) in staged)
     assert b"".join(map(bytes, found)) == b"".join(tensor.numpy().tobytes() for tensor in given)

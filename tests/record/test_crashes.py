@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from llmtrain import files
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record import checkpoint
+from llmtrain.record import checkpoint, saver
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
 from tests.launching import ROOT, bound
@@ -38,7 +38,6 @@ def save(writer: Saver, step: int) -> None:
         DistributedTensors(weights),
         DistributedTensors({"w.exp_avg": weights["w"] * 2}),
         {"step": step},
-        lambda: None,
     )
 
 
@@ -93,16 +92,13 @@ def test_the_power_may_go_at_any_operation(tmp_path: Path, score: Callable[[str]
 def test_without_one_kind_of_fsync_a_power_cut_would_show(
     forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync_folder = files.sync_folder
     if forgotten == "the files":
         monkeypatch.setattr(files.os, "fsync", lambda handle: None)
         monkeypatch.setattr(files, "sync_file", lambda path: None)
     elif forgotten == "the folders":
         monkeypatch.setattr(files, "sync_folder", lambda path: None)
     else:
-        monkeypatch.setattr(
-            files, "sync_folder", lambda p: None if p.name == "checkpoints" else sync_folder(p)
-        )
+        monkeypatch.setattr(saver, "sync_folder", lambda path: None)
     _, found = power_cuts(tmp_path)
     assert found
 
@@ -292,7 +288,7 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    monkeypatch.setattr(saver, "write_tensors", full)
     writer.save(3, weights, DistributedTensors({}), {"step": 3}, lambda: done.append(3))
     with pytest.raises(files.UserError, match="could not be written"):
         writer.wait()

@@ -33,8 +33,8 @@ from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.provenance import digest
 from llmtrain.record.resume import choose_folder
-from llmtrain.record.saver import Saver
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.saver import Saver, write_model
+from llmtrain.record.tensor_files import read_tensors
 from tests.launching import bound, read_json
 from tests.models.some_rows import SomeRows
 from tests.record.test_checkpoint import Files
@@ -50,7 +50,6 @@ def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
         DistributedTensors(weights),
         DistributedTensors({"w.exp_avg": weights["w"]}),
         state,
-        lambda: None,
     )
     return folder / f"step-{step:08d}"
 
@@ -192,7 +191,7 @@ def model_folder(tmp_path: Path) -> Path:
     model = GPT(GPTConfig(1, 1, 8, 8), len(words))
 
     folder = tmp_path / "model"
-    checkpoint.write_model(
+    write_model(
         folder, ModelFiles(model.hf_config(0), words), DistributedTensors(model.state_dict())
     )
     return folder

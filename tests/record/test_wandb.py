@@ -15,7 +15,6 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.history import read_lines
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases
 from llmtrain.record.tracking import Metrics
 from tests.launching import BIN, PYTHON, long_form, run
 from tests.waiting import wait_until
@@ -41,12 +40,10 @@ def test_who_is_logged_in_is_whom_wandb_takes_for_it(
     assert weights_and_biases._is_logged_in() is known
 
 
-def started(
-    accelerator: Accelerator, folder: Path, fork: str = "", **config: Any
-) -> tuple[Metrics, Any]:
+def started(accelerator: Accelerator, folder: Path, **config: Any) -> tuple[Metrics, Any]:
     """Metrics that report to W&B, and W&B's run."""
     metrics = Metrics(accelerator, folder)
-    metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config, fork=fork))
+    metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config))
     return metrics, accelerator.trackers[0].tracker
 
 
@@ -235,65 +232,22 @@ def test_an_offline_start_that_is_synced_replaces_what_wandb_has(
     assert steps_of(server) == [0, 1, 2, 3, 4]
 
 
-def test_another_machine_has_a_run_for_its_system_metrics(
+def test_only_the_first_rank_reports(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Ranks, "is_main", False)
-    monkeypatch.setattr(Ranks, "machine", 1)
     monkeypatch.setenv("WANDB_MODE", "offline")
     metrics = Metrics(accelerator, tmp_path)
-    run = TrackedRun(tmp_path, "gpt", "abcd1234", config={"seed": 3}, machines=2)
-    metrics.start(["wandb"], run)
+    metrics.start(["wandb"], TrackedRun(tmp_path, "gpt", "abcd1234"))
     metrics.write({"step": 1, "train/loss": 1.0})
     metrics.close(exit_code=0)
-    (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*.wandb")
-    records = read_records(file)
-    (record,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (record.run_id, record.display_name) == ("abcd1234-machine1", "gpt-machine1")
-    assert (record.run_group, record.job_type) == ("abcd1234", "machine")
-    assert read_history(file) == []
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("server_forks", [True, False])
-def test_a_run_that_extends_another_forks_its_history_if_the_server_can(
-    server_forks: bool,
-    accelerator: Accelerator,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+def test_a_run_that_extends_another_sends_the_steps_of_that_run(
+    server: Server, tmp_path: Path
 ) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def init(self: WeightsAndBiases, **arguments: Any) -> Any:
-        asked.append(arguments)
-        if "fork_from" in arguments and not server_forks:
-            raise RuntimeError("not enabled for this entity")
-        wandb_run = SimpleNamespace(
-            starting_step=401 if "fork_from" in arguments else 0,
-            url="http://wandb/run",
-            dir=str(tmp_path),
-            define_metric=lambda *_, **__: None,
-            finish=lambda **_: None,
-        )
-        return SimpleNamespace(
-            tracker=wandb_run,
-            store_init_configuration=lambda _: None,
-            log=lambda numbers, step: sent.append(step),
-        )
-
-    sent: list[int] = []
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(WeightsAndBiases, "_init", init)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 399}\n{"step": 400}\n')  # of the other run
-    metrics, _ = started(accelerator, tmp_path, fork="other?_step=400")
-    metrics.write({"step": 401})
-    metrics.close(exit_code=0)
-    assert asked[0]["fork_from"] == "other?_step=400"
-    if server_forks:
-        assert sent == [401]
-        assert len(asked) == 1
-    else:
-        assert sent == [399, 400, 401]
-        assert asked[1]["resume"] == "allow"
-        assert "W&B does not fork other?_step=400 (not enabled" in capsys.readouterr().err
+    tmp_path.joinpath("run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # of the other run
+    start_once(tmp_path / "run", 3)
+    assert steps_of(server) == [1, 2, 3]

@@ -24,7 +24,6 @@ def ours(folder: Path, step: int) -> None:
             DistributedTensors(weights),
             DistributedTensors({"w.exp_avg": weights["w"] * 2}),
             {"step": step},
-            lambda: None,
         )
         acknowledge(step)
         step += 1

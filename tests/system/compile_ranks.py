@@ -20,8 +20,8 @@ from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.placement import place
-from llmtrain.parallel.sharded import ShardedEngine
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
 from llmtrain.types import Batch

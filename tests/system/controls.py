@@ -139,7 +139,7 @@ def never_synced(
     with engine.no_sync():
         for batch in batches:
             loss = engine.loss(batch, extra).loss
-            engine.accelerator.backward(loss * engine.data_parallel_size / denominator)
+            engine.accelerator.backward(loss * engine.world_size / denominator)
     return LossSums(loss.detach(), metrics={})
 
 
@@ -156,7 +156,7 @@ def unshifted_count(
     return totals._replace(target_tokens=count, denominator=count)
 
 
-ALWAYS_ONE = property(lambda engine: 1)  # in the place of `data_parallel_size`
+ALWAYS_ONE = property(lambda engine: 1)  # in the place of `world_size`
 
 
 # --- bugs around an engine
@@ -188,7 +188,7 @@ def main() -> None:
     found = {"nothing planted": what_shows()}
     with patched(Engine, "forward_backward", mean_of_means):
         found["a mean of means"] = what_shows()
-    with patched(Engine, "data_parallel_size", ALWAYS_ONE):
+    with patched(Engine, "world_size", ALWAYS_ONE):
         found["a forgotten data-parallel factor"] = what_shows()
     with patched(Engine, "forward_backward", never_synced):
         found["a missing sync"] = what_shows()

@@ -98,8 +98,6 @@ def commands(folder: Path) -> dict[str, Command]:
         "three processes": Command(torchrun(3), twelve_rows),
         "bitwise": Command(torchrun(2), [*gpt, "--bitwise"]),
         "fsdp2": Command(sharded("fsdp2"), gpt),
-        "tensor parallel": Command(sharded("tensor_parallel"), gpt),
-        "pipeline": Command(torchrun(2), [*gpt, "--pipeline_stages", "2"]),
         "full": Command(PYTHON, [*llama, *chats]),
         "lora": Command(
             PYTHON, [FINETUNE, *load_llama, *chats, "--lora_r", "4", "--lora_dropout", "0.1"]

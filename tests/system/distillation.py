@@ -18,10 +18,10 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.probe import probe
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import full_tensor
-from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelWriter, Objective
+from llmtrain.types import IGNORED, Batch, LossSums, ModelBundle, ModelFormat, Objective
 
 VOCABULARY = 60
 ROWS = 8
@@ -79,7 +79,7 @@ def main(file: str) -> None:
     model = make_causal_lm(llama(seed=1, layers=2), row_length=16)
     bundle = ModelBundle(
         model=model,
-        files=cast(ModelWriter, None),
+        files=cast(ModelFormat, None),
         weights=(),  # its parameters are not on the meta device
         check=functools.partial(probe, model),
         objective=Distillation(llama(seed=2, layers=3)),
@@ -94,8 +94,8 @@ def main(file: str) -> None:
         accumulation=2,
     )
 
-    share = ROWS // engine.data_parallel_size // 2
-    first_row = engine.data_parallel_rank * 2 * share
+    share = ROWS // engine.world_size // 2
+    first_row = engine.rank * 2 * share
     starts = (first_row, first_row + share)
     batches = [
         {name: column[start : start + share] for name, column in global_batch().items()}

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llmtrain import GPT, GPTConfig, ModelBundle, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training.step import train_step

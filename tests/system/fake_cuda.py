@@ -25,10 +25,10 @@ from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT
 from llmtrain.models.loss import linear_nll, target_positions_of
 from llmtrain.observe import replicas
-from llmtrain.parallel import distributed_tensors, shards
+from llmtrain.parallel import shards
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.record import loading
+from llmtrain.training import run_state
 from llmtrain.training.muon import Muon
 from llmtrain.types import LocalBatch
 
@@ -44,12 +44,9 @@ ACCELERATOR: Any = SimpleNamespace(
 )
 
 
-def gpt(stage: bool = False) -> GPT:
+def gpt() -> GPT:
     with CUDA:
-        model = GPT(GPTConfig(2, 2, 16, 8), vocab_size=50)
-    if stage:  # of a pipeline: what another holds is on the meta device
-        model.transformer.ln_f = nn.LayerNorm(16, device="meta")
-    return model
+        return GPT(GPTConfig(2, 2, 16, 8), vocab_size=50)
 
 
 def local_batch() -> LocalBatch:
@@ -147,20 +144,6 @@ def restores(sent: LocalBatch) -> None:
     )
 
 
-def messages(sent: LocalBatch) -> None:
-    """A tensor that another stage of a pipeline holds, and this one writes: it is received on the device."""
-    with CUDA:
-        tensors = {"here": torch.zeros(2), "there": torch.empty(3, device="meta")}
-    received: list[torch.Tensor] = []
-    staged = distributed_tensors.DistributedTensors(tensors, {"here": 0, "there": 1}, 2)
-    recv = mock.patch.object(
-        distributed_tensors.dist, "recv", lambda tensor, rank: received.append(tensor)
-    )
-    with recv, mock.patch.object(distributed_tensors.dist, "get_rank", return_value=0):
-        staged.gather_to("there", 0)
-    assert [tensor.device.type for tensor in received] == ["cuda"]
-
-
 class Largest(TorchDispatchMode):
     """The bytes of the largest tensor that is made in 64 bits."""
 
@@ -182,7 +165,7 @@ def _tensors(made: object) -> list[torch.Tensor]:
 
 
 def fingerprints(sent: LocalBatch) -> None:
-    replicas.weight_checksums(gpt(stage=True))
+    replicas.weight_checksums(gpt())
     with CUDA:
         large = nn.Linear(1 << 14, 1 << 12, bias=False)
     with Largest() as largest:
@@ -197,7 +180,7 @@ def finite(sent: LocalBatch) -> None:
     sharded = {"is_fsdp2": True, "reduce": lambda bad, reduction: seen.append(bad)}
     accelerator = SimpleNamespace(**{**vars(ACCELERATOR), **sharded})
     try:
-        loading.check_finite(gpt(stage=True), Ranks(accelerator))
+        run_state.check_finite(gpt(), Ranks(accelerator))
     except AttributeError:  # a list of values, which there are none of
         assert seen[0].device.type == "cuda"
 
@@ -212,7 +195,7 @@ def on_the_host(model: nn.Module, ranks: Any) -> None:
 
 
 FAULTS: dict[str, Any] = {
-    "3": mock.patch.object(loading, "check_finite", on_the_host),
+    "3": mock.patch.object(run_state, "check_finite", on_the_host),
     "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
 }
 PATHS: list[Callable[[LocalBatch], None]] = [
@@ -223,7 +206,6 @@ PATHS: list[Callable[[LocalBatch], None]] = [
         counts,
         optimizers,
         restores,
-        messages,
         fingerprints,
         finite,
     )

@@ -39,8 +39,8 @@ def batches_of(engine: Engine, step: int) -> list[Batch]:
         "labels": torch.where(trained, ids, -100),
         "position_ids": torch.cat([torch.arange(10), torch.arange(LENGTH - 10)]).expand(ROWS, -1),
     }
-    share = ROWS // engine.data_parallel_size
-    local_rows = split(columns, share)[engine.data_parallel_rank]
+    share = ROWS // engine.world_size
+    local_rows = split(columns, share)[engine.rank]
     return split(local_rows, share // 2)
 
 

@@ -7,7 +7,6 @@ is such as `gpt/4`, with four micro-batches. BASES holds the models to which ada
 import itertools
 import json
 import operator
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -33,15 +32,15 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.blocks import HasEmbeddings
-from llmtrain.parallel.config import ParallelConfig, PipelineConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engines import engine_for
+from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.team import Team
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
 from llmtrain.types import IGNORED, Batch
 from tests.engines import split
@@ -49,7 +48,6 @@ from tests.families import OVERRIDES, rows_of
 
 ROWS = 16
 LENGTH = 24
-STAGES = int(os.environ.get("STAGES", "1"))  # of a pipeline
 
 
 def words() -> Any:
@@ -65,8 +63,8 @@ def batches_of(engine: Engine, step: int, accumulation: int) -> list[Batch]:
     is_target = torch.rand(ROWS, LENGTH, generator=generator) < shares_of_targets
     batch = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED)}
 
-    share = ROWS // engine.data_parallel_size
-    return split(split(batch, share)[engine.data_parallel_rank], share // accumulation)
+    share = ROWS // engine.world_size
+    return split(split(batch, share)[engine.rank], share // accumulation)
 
 
 def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
@@ -187,12 +185,20 @@ def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
 
 def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
-    tensors = bundle.files.export_tensors(engine.unwrapped)
+    files = bundle.files
+    model = engine.unwrapped
     if engine.is_sharded:
-        team = Team.with_new_group(can_write=True)
-        write_model(folder, bundle.files, engine.gatherable(tensors), team)
+        tensors = engine.gatherable(files.tensors(model))
+        write_model(
+            folder,
+            files,
+            tensors,
+            team=Team.with_new_group(),
+            ranks=tuple(range(engine.world_size)),
+            convert=files.tensor_converter(model),
+        )
     elif engine.is_main:
-        write_model(folder, bundle.files, DistributedTensors(tensors))
+        write_model(folder, files, DistributedTensors(files.export_tensors(model)))
 
 
 COUNTS: list[int] = []  # one for each reduce-scatter
@@ -212,7 +218,7 @@ def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def main() -> None:
     bases, folder, steps, *cases = sys.argv[1:]
-    accelerator = start_accelerator(PipelineConfig(pipeline_stages=STAGES))
+    accelerator = start_accelerator()
     Path(folder).mkdir(exist_ok=True)
     count_reduce_scatters()
     found = {

@@ -19,9 +19,9 @@ from llmtrain.launching.process import launch
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.parallel.team import Team
-from llmtrain.record import checkpoint, tensors
+from llmtrain.record import checkpoint, tensor_files
 from llmtrain.record.saver import Saver
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.tensor_files import read_tensors
 from tests.record.test_checkpoint import Files
 
 SHAPES = {
@@ -80,8 +80,9 @@ def seen_of_bug_on_rank_1(team: Team) -> list[str]:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, root = dist.get_rank(), Path(sys.argv[1])
-    team, found = Team.with_new_group(can_write=True), {}
-    saver = Saver(root / "checkpoints", Files(), 2, team=team)
+    team, found = Team.with_new_group(), {}
+    saver = Saver(root / "checkpoints", Files(), keep=2)
+    saver.join(team, can_write=True)
 
     def save(saver: Saver, step: int) -> Path:
         saver.save(
@@ -89,7 +90,6 @@ def main() -> None:
             DistributedTensors(spread(step)),
             DistributedTensors(spread(step)),
             {"step": step},
-            lambda: None,
         )
         return saver.folder / f"step-{step:08d}"
 
@@ -97,13 +97,14 @@ def main() -> None:
     found["files"] = sorted(
         str(path.relative_to(root)) for path in (root / "checkpoints").rglob("*.safetensors")
     )
-    background = Saver(root / "checkpoints", Files(), 2, in_background=True, team=team)
+    background = Saver(root / "checkpoints", Files(), keep=2, in_background=True)
+    background.join(team, can_write=True)
     path = save(background, 2)
     background.wait()
     dist.barrier()  # the main process commits
     found["in the background"] = gives_back(path, 2.0)
 
-    original: Any = tensors.write_hashed
+    original: Any = tensor_files.write_hashed
 
     def full(path: Path, pieces: Any) -> Any:
         if rank == 1 and "optimizer" in str(path):
@@ -111,13 +112,14 @@ def main() -> None:
             raise OSError(28, "No space left on device", str(path))
         return original(path, pieces)
 
-    tensors.write_hashed = full
+    tensor_files.write_hashed = full
     found["full"] = refused(lambda: save(saver, 3))
-    tensors.write_hashed = original
+    tensor_files.write_hashed = original
     dist.barrier()  # the main process cleans up
     found["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
     dist.barrier()
-    alone = Saver(root / "elsewhere", Files(), 2, team=Team.with_new_group(can_write=rank == 0))
+    alone = Saver(root / "elsewhere", Files(), keep=2)
+    alone.join(Team.with_new_group(), can_write=rank == 0)
     found["one disk"] = gives_back(save(alone, 4), 4.0)
     found["files on one disk"] = sorted(
         path.name for path in (root / "elsewhere").rglob("*.safetensors")

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from llmtrain.lab.diff import Comparison, compare, comparison_lines
 from llmtrain.record.history import History
-from llmtrain.report.comparison import QUANTITIES
-from llmtrain.report.difference import Comparison, compare, comparison_lines
+from llmtrain.record.tolerances import QUANTITIES
 from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, series
 from tests.test_cli import ended

@@ -1,7 +1,9 @@
 """A refactoring leaves every digit of short runs as it was: `make digits` compares this tree with an earlier commit."""
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,15 @@ import torch
 from safetensors.torch import save_file
 
 from tests.launching import ROOT
-from tests.system.digits import differences, measure, tensors_digest
+from tests.system.digits import commands, differences, measure, tensors_digest
 
 BASE = os.environ.get("LLMTRAIN_BASE")  # a commit
+
+# Runs of earlier commits that are not made any more, each with the reason.
+REMOVED = {
+    "tensor parallel": "tensor parallelism was removed; FSDP2 shards a model",
+    "pipeline": "pipeline stages were removed; FSDP2 shards a model",
+}
 
 
 @pytest.mark.skipif(BASE is None, reason="make digits runs it; a change of arithmetic must fail it")
@@ -28,6 +36,7 @@ def test_every_digit_is_that_of_the_earlier_commit(
         capture_output=True,
     )
     try:
+        assert vanished_runs(earlier_tree, tmp_path) == []
         before = measure(earlier_tree, tmp_path / "runs-before")
         after = measure(ROOT, tmp_path / "runs-now")
     finally:
@@ -35,6 +44,37 @@ def test_every_digit_is_that_of_the_earlier_commit(
 
     assert differences(before, after) == []
     score(f"digits: {len(after)} runs equal those of {BASE} to the last bit")
+
+
+def vanished_runs(earlier_tree: Path, folder: Path) -> list[str]:
+    """Return the names of runs that the module ``digits`` of an earlier tree makes and this one does not."""
+    program = (
+        "import json, sys; from pathlib import Path; from tests.system.digits import commands; "
+        "print(json.dumps(list(commands(Path(sys.argv[1])))))"
+    )
+    listed = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        cwd=earlier_tree,
+        env={**os.environ, "PYTHONPATH": str(earlier_tree)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    earlier_names: list[str] = json.loads(listed.stdout)
+    names = commands(folder)
+    return [name for name in earlier_names if name not in names and name not in REMOVED]
+
+
+def test_a_run_that_vanished_is_named(tmp_path: Path) -> None:
+    """An earlier tree has a run of its own, and one that was removed for a reason."""
+    package = tmp_path / "tests" / "system"
+    package.mkdir(parents=True)
+    (tmp_path / "tests" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "digits.py").write_text(
+        "def commands(folder):\n    return {'adamw': 1, 'pipeline': 2, 'a run of its own': 3}\n"
+    )
+    assert vanished_runs(tmp_path, tmp_path) == ["a run of its own"]
 
 
 def test_a_different_digit_is_named() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.commands.doctor import _merge_findings
-from llmtrain.doctor import local_checks
-from llmtrain.doctor.group_checks import JoinResult, Process, join_group
+from llmtrain.lab.commands.doctor import _merge_findings
+from llmtrain.lab.doctor import local_checks
+from llmtrain.lab.doctor.group_checks import JoinResult, Process, join_group
 from llmtrain.launching.launcher import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
@@ -215,7 +215,7 @@ def test_processes_meet_where_those_of_a_run_would(
     def join_group(backend: str, timeout: float) -> JoinResult:
         return JoinResult([local_checks.Finding("bad", "meeting", backend)], is_complete=False)
 
-    monkeypatch.setattr("llmtrain.doctor.group_checks.join_group", join_group)
+    monkeypatch.setattr("llmtrain.lab.doctor.group_checks.join_group", join_group)
     _, found = alone(capsys)
     assert found["meeting"][0]["text"] == backend
     bad = [one["text"] for one in found["launch"] if one["level"] == "bad"]

@@ -1,16 +1,14 @@
 """What a plan predicts is what a run then holds; and a plan holds nothing."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
-from llmtrain.plan.memory import fake_mesh
 from llmtrain.plan.subject import subject_of
 from tests.launching import (
     FINETUNE,
@@ -52,8 +50,6 @@ LAUNCHERS = {
     "one process": PYTHON,
     "DDP": accelerate("cpu_ddp"),
     "FSDP2": accelerate("fsdp2", "--mixed_precision", "no"),
-    "TP 2": accelerate("tensor_parallel", "--mixed_precision", "no"),
-    "PP 2": accelerate("cpu_ddp"),
 }
 SPEAKS = """
 import sys
@@ -62,15 +58,6 @@ from tests.memory import resident
 main(sys.argv[1:])
 print("resident", resident("VmHWM"))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_fake_processes_left() -> Iterator[None]:
-    """End the process group of plans, whose other processes do not exist."""
-    yield
-    fake_mesh.cache_clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -83,7 +70,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     "name",
     [
         "one process",
-        *(pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 2", "PP 2")),
+        *(pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP")),
     ],
 )
 def test_a_run_holds_what_was_predicted(
@@ -94,14 +81,10 @@ def test_a_run_holds_what_was_predicted(
     score: Callable[[str], None],
 ) -> None:
     flags = [*SIZES, *RUN, "--dataset", str(text_file)]
-    flags += (
-        ["--architecture", "gpt2"] if name == "PP 2" else []
-    )  # whose first stage holds most of everything
     processes = ["--processes", "1" if name == "one process" else "2"]
     found = planned(capsys, GPT, *flags, *processes, "--device", "cpu", "--per_machine", "2")
     [way] = [way for way in found["ways"] if way["name"] == name]
-    stages = ["--pipeline_stages", "2"] if name == "PP 2" else []
-    seen = measured(LAUNCHERS[name], GPT, [*flags, *stages], tmp_path / "run")
+    seen = measured(LAUNCHERS[name], GPT, flags, tmp_path / "run")
     assert way["bytes"]["weights"] == seen["weights"]
     assert way["bytes"]["optimizer"] == seen["optimizer"]
     whole = found["ways"][0]["bytes"][
@@ -129,7 +112,7 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
     ended = run([*PYTHON, "-c", SPEAKS, "plan", *words]).assert_ok()
     found, _, resident = ended.out.rpartition("resident")
     ways = {way["name"]: way for way in json.loads(found)["ways"]}
-    assert {name.split()[0] for name in ways} == {"DDP", "FSDP2", "HSDP", "TP", "PP"}
+    assert {name.split()[0] for name in ways} == {"DDP", "FSDP2", "HSDP"}
     weights = ways["DDP"]["bytes"]["weights"]
     assert weights > 5.5e9
     assert int(resident) < weights / 3
@@ -157,11 +140,8 @@ def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     for heading in ("memory per process", "time per step", "efficiency at"):
         assert heading in out
-    assert [
-        line.split()[0]
-        for line in out.splitlines()
-        if line.startswith(("DDP", "FSDP2", "TP", "PP"))
-    ] == 3 * [*("DDP", "FSDP2", "TP", "PP")]
+    lines = [line for line in out.splitlines() if line.startswith(("DDP", "FSDP2"))]
+    assert [line.split()[0] for line in lines] == 3 * ["DDP", "FSDP2"]
 
 
 def test_a_model_of_transformers_is_planned_from_its_configuration(
@@ -178,7 +158,7 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
         "a100-40gb",
     ]
     found = planned(capsys, *words)
-    assert [way["name"] for way in found["ways"]] == ["DDP", "FSDP2", "TP 2"]
+    assert [way["name"] for way in found["ways"]] == ["DDP", "FSDP2"]
     whole, half = found["ways"][0]["bytes"], found["ways"][1]["bytes"]
     assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
 
@@ -217,16 +197,12 @@ def test_a_few_real_updates_correct_a_plan(
         (["--per_machine", "0"], "--per_machine 0: a machine has at least one process"),
         (["--per_machine", "-1"], "--per_machine -1: a machine has at least one process"),
         (["--mfu", "2"], "write a fraction"),
-        (
-            ["--processes", "4", "--tensor", "3", "--device", "cpu", "--per_machine", "4"],
-            "does not divide",
-        ),
         (["--device", "abacus"], "abacus is not known"),
         (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
         (["--n_lyer", "2"], "did you mean --n_layer"),
         (
             ["--processes", "3", "--device", "h100-80gb"],
-            "cannot be divided among 3 data-parallel groups",
+            "cannot be divided among 3 processes; use",
         ),
     ],
 )
@@ -251,9 +227,7 @@ def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: P
         subject_of(str(tmp_path / "other.py"), [], "no")
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP", "TP 4")]
-)
+@pytest.mark.parametrize("how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP")])
 def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
     how: str, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
@@ -263,8 +237,6 @@ def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
         env |= {"ACCELERATE_MIXED_PRECISION": "no"}
         env |= {} if how == "DDP" else {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        if how == "TP 4":
-            env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "4"}
         path = tmp_path / f"{world}.json"
         run([*PYTHON, "tests/system/dry_ranks.py", str(path)], env).assert_ok()
         found[world] = read_json(path)

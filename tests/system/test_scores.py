@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
+from llmtrain.lab.report.page import html
 from llmtrain.models.generation import TextModel
 from llmtrain.record.checkpoint import find_fault
 from llmtrain.record.history import History
-from llmtrain.report.page import html
 from tests.forked import run_forked
 from tests.launching import (
     FINETUNE,

@@ -12,7 +12,7 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import find_fault
-from llmtrain.record.tensors import read_tensors
+from llmtrain.record.tensor_files import read_tensors
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -40,11 +40,6 @@ LAUNCHERS = {
     "FSDP2 2": accelerate("fsdp2", *FLOAT32),
     "FSDP2 4": accelerate("fsdp2", *FLOAT32, "--num_processes", "4"),
     "HSDP 2x2": accelerate("hsdp", *FLOAT32, "--num_machines", "1", "--main_process_port", "0"),
-    "TP 2": accelerate("tensor_parallel", *FLOAT32),
-    "TP 2 x DP 2": accelerate("tensor_parallel", *FLOAT32, "--num_processes", "4"),
-    "FSDP2 2 x TP 2": accelerate("fsdp2_tp", *FLOAT32),
-    "PP 2": accelerate("cpu_ddp"),
-    "PP 2 x DP 2": accelerate("cpu_ddp", "--num_processes", "4"),
 }
 TABLE = [
     f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)
@@ -69,34 +64,9 @@ SHORT = {
     "FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]
 }
 SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "lfm2-muon/1"]
-CUT = [
-    "qwen3/1",
-    "phi3/1",
-    "gpt_neox/1",
-]  # with norms inside of heads; with outputs that are joined; with fused heads
-TENSOR = [
-    "gpt/1",
-    "gpt/4",
-    "llama/1",
-    "llama/4",
-    "gpt-muon/1",
-    "gpt-each/4",
-    "tied-full-again/4",
-    "lfm2/4",
-    *CUT,
-]
-TENSOR += ["lfm2-muon/1"]
-SHORT |= {
-    "TP 2": ["gpt/1", "gpt-muon/1", "llama/4", "tied-full-again/4", "qwen3/1", "phi3/1", "lfm2/4"]
-}
-SHORT |= {"FSDP2 2 x TP 2": ["gpt/4", "llama/1", "qwen3/1"]}
+# With norms inside heads, with outputs that are joined, and with fused heads.
+JOINED = ["qwen3/1", "phi3/1", "gpt_neox/1"]
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
-PIPELINE = [
-    "gpt/1",
-    "gpt/4",
-    "gpt-muon/1",
-    "lfm2/4",
-]  # with fewer micro-batches than stages, and with more
 UPDATES = 10 if LONG_FORM else 3
 
 
@@ -136,19 +106,14 @@ def found(bases: Path, shared_folder: Path) -> Callable[[str], dict[str, Any]]:
 
     def find(name: str) -> dict[str, Any]:
         if name not in known:
-            cases = {"o": [*TABLE, *MORE, *CUT], "T": TENSOR, "P": PIPELINE}.get(
-                name[0], [*TABLE, *MORE]
-            )
-            if name == "FSDP2 2 x TP 2":
-                cases = TENSOR
-            if not LONG_FORM and name[0] != "P":
+            cases = [*TABLE, *MORE, *JOINED]
+            if not LONG_FORM:
                 cases = SHORT.get(name, TABLE)
-            env = {"STAGES": "2" if name[0] == "P" else "1"}
             place = folder / name.replace(" ", "-")
             with FileLock(f"{place}.lock"):
                 if not (place / "found.json").exists():
                     words = [*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases]
-                    run_forked(words, env, timeout=600).assert_ok()
+                    run_forked(words, timeout=600).assert_ok()
             known[name] = read_json(place / "found.json")
             for case, readings in known[name].items():
                 readings["folder"] = place / case.replace("/", "-")
@@ -198,9 +163,8 @@ def test_parts_that_live_on_the_host_are_trained_alike(
         assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
 
 
-LAYOUTS = ["FSDP2 2", "TP 2", "FSDP2 2 x TP 2", "PP 2"]
-OTHERS = ["HSDP 2x2", "FSDP2 4", "DDP 2", "TP 2 x DP 2", "PP 2 x DP 2"]
-LAYOUTS += [pytest.param(name, marks=long_form) for name in OTHERS]
+OTHERS = ["HSDP 2x2", "FSDP2 4", "DDP 2"]
+LAYOUTS = ["FSDP2 2", *(pytest.param(name, marks=long_form) for name in OTHERS)]
 
 
 @pytest.mark.timeout(600)
@@ -232,17 +196,10 @@ def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found)
         assert readings["units"] == blocks + ends + 1, case
         assert readings.get("tied", False) is tied, case
     assert found("one process")["llama/1"]["units"] == 0
-    for name, share in (
-        ("TP 2", 0.5),
-        ("FSDP2 2 x TP 2", 0.25),
-        *((("HSDP 2x2", 0.5),) if LONG_FORM else ()),
-    ):
-        for case, readings in found(name).items():
-            assert math.isclose(readings["held"] / readings["all"], share, abs_tol=0.03), (
-                name,
-                case,
-            )
-            assert readings["same_parameters"], (name, case)
+    if LONG_FORM:
+        for case, readings in found("HSDP 2x2").items():
+            assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.03), case
+            assert readings["same_parameters"], case
 
 
 @pytest.mark.parametrize("case", ["gpt/1", "llama/1", "tied-lora-grown/1", "mixtral/1"])
@@ -343,9 +300,7 @@ def assert_went_on(folder: Path, reference: Path) -> float:
     return max(abs(loss / others[step] - 1) for step, loss in losses.items())
 
 
-@pytest.mark.parametrize(
-    "layout", ["FSDP2 2", "TP 2", "PP 2", pytest.param("TP 2 x DP 2", marks=long_form)]
-)
+@pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("HSDP 2x2", marks=long_form)])
 def test_a_run_goes_on_where_its_model_is_sharded(
     layout: str, text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -359,12 +314,10 @@ def test_a_run_goes_on_where_its_model_is_sharded(
         "--async_save",
     ]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / f"step-{HALF:08d}")]
-    begun += ["--pipeline_stages", "2"] if layout.startswith("PP") else WRITING
-    run_forked([*LAUNCHERS[layout], *flags, *begun]).assert_ok()
+    run_forked([*LAUNCHERS[layout], *flags, *begun, *WRITING]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted)
     written, expected = (path / "samples.jsonl" for path in (tmp_path / "run", uninterrupted))
-    if layout != "PP 2":  # of which no stage has all that writing takes
-        assert written.read_text() == expected.read_text()
+    assert written.read_text() == expected.read_text()
     sharded = dict(read_tensors(tmp_path / f"run/checkpoints/step-{WHOLE:08d}/optimizer"))
     whole = dict(read_tensors(uninterrupted / f"checkpoints/step-{WHOLE:08d}/optimizer"))
     assert sharded.keys() == whole.keys()
@@ -378,25 +331,15 @@ def test_a_run_goes_on_under_any_layout(
 ) -> None:
     folder, layouts = (
         tmp_path / "run",
-        ("FSDP2 4", "DDP 2", "TP 2 x DP 2", "one process", "PP 2", "FSDP2 2"),
+        ("FSDP2 4", "DDP 2", "HSDP 2x2", "one process", "FSDP2 2"),
     )
     flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
-    commands = [
-        [*LAUNCHERS[name], *flags, "--pipeline_stages", "2" if name == "PP 2" else "1"]
-        for name in layouts
-    ]
+    commands = [[*LAUNCHERS[name], *flags] for name in layouts]
     for place, command in enumerate(commands[:-1]):
         interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
     run_forked(commands[-1]).assert_ok()
     starts = read_json(folder / "run.json")["starts"]
-    assert [start["sharded"] for start in starts] == [
-        "1x4",
-        None,
-        "2x1x2",
-        None,
-        "1x1 in 2 stages",
-        "1x2",
-    ]
+    assert [start["sharded"] for start in starts] == ["1x4", None, "2x2", None, "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
     worst = assert_went_on(folder, uninterrupted)
     score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")

@@ -22,7 +22,6 @@ from tests.launching import (
     wait_for_readings,
 )
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
-from tests.wandb_file import read_history, read_records
 
 
 def start_on(
@@ -86,27 +85,6 @@ def test_a_model_that_is_sharded_inside_two_machines_is_the_same_run(
             series(tmp_path / "one", key), rel=1e-5
         )
     assert len([*tmp_path.glob("four/model/*.safetensors")]) == 4
-
-
-@long_form
-def test_wandb_measures_both_machines_in_one_group(
-    machines: list[str], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    flags = [*TINY, "--dataset", str(text_file), "--report_to", "wandb"]
-    for ended in wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "two")])):
-        ended.assert_ok()
-    run_id = read_json(tmp_path / "two/run.json")["run_id"]
-    runs = {}
-    for file in tmp_path.glob("two/wandb/offline-run-*/*.wandb"):
-        records = read_records(file)
-        [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-        runs[run.run_id] = run
-        assert any(record.WhichOneof("record_type") == "stats" for record in records)
-        steps = [row["step"] for row in read_history(file)]
-        assert steps == ([] if run.job_type == "machine" else list(range(7)))
-    assert runs.keys() == {run_id, f"{run_id}-machine1"}
-    assert {run.run_group for run in runs.values()} == {run_id}
 
 
 @long_form

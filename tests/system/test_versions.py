@@ -31,8 +31,8 @@ SUBSET = [
 ]
 
 
-def test_every_package_that_training_needs_has_a_lowest_version() -> None:
-    for needed in requirements("lora"):
+def test_every_package_that_a_user_needs_has_a_lowest_version() -> None:
+    for needed in requirements("lora", "lab"):
         assert re.fullmatch(r"[\w-]+==[\d.]+", lowest(needed))
 
 
@@ -48,7 +48,7 @@ def test_the_page_of_versions_has_those_of_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     allowed = {"Python": setup["options"]["python_requires"].removeprefix(">=")}
-    for needed in requirements("lora"):
+    for needed in requirements("lora", "lab"):
         allowed[needed.name] = lowest(needed).partition("==")[2]
 
     assert on_page == {name: allowed[name] for name in on_page}
@@ -68,7 +68,7 @@ def test_the_page_of_versions_has_the_pythons_of_the_workflow() -> None:
 @long_form
 @pytest.mark.timeout(1200)
 def test_the_lowest_versions_work() -> None:
-    wanted = [lowest(needed) for needed in requirements("lora") if needed.name != "torch"]
+    wanted = [lowest(needed) for needed in requirements("lora", "lab") if needed.name != "torch"]
     # Older builds of torch for CPUs are not in every index. CI tests the lowest one; here it is this one.
     torch = f"torch=={version('torch').partition('+')[0]}"
     tools = [str(needed) for needed in requirements("test") if needed not in requirements()]

@@ -78,10 +78,18 @@ def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
         0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"]
     )
 
+    # The run has only recorded; the folder draws again what the command drew.
+    shutil.copytree(tmp_path / "run", tmp_path / "drawn")
+    for name in ("table.txt", "summary.json", "trace.json", "timeline.html"):
+        (tmp_path / "drawn" / "xray" / name).unlink()
+    status, out, err = ended(capsys, "xray", str(tmp_path / "drawn"), "--json")
+    assert (status, json.loads(out), err) == (0, summary, "")
+    assert (tmp_path / "drawn" / "xray" / "timeline.html").exists()
+
     def same_run(command: list[str], **_: object) -> None:
         shutil.copytree(tmp_path / "run", command[-1])
 
-    monkeypatch.setattr("llmtrain.commands.xray.run_command", same_run)
+    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", same_run)
     status, out, err = ended(capsys, *words, "--json")
     assert (status, json.loads(out), err) == (0, summary, "")
 

@@ -14,9 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
-from llmtrain.parallel.sharded import ShardedEngine
 from llmtrain.training import compiling
 from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
 from tests.engines import engine_of
@@ -109,33 +107,6 @@ def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
         choose_compiled_or_eager(
             engine_of(accelerator, gpt()), BATCH, passes=MANY, mode="always", earlier_choice=None
         )
-
-
-@pytest.mark.usefixtures("compiler")
-def test_blocks_are_not_compiled_under_tensor_parallelism(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They communicate, so no rank can try one alone."""
-    accelerator.sharding = Sharding(replicas=1, shards=1, tensor=2)
-    monkeypatch.setattr(compiling, "_MIN_REMAINING_SECONDS", 0.0)
-    with pytest.raises(UserError, match=r"--torch_compile always .* tensor parallelism"):
-        choose_compiled_or_eager(
-            ShardedEngine(accelerator, gpt()),
-            BATCH,
-            passes=MANY,
-            mode="always",
-            earlier_choice=None,
-        )
-    for earlier in (None, True):
-        model = gpt()
-        engine = ShardedEngine(accelerator, model)
-        assert (
-            choose_compiled_or_eager(
-                engine, BATCH, passes=MANY, mode="auto", earlier_choice=earlier
-            )
-            is False
-        )
-        assert not is_compiled(model)
 
 
 @pytest.mark.usefixtures("compiler")

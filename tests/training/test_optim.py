@@ -20,7 +20,7 @@ import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
-from llmtrain.record.resume_point import ResumePoint
+from llmtrain.record.resume import ResumePoint
 from llmtrain.training.checks import say_changed_settings
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer

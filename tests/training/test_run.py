@@ -15,7 +15,7 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.record import checkpoint, resume
+from llmtrain.record import resume, saver
 from llmtrain.record.history import History
 from llmtrain.record.stopping import Deadline
 from llmtrain.record.trackers import weights_and_biases
@@ -24,7 +24,7 @@ from llmtrain.training import opening
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import RunSummary
-from llmtrain.training.saving import restore, save
+from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LoopConfig, OptimConfig, RunConfig, Settings
 from llmtrain.types import ModelBundle
 from tests.engines import engine_of, finish
@@ -81,7 +81,7 @@ def begin(accelerator: Accelerator, opened):
             with opened(fingerprint, **flags) as run:
                 started = run.step
                 for step in steps:
-                    run.state.step, run.state.tokens = step, step * 100
+                    run.status.step, run.status.tokens = step, step * 100
                     run.log({"train/loss": 1.0})
                     save(run, engine, optimizer)
                 if crash:
@@ -463,7 +463,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     with opened(report_to=["tensorboard"]) as run:
         monkeypatch.setattr(accelerator.trackers[0], "log", lambda *_, **__: 1 / 0)
         for step in (1, 2, 3):
-            run.state.step = step
+            run.status.step = step
             run.log({"train/loss": 1.0})
         finish(run, torch.nn.Linear(2, 2))
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 3
@@ -477,7 +477,7 @@ def test_tensorboard_holds_what_the_file_holds(
 
     with opened(report_to=["tensorboard"]) as run:
         for step in (1, 2):
-            run.state.step = step
+            run.status.step = step
             run.log({"train/loss": step / 4})
         finish(run, torch.nn.Linear(2, 2))
     (events,) = [
@@ -556,7 +556,7 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
     with opened(report_to=["wandb"]) as run:
-        run.state.step = 1
+        run.status.step = 1
         run.log({"train/loss": 0.5})
         finish(run, torch.nn.Linear(2, 2))
     said = capsys.readouterr()
@@ -574,11 +574,11 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
-        run.state.step = 1
+        run.status.step = 1
         save(run, engine, optimizer)
         status = read_json(tmp_path / "run/status.json")
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "start_id": "another"}))
-        run.state.step = 2
+        run.status.step = 2
         with pytest.raises(
             UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
@@ -597,7 +597,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
         for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, None], start=1):
-            run.state.step = step
+            run.status.step = step
             if loss is not None:
                 run.log({"eval/loss": loss})
             save(run, engine, optimizer)
@@ -616,7 +616,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened(async_save=True) as run:
-        run.state.step = 1
+        run.status.step = 1
         save(run, engine, optimizer)
         run.saver.wait()
         assert not run.wants_to_stop()
@@ -624,8 +624,8 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "write_tensors", full)
-        run.state.step = 2
+        monkeypatch.setattr(saver, "write_tensors", full)
+        run.status.step = 2
         save(run, engine, optimizer)
         while not run.wants_to_stop():
             pass
@@ -641,14 +641,14 @@ def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with contextlib.suppress(CrashError), opened() as run:
-        run.state.compiled, run.state.skipped = True, 3
-        run.state.step, run.state.tokens = 1, 10
+        run.status.compiled, run.status.skipped = True, 3
+        run.status.step, run.status.tokens = 1, 10
         save(run, engine, optimizer)
         raise CrashError
     with opened() as run:
-        assert run.state.compiled is None
+        assert run.status.compiled is None
         restore(run, engine, optimizer)
-        assert (run.state.compiled, run.state.skipped) == (True, 3)
+        assert (run.status.compiled, run.status.skipped) == (True, 3)
         finish(run, model)
 
 
@@ -663,7 +663,7 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
     )
     with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
-        run.state.step, run.state.tokens = 1, 10
+        run.status.step, run.status.tokens = 1, 10
         save(run, engine, optimizer)
         raise CrashError
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
@@ -679,7 +679,7 @@ def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: 
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     with opened() as run:
         assert repr(run) == f"Run('{folder}', running, step 0)"
-        run.state.step = 3
+        run.status.step = 3
         run.log({"eval/loss": 2.5})
         finish(run, model)
     assert repr(run) == f"Run('{folder}', finished, step 3, eval loss 2.5000)"
@@ -692,7 +692,7 @@ def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: 
 def test_a_run_reaches_another_process_as_a_summary(opened, accelerator: Accelerator) -> None:
     """As accelerate's notebook_launcher sends the result of ``main``."""
     with opened() as run:
-        run.state.step = 3
+        run.status.step = 3
         run.log({"eval/loss": 2.5})
         finish(run, accelerator.prepare(torch.nn.Linear(3, 2)))
     summary = pickle.loads(pickle.dumps(run))
@@ -703,9 +703,9 @@ def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) 
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     with opened() as run:
         assert len(run.history()) == 0
-        run.state.step = 1
+        run.status.step = 1
         run.log({"train/loss": 3.0, "phases": {"forward": [0.25, 0.5]}, "batch": "a-b"})
-        run.state.step = 2
+        run.status.step = 2
         run.log({"train/loss": float("nan")})
         run.log({"eval/loss": 2.5})
         finish(run, model)
@@ -750,29 +750,13 @@ def test_trackers_get_checkpoints_and_how_a_run_has_ended(begin, told) -> None:
     assert told.exit_codes == [1, 0]
 
 
-@pytest.mark.parametrize("is_online", [True, False])
-def test_only_the_first_start_of_a_run_forks_what_it_extends(
-    is_online: bool, begin, told, tmp_path: Path
-) -> None:
-    begin(steps=(10,))
-    path = tmp_path / "run/run.json"
-    record = read_json(path)
-    if is_online:
-        path.write_text(json.dumps(record | {"trackers": {"wandb": "https://wandb/run"}}))
-    named = {"resume_from_checkpoint": str(tmp_path / "run")}
-    begin(steps=(20,), crash=True, **named)
-    begin(steps=(30,), **named)
-    fork = f"{record['run_id']}?_step=10" if is_online else ""
-    assert [run.fork for run in told.starts] == ["", fork, ""]
-
-
 def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(
     opened, tmp_path: Path
 ) -> None:
     with opened() as run:
         run.patience.keeps_best = True
         run.patience.record(0, {"eval/loss": 1.5})
-        run.state.step = 1
+        run.status.step = 1
         run.patience.record(1, {"eval/loss": 2.5})
         finish(run, torch.nn.Linear(2, 2))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]

@@ -12,7 +12,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
-from llmtrain.record.checkpoint import write_model
+from llmtrain.record.saver import write_model
 from llmtrain.training.summary import show_result
 
 

@@ -24,21 +24,22 @@ class Mirror:
 
     Args:
         tracker: the tracker.
-        path: ``metrics.jsonl``, with ``samples.jsonl`` next to it; ``None`` sends nothing.
+        path: ``metrics.jsonl``, with ``samples.jsonl`` next to it.
     """
 
-    def __init__(self, tracker: Tracker, path: Path | None) -> None:
+    def __init__(self, tracker: Tracker, path: Path) -> None:
         self.tracker = tracker
         self.path = path
         self.news = threading.Event()  # there is something to send, or the run ends
         self.ending = threading.Event()
+        self.is_abandoned = False  # it did not open in time
         self.exit_code = 0
         self.model: Path | None = None
         self.opened: Future[None] = Future()
         self._clock = TrainingClock(tracker.run.start_times)
         self._position = Position()  # of the last entry that was read
         self._checkpoints: SimpleQueue[Path] = SimpleQueue()
-        self._samples_path = path.with_name("samples.jsonl") if path is not None else None
+        self._samples_path = path.with_name("samples.jsonl")
         self._samples: list[JsonObject] = []
         self._samples_bytes = 0  # the size of the file that they were read from
         self._sent_samples = 0
@@ -56,7 +57,7 @@ class Mirror:
         done, _ = wait([self.opened], seconds)
         if not done:
             # If it opens later, nothing is sent.
-            self.path = None
+            self.is_abandoned = True
             self.end(exit_code=1, model=None)
             raise TimeoutError(f"no answer in {seconds} s")
         self.opened.result()
@@ -96,7 +97,7 @@ class Mirror:
 
     def _follow(self) -> None:
         """Send what the run writes until it ends."""
-        if self.path is None:
+        if self.is_abandoned:
             return
         with self.path.open("rb") as file:
             while True:
@@ -141,7 +142,6 @@ class Mirror:
                 self.tracker.log_samples(due, self._position.step)
 
     def _read_samples(self) -> None:
-        assert self._samples_path is not None
         with contextlib.suppress(FileNotFoundError):
             size = self._samples_path.stat().st_size
             if size != self._samples_bytes:

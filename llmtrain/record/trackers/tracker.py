@@ -27,11 +27,8 @@ class TrackedRun:
         run_id: identifies the run, in all its starts.
         project: the project that the run belongs to.
         config: all settings, and facts such as the number of parameters, without secrets.
-        machines: the number of machines of this start.
         start_times: the times of all starts of this run and of those that it extends, in seconds
             since 1970.
-        fork: the W&B run and step that this run begins from, such as ``3f2a90b1?_step=400``; empty
-            if there is none.
     """
 
     folder: Path
@@ -39,9 +36,7 @@ class TrackedRun:
     run_id: str
     project: str = "llmtrain"
     config: JsonObject = field(default_factory=dict)
-    machines: int = 1
     start_times: Sequence[float] = ()
-    fork: str = ""
 
 
 class Position(NamedTuple):

@@ -1,4 +1,4 @@
-"""Weights & Biases: online, offline, in sweeps, and on each machine of a run."""
+"""Weights & Biases: online, offline and in sweeps."""
 
 import contextlib
 import math
@@ -46,8 +46,8 @@ def sweep_run_id() -> str | None:
     return os.environ.get("WANDB_RUN_ID")
 
 
-class _WandbRun(Tracker):
-    """A run of W&B: online if possible, and otherwise offline.
+class WeightsAndBiases(Tracker):
+    """W&B's copy of a run, which is one run of W&B in all starts: online if possible, else offline.
 
     Args:
         name: ``wandb``.
@@ -56,12 +56,16 @@ class _WandbRun(Tracker):
 
     Attributes:
         is_offline: whether W&B only writes to the run folder.
+        first_step: the first step that W&B lacks.
+        best: the best value of each eval metric so far.
     """
 
     def __init__(self, name: str, run: TrackedRun, close_seconds: float) -> None:
         super().__init__(name, run)
         self.close_seconds = close_seconds
         self.is_offline = False
+        self.first_step = 0
+        self.best: dict[str, float] = {}
 
     def open(self) -> None:
         import wandb
@@ -74,7 +78,7 @@ class _WandbRun(Tracker):
         with _redacted_command():
             if not self.is_offline:
                 try:
-                    self.inner = self._init_online(mode)
+                    self.inner = self._init(mode=mode, resume="allow")
                 except Exception as error:
                     note(f"W&B does not answer ({first_line(error)}); logging offline.")
                     wandb.teardown()  # ends its service process, which still holds the run id
@@ -84,8 +88,12 @@ class _WandbRun(Tracker):
                 self.inner = self._init(mode="offline")
         self.inner.store_init_configuration(self.run.config)
 
-    def _init_online(self, mode: str | None) -> GeneralTracker:
-        return self._init(mode=mode, resume="allow")
+        if not self.is_offline:
+            self.first_step = self.wandb_run.starting_step
+        for metric in _STEP_METRICS:
+            self.wandb_run.define_metric(metric, hidden=True)
+        self._show_output()
+        self._say_where()
 
     def _init(self, **arguments: object) -> GeneralTracker:
         """Call ``wandb.init``, through Accelerate's tracker."""
@@ -99,48 +107,16 @@ class _WandbRun(Tracker):
             finish_timeout=max(self.close_seconds - 10, 1),
             finish_timeout_raises=True,
         )
-        arguments = {"dir": str(self.run.folder), **self._identity(), **arguments}
-        if self.run.machines > 1 and "WANDB_RUN_GROUP" not in os.environ:
-            arguments["group"] = self.run.run_id
-        return self._start(self.run.project, settings=settings, **arguments)
-
-    def _identity(self) -> JsonObject:
-        """Return the arguments of ``wandb.init`` that identify the run."""
-        return {"id": self.run.run_id, "name": self.run.name}
+        if sweep_run_id() is None:
+            # The agent of a sweep chooses the project, the id and the name itself.
+            arguments = {"id": self.run.run_id, "name": self.run.name, **arguments}
+        folder = str(self.run.folder)
+        return self._start(self.run.project, dir=folder, settings=settings, **arguments)
 
     @property
     def wandb_run(self) -> Any:
         """The ``wandb.Run``."""
         return self.inner.tracker
-
-    def finish(self, exit_code: int, model: Path | None) -> None:
-        import wandb
-
-        self.wandb_run.finish(exit_code=exit_code)
-        wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
-
-
-class WeightsAndBiases(_WandbRun):
-    """W&B's copy of a run, which is one run of W&B in all starts.
-
-    Attributes:
-        first_step: the first step that W&B lacks.
-        best: the best value of each eval metric so far.
-    """
-
-    def __init__(self, name: str, run: TrackedRun, close_seconds: float) -> None:
-        super().__init__(name, run, close_seconds)
-        self.first_step = 0
-        self.best: dict[str, float] = {}
-
-    def open(self) -> None:
-        super().open()
-        if not self.is_offline:
-            self.first_step = self.wandb_run.starting_step
-        for metric in _STEP_METRICS:
-            self.wandb_run.define_metric(metric, hidden=True)
-        self._show_output()
-        self._say_where()
 
     def _show_output(self) -> None:
         """Let W&B show what the run prints, which is in a file of this name."""
@@ -160,18 +136,6 @@ class WeightsAndBiases(_WandbRun):
         elif self.wandb_run.url:
             self.url = redacted(self.wandb_run.url)
             say("wandb", self.url)
-
-    def _init_online(self, mode: str | None) -> GeneralTracker:
-        if self.run.fork and sweep_run_id() is None:
-            try:
-                return self._init(mode=mode, fork_from=self.run.fork)
-            except Exception as error:
-                note(f"W&B does not fork {self.run.fork} ({first_line(error)}); sending all steps.")
-        return super()._init_online(mode)
-
-    def _identity(self) -> JsonObject:
-        # The agent of a sweep has chosen the project, the id and the name.
-        return {} if sweep_run_id() is not None else super()._identity()
 
     def has(self, position: Position) -> bool:
         return position.step < self.first_step
@@ -217,37 +181,15 @@ class WeightsAndBiases(_WandbRun):
 
     def finish(self, exit_code: int, model: Path | None) -> None:
         """End the run, after the finished model is uploaded if :func:`wants_model` says so."""
+        import wandb
+
         if model is not None and wants_model():
             try:
                 self._log_artifact("model", model, alias="finished")
             except Exception as error:
                 note(f"wandb: {first_line(error)}; the run folder has everything.")
-        super().finish(exit_code, model)
-
-
-class WandbMachine(_WandbRun):
-    """A W&B run without metrics, for the system metrics of another machine of the run.
-
-    W&B measures the CPUs, GPUs, memory and network of the machine that a W&B run is on. The W&B
-    runs of all machines are one group.
-
-    Args:
-        run: the run to report.
-        close_seconds: the longest time that the run waits for :meth:`finish`.
-        machine: the number of this machine.
-    """
-
-    def __init__(self, run: TrackedRun, close_seconds: float, machine: int) -> None:
-        super().__init__("wandb", run, close_seconds)
-        self.machine = machine
-
-    def _identity(self) -> JsonObject:
-        machine = f"machine{self.machine}"
-        return {
-            "id": f"{self.run.run_id}-{machine}",
-            "name": f"{self.run.name}-{machine}",
-            "job_type": "machine",
-        }
+        self.wandb_run.finish(exit_code=exit_code)
+        wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
 
 
 @contextlib.contextmanager

@@ -1,0 +1,241 @@
+"""Run a recipe with several seeds, one after the other, to see how much its loss varies.
+
+The runs get --seed S, S + 1, ... and folders such as runs/gpt-seed-0, where S is the recipe's own
+seed and runs/gpt is its own --output_dir. The same command again skips the seeds that are finished
+and resumes one that is not; a larger N adds seeds. Ctrl-C and SIGTERM reach the run, which saves.
+The exit status is that of the run that did not finish, or 0.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.files import json_text
+from llmtrain.lab.commands._seeds import seed_flags, seed_folder
+from llmtrain.lab.commands.compare import comparison_as_json, group_lines
+from llmtrain.launching.children import (
+    Ending,
+    has_too_few_gpus,
+    process_count,
+    recipe_command,
+    run_command,
+    run_to_end,
+)
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.record.history import History, is_run
+from llmtrain.secrets import redacted
+from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from llmtrain.config_file import Setting
+
+EXAMPLES = (
+    "llmtrain repeat 5 recipes/gpt.py",
+    "llmtrain repeat 5 recipes/gpt.py --learning_rate 0.01 --output_dir runs/slow",
+)
+
+_STDERR = 2  # the file descriptor
+_SAVE_SECONDS = 60.0  # for a run that still saves after its launcher has ended
+_POLL_SECONDS = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("count", type=int, metavar="N", help="number of seeds")
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="P",
+        help="number of processes of each run (default: from the config file, or 1)",
+    )
+    parser.add_argument(
+        "--config_file", metavar="FILE", help="accelerate config to launch the recipe with"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    separate_recipe_flags(arguments)
+    if arguments.count < 1:
+        raise UserError(f"{arguments.count} seeds: run at least one.")
+    processes = process_count(arguments.processes, arguments.config_file, default=1)
+    settings = _recipe_settings(arguments)
+    output_dir = _output_dir(settings)
+    first_seed = settings["seed"].value
+    seeds = range(first_seed, first_seed + arguments.count)
+    for seed in seeds:
+        _check_folder(seed_folder(output_dir, seed), settings)
+
+    for i, seed in enumerate(seeds, start=1):
+        folder = seed_folder(output_dir, seed)
+        history = History.read(folder)
+        if history.state == "finished":
+            _report(arguments, f"{seed}: {folder} is finished")
+            continue
+
+        _report(arguments, f"{seed}: {folder}, {i} of {len(seeds)}")
+        ending = _run_seed(arguments, processes, output_dir, seed)
+        if ending.status or History.read(folder).state != "finished":
+            _stop(arguments, seed, folder, ending)
+
+    _summarise(arguments, output_dir, seeds)
+
+
+def _report(arguments: argparse.Namespace, text: str) -> None:
+    """Print a line about a seed, unless stdout is for JSON."""
+    if not arguments.json:
+        say("seed", text)
+
+
+# --- the settings of the recipe, and those of runs that exist
+
+
+def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
+    """Return the settings of the recipe with the user's flags, as the recipe itself prints them.
+
+    Raises:
+        UserError: if the recipe refuses the flags, or has no settings.
+    """
+    from llmtrain.config_file import settings_in
+
+    command = recipe_command([arguments.recipe, *arguments.flags], {}, processes=1)
+    text = run_command([*command, "--print_config"], on_cpu=True)
+    settings = settings_in(text)
+    if "seed" not in settings or "output_dir" not in settings:
+        raise UserError(
+            f"{arguments.recipe} --print_config shows no seed and no output_dir; name a recipe "
+            "with these flags, and leave --help out."
+        )
+    return settings
+
+
+def _output_dir(settings: Mapping[str, "Setting"]) -> Path:
+    from llmtrain.record.resume import candidate_folders
+
+    return next(candidate_folders(settings["output_dir"].value))
+
+
+def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
+    """Check that the folder of a seed is free, or holds a run with the same settings.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    from llmtrain.lab.identity import compared_settings
+    from llmtrain.record.resume import is_free
+
+    if is_free(folder):
+        return
+    if not is_run(folder):
+        raise UserError(f"{folder} is not a run folder; use another --output_dir.")
+
+    history = History.of_run(folder)
+    recorded = history.record.get("settings") or {}
+    max_steps = int(history.settings.get("max_steps") or 0)
+    bitwise = settings.get("bitwise")
+    is_bitwise = bool(history.settings.get("bitwise") or (bitwise and bitwise.value))
+    differing = []
+    for name, setting in compared_settings(settings, is_bitwise=is_bitwise).items():
+        entry = recorded.get(name) or {}
+        if not _is_same(setting, entry, max_steps):
+            differing.append(f"{name} {entry.get('value')} there, {setting.value} here")
+    if differing:
+        raise UserError(
+            f"{folder} holds a run with other settings ({', '.join(differing)}); use another "
+            "--output_dir."
+        )
+
+
+def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
+    """Return whether a setting is the same as that of a run.
+
+    A setting that the user has set in neither is the same: what the run has recorded may be a
+    default that followed from other settings.
+
+    Args:
+        setting: the setting of the recipe.
+        entry: its value and origin in ``run.json``.
+        max_steps: the steps of the run.
+    """
+    from llmtrain.training.steps import steps_of
+
+    origin = str(entry.get("from", "recipe"))
+    was_set = origin != "recipe" and not origin.startswith("--")
+    if not setting.is_set and not was_set:
+        return True
+
+    recorded = entry.get("value")
+    value = redacted(setting.value)
+    if value == "auto":  # the run has recorded the choice
+        return True
+    if isinstance(recorded, int) and isinstance(value, float) and 0 < value < 1:
+        # A fraction of the run, which records it as steps.
+        value = steps_of(value, max_steps)
+    return bool(value == (None if recorded == [] else recorded))
+
+
+# --- the runs
+
+
+def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, seed: int) -> Ending:
+    """Run the recipe with a seed until it ends."""
+    command = recipe_command(
+        [arguments.recipe, *arguments.flags],
+        seed_flags(output_dir, seed),
+        processes,
+        arguments.config_file,
+    )
+    # One process chooses its device itself.
+    on_cpu = processes > 1 and has_too_few_gpus(processes, arguments.config_file)
+    # With --json, stdout is for the result.
+    stdout = _STDERR if arguments.json else None
+    ending = run_to_end(command, on_cpu=on_cpu, stdout=stdout)
+
+    # A launcher may end at once when it is asked to stop, while the run still saves.
+    deadline = time.monotonic() + _SAVE_SECONDS
+    folder = seed_folder(output_dir, seed)
+    while History.read(folder).is_in_progress and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return ending
+
+
+def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending) -> None:
+    """Say how to go on after a seed that has not finished, and exit with its status."""
+    state = History.read(folder).summary() if is_run(folder) else "it has not begun"
+    print(
+        f"stopped   seed {seed} has not finished in {folder}: {state}; the same command again goes "
+        "on with it",
+        file=sys.stderr,
+    )
+    if ending.stop_signal is not None:
+        sys.exit(128 + ending.stop_signal)  # a launcher has another status
+    sys.exit(ending.status or 1)
+
+
+def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) -> None:
+    """Print how much the eval loss varies, and how to compare it with that of another setting."""
+    from llmtrain.lab.compare import compare_groups
+
+    histories = [History.of_run(seed_folder(output_dir, seed)) for seed in seeds]
+    comparison = compare_groups(histories)
+    if arguments.json:
+        print(json_text(comparison_as_json(comparison), indent=1))
+        return
+
+    lines = [f"{remark.label:<10}{remark.text}" for remark in comparison.remarks]
+    lines += group_lines(comparison)
+    if len(comparison.groups) > 1:
+        lines.append(f"{'differ':<10}the runs are not alike: see the names of the groups above")
+
+    other = output_dir.with_name("OTHER")
+    recipe = shlex.join([arguments.recipe, *arguments.flags])
+    lines += [
+        f"{'next':<10}llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}",
+        f"{'':<10}llmtrain compare {output_dir}-seed-* {other}-seed-*",
+    ]
+    print("\n".join(lines))

@@ -1,0 +1,105 @@
+"""Run a few steps of a recipe, and show when each process does what.
+
+It shows the phases of each step, when each bucket of gradients is full and sent, how much of that
+time is hidden behind the backward pass, and which process keeps the others waiting. With a run
+folder instead of a recipe, it shows the steps that the run has recorded with --xray_steps.
+"""
+
+import argparse
+from pathlib import Path
+
+from llmtrain.errors import UserError
+from llmtrain.launching.children import (
+    gpu_count,
+    has_too_few_gpus,
+    process_count,
+    recipe_command,
+    run_command,
+    short_run_flags,
+)
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.types import JsonObject
+
+EXAMPLES = (
+    "llmtrain xray recipes/gpt.py",
+    "llmtrain xray runs/gpt",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(
+        parser, "path of the recipe, which gets all flags not listed here; or a run folder"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of processes (default: from the config file, or one per GPU and at least 2)",
+    )
+    parser.add_argument(
+        "--steps",
+        default="6:8",
+        metavar="A:B",
+        help="record steps A to B; the first steps of a run are slow (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--config_file", metavar="FILE", help="accelerate config to launch the recipe with"
+    )
+    parser.add_argument(
+        "--output_dir",
+        "--output-dir",
+        default="runs/xray",
+        metavar="DIR",
+        help="the folder of the run that the recipe makes (default: %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from llmtrain.lab.xray.recording import Recording
+    from llmtrain.lab.xray.timeline import write_pages
+
+    is_run_folder = Path(arguments.recipe).is_dir()
+    separate_recipe_flags(arguments, is_recipe=not is_run_folder)
+    if is_run_folder and arguments.flags:
+        raise UserError(
+            f"{arguments.flags[0]} is for a recipe, and {arguments.recipe} is a folder."
+        )
+
+    folder = Path(arguments.recipe) if is_run_folder else _record(arguments)
+    write_pages(Recording.read(folder), folder)
+
+    result = folder / "xray"
+    if arguments.json:
+        print((result / "summary.json").read_text())
+        return
+    print((result / "table.txt").read_text())
+    print(
+        f"Open {result}/timeline.html in a browser, "
+        f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
+    )
+
+
+def _record(arguments: argparse.Namespace) -> Path:
+    """Run the recipe until the last step to record, and return the run folder."""
+    from llmtrain.record.resume import candidate_folders, is_free
+
+    processes = process_count(
+        arguments.processes, arguments.config_file, default=max(2, gpu_count())
+    )
+    first_step, _, last_step = arguments.steps.partition(":")
+    if not (first_step.isdecimal() and last_step.isdecimal()):
+        raise UserError(
+            f"--steps {arguments.steps}: write the first and the last step, such as 6:8."
+        )
+
+    candidates = candidate_folders(arguments.output_dir)
+    folder = next(folder for folder in candidates if is_free(folder))
+    forced: JsonObject = short_run_flags(int(last_step)) | {
+        "xray_steps": arguments.steps,
+        "resume_from_checkpoint": "never",
+        "output_dir": str(folder),
+    }
+    recipe = [arguments.recipe, *arguments.flags]
+    command = recipe_command(recipe, forced, processes, arguments.config_file)
+    run_command(command, on_cpu=has_too_few_gpus(processes, arguments.config_file))
+    return folder

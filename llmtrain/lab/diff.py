@@ -1,0 +1,471 @@
+"""Find the first step at which two runs diverge, and settings that could be the cause.
+
+A step is a chain of quantities: the weights and the rows, the tokens of the rows, the labels, the
+loss, the gradient, and the weights after the step. The first quantity in the chain that differs
+points to the settings, or the code, that influence it. All later differences follow from it.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llmtrain.lab.identity import METADATA, flat_record, groups_by_setting, tolerance_between
+from llmtrain.lab.row_diff import describe_row_difference
+from llmtrain.record.history import History
+from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
+from llmtrain.types import Json, JsonObject
+
+
+class Link(NamedTuple):
+    """How to explain a difference in one quantity if all quantities before it are equal.
+
+    Attributes:
+        groups: the groups of settings that influence this quantity.
+        default_cause: the cause to report if none of these settings differs.
+        condition: what is equal in both runs, for the message.
+        needs_same_data: on different data, this quantity differs even if nothing is wrong.
+    """
+
+    groups: tuple[str, ...]
+    default_cause: str
+    condition: str = ""
+    needs_same_data: bool = False
+
+
+class Divergence(NamedTuple):
+    """The first step at which two runs differ in one quantity.
+
+    Attributes:
+        link: a key of :data:`CHAIN`.
+        step: the step; 0 is before the first step.
+        value_a: the value in the first run.
+        value_b: the value in the second run.
+        grown_from: the relative difference at the log entry before, if rounding errors may have
+            grown from it to this one; otherwise ``None``.
+    """
+
+    link: str
+    step: int
+    value_a: Json
+    value_b: Json
+    grown_from: float | None = None
+
+
+class FinalLoss(NamedTuple):
+    """The last value of a loss in each of two runs.
+
+    Attributes:
+        name: what it is, such as ``eval loss``.
+        step_a: its step in the first run.
+        value_a: its value in the first run.
+        step_b: its step in the second run.
+        value_b: its value in the second run.
+    """
+
+    name: str
+    step_a: int
+    value_a: float
+    step_b: int
+    value_b: float
+
+
+class Comparison(NamedTuple):
+    """The result of comparing two runs.
+
+    Attributes:
+        final_losses: the last losses that both runs have logged.
+        first: the earliest divergence. If several are at the same step, the first in the chain.
+        divergences: all divergences, in the order of the chain.
+        causes: what may have caused the first divergence.
+        other_differences: settings and versions that differ, but cannot have caused it.
+        largest_loss_difference: the largest relative difference of a train loss.
+        common_entries: how many train losses both runs have logged at the same step.
+    """
+
+    final_losses: list[FinalLoss]
+    first: Divergence | None
+    divergences: list[Divergence]
+    causes: list[str]
+    other_differences: list[str]
+    largest_loss_difference: float
+    common_entries: int
+
+
+class MetadataDifference(NamedTuple):
+    """A setting, or another part of the runs' records, that differs.
+
+    Attributes:
+        groups: which parts of a step it influences, as in :attr:`Link.groups`.
+        text: its name and both values.
+    """
+
+    groups: tuple[str, ...]
+    text: str
+
+
+_LABELS = "labels are masked or shifted differently"
+_MODEL = (
+    "the model or the loss is computed differently: attention, dropout or precision differ, or "
+    f"{_LABELS}"
+)
+_TOKENS = (
+    "the text is tokenised differently: the file differs, or a special token is added twice or "
+    "is missing; or the rows are in a different order (--log_rows logs it)"
+)
+_GRADIENT = (
+    "the gradient is accumulated differently: a mean of micro-batches' means instead of one mean "
+    "over all tokens, a missing gradient sync, or a factor of the number of processes"
+)
+_OPTIMIZER = "the optimizer or gradient clipping computes differently"
+
+# The quantities of record/tolerances.py. Each depends on those before it.
+CHAIN = {
+    "initial_weights": Link(
+        groups=("model", "seed"),
+        default_cause="the weights are initialised or loaded differently",
+    ),
+    "rows": Link(
+        groups=("data", "seed"),
+        default_cause="rows are shuffled, or distributed over the processes, differently",
+    ),
+    "input_tokens": Link(
+        groups=("data", "seed"),
+        default_cause=_TOKENS,
+    ),
+    "labels": Link(
+        groups=("data",),
+        default_cause=_LABELS,
+        condition="of the same tokens",
+    ),
+    "target_tokens": Link(
+        groups=("data",),
+        default_cause=f"{_LABELS}, or counted differently",
+    ),
+    "learning_rate": Link(
+        groups=("update",),
+        default_cause="the learning rate schedule is computed differently",
+    ),
+    "initial_loss": Link(
+        groups=("model", "pass"),
+        default_cause=_MODEL,
+        condition="with the same weights",
+        needs_same_data=True,
+    ),
+    "loss": Link(
+        groups=("model", "pass"),
+        default_cause=_MODEL,
+    ),
+    "grad_norm": Link(
+        groups=("gradient", "pass", "model"),
+        default_cause=_GRADIENT,
+        condition="with the same loss",
+    ),
+    "weight_norm": Link(
+        groups=("update", "gradient"),
+        default_cause=_OPTIMIZER,
+        condition="after the same gradient",
+    ),
+    "eval_loss": Link(
+        groups=("data", "pass"),
+        default_cause="the eval loss is computed differently",
+        needs_same_data=True,
+    ),
+    "eval_bits_per_byte": Link(
+        groups=("data", "pass"),
+        default_cause="the bytes of the eval text are counted differently",
+        needs_same_data=True,
+    ),
+}
+assert [*CHAIN] == [*QUANTITIES]
+
+# From one log entry to the next, rounding errors grow by less than this factor.
+_LARGEST_GROWTH = 30
+
+
+def compare(run_a: History, run_b: History) -> Comparison:
+    """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
+    tolerance = tolerance_between(run_a, run_b)
+    has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
+    candidates = [
+        _divergence(key, run_a, run_b, tolerance=tolerance)
+        for key, link in CHAIN.items()
+        if has_same_data or not link.needs_same_data
+    ]
+    divergences = [candidate for candidate in candidates if candidate is not None]
+    first = min(divergences, key=lambda divergence: divergence.step, default=None)
+
+    losses = differences(QUANTITIES["loss"], run_a, run_b)
+    causes, other_differences = _split_by_cause(
+        first,
+        metadata_differences(run_a, run_b),
+        logged_steps=[loss.step for loss in losses],
+    )
+    return Comparison(
+        final_losses=_final_losses(run_a, run_b),
+        first=first,
+        divergences=divergences,
+        causes=causes,
+        other_differences=other_differences,
+        largest_loss_difference=max((loss.relative for loss in losses), default=0.0),
+        common_entries=len(losses),
+    )
+
+
+def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
+    final_losses = []
+    for name, key in (("loss", "train/loss"), ("eval loss", "eval/loss")):
+        series_a = run_a.series(key)
+        series_b = run_b.series(key)
+        if series_a and series_b:
+            step_a, value_a = list(series_a.items())[-1]
+            step_b, value_b = list(series_b.items())[-1]
+            final_losses.append(
+                FinalLoss(
+                    name=name,
+                    step_a=step_a,
+                    value_a=value_a,
+                    step_b=step_b,
+                    value_b=value_b,
+                )
+            )
+    return final_losses
+
+
+def _divergence(
+    key: str, run_a: History, run_b: History, tolerance: Tolerance
+) -> Divergence | None:
+    """Return the first step at which a quantity differs by more than the tolerance."""
+    quantity = QUANTITIES[key]
+    limit = quantity.limit(tolerance)
+    previous = 0.0
+    for difference in differences(quantity, run_a, run_b):
+        if difference.relative <= limit:
+            previous = difference.relative
+            continue
+
+        has_grown_slowly = previous > 0 and difference.relative < _LARGEST_GROWTH * previous
+        return Divergence(
+            link=key,
+            step=difference.step,
+            value_a=difference.first,
+            value_b=difference.second,
+            grown_from=previous if has_grown_slowly else None,
+        )
+    return None
+
+
+def _split_by_cause(
+    first: Divergence | None,
+    metadata: Sequence[MetadataDifference],
+    logged_steps: Sequence[int],
+) -> tuple[list[str], list[str]]:
+    """Split the metadata that differ into possible causes of the first divergence, and others.
+
+    Args:
+        first: the divergence to explain.
+        metadata: what :func:`metadata_differences` returned.
+        logged_steps: the steps at which both runs have logged a loss.
+
+    Returns:
+        The causes, and the other differences.
+    """
+    if first is None:
+        return [], [difference.text for difference in metadata]
+
+    groups = {"any", *CHAIN[first.link].groups}
+    if _may_begin_earlier(first, logged_steps):
+        groups |= {"model", "pass", "gradient", "update"}
+    if first.grown_from is not None:
+        groups.add("layout")
+
+    causes = [item.text for item in metadata if not groups.isdisjoint(item.groups)]
+    others = [item.text for item in metadata if groups.isdisjoint(item.groups)]
+    if first.grown_from is not None:
+        causes.append(
+            f"rounding errors may have grown: at the log entry before, the runs agree within "
+            f"{first.grown_from:.0e}"
+        )
+    if causes:
+        return causes, others
+
+    code = [difference.text for difference in metadata if "code" in difference.groups]
+    causes = [CHAIN[first.link].default_cause, *code]
+    return causes, [text for text in others if text not in code]
+
+
+def _may_begin_earlier(first: Divergence, logged_steps: Sequence[int]) -> bool:
+    """Return whether an earlier step may have differed in a quantity that was not logged.
+
+    A loss also shows what the previous step did to the weights. So a difference in the loss is
+    certain to begin in its own step only if that is the first step of the run.
+    """
+    if first.link not in ("loss", "grad_norm", "weight_norm"):
+        return False
+
+    last_equal_step = max((step for step in logged_steps if step < first.step), default=0)
+    has_unlogged_steps = first.step - last_equal_step > 1
+    return has_unlogged_steps or (first.link == "loss" and last_equal_step > 0)
+
+
+def metadata_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
+    """Return the settings, versions, hashes and layouts that differ between two runs."""
+    different = _settings_differences(run_a, run_b)
+
+    extra_tokens = _extra_tokens_per_document(run_a.record, run_b.record)
+    if extra_tokens is not None:
+        different.append(MetadataDifference(groups=("data",), text=extra_tokens))
+
+    metadata_a = flat_record(run_a)
+    metadata_b = flat_record(run_b)
+    for key, (group, name) in METADATA.items():
+        a = metadata_a.get(key)
+        b = metadata_b.get(key)
+        if a is not None and b is not None and a != b:
+            text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
+            if key == "data_sha256":
+                text = describe_row_difference(run_a, run_b) or text
+            different.append(MetadataDifference(groups=(group,), text=text))
+    return different
+
+
+def _settings_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
+    groups = groups_by_setting()
+    different = []
+    for name in dict.fromkeys([*run_a.settings, *run_b.settings]):
+        a = run_a.settings.get(name)
+        b = run_b.settings.get(name)
+        if a == b:
+            continue
+
+        # A recipe may have flags that this package does not know. They may influence anything.
+        influenced = groups.get(name, ["any"])
+        if influenced != ["nowhere"]:
+            text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
+            different.append(MetadataDifference(groups=tuple(influenced), text=text))
+    return different
+
+
+class _TokenCounts(NamedTuple):
+    train_tokens: int
+    documents: int
+    eval_documents: int
+
+
+def _token_counts(record: JsonObject) -> _TokenCounts | None:
+    """Return the counts in a run's record, if it has all of them."""
+    counts = [record.get(key) for key in _TokenCounts._fields]
+    if not all(isinstance(count, int) for count in counts):
+        return None
+    return _TokenCounts(
+        train_tokens=record["train_tokens"],
+        documents=record["documents"],
+        eval_documents=record["eval_documents"],
+    )
+
+
+def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> str | None:
+    """Describe how many more tokens each document has in one run than in the other.
+
+    Returns:
+        The description, or ``None`` unless the runs have the same number of documents, and the same
+        number of extra tokens for each.
+    """
+    a = _token_counts(record_a)
+    b = _token_counts(record_b)
+    if a is None or b is None:
+        return None
+    if a.documents != b.documents or a.eval_documents != b.eval_documents:
+        return None
+
+    fewer, more = sorted((a.train_tokens, b.train_tokens))
+    documents = a.documents - a.eval_documents
+    extra, rest = divmod(more - fewer, max(documents, 1))
+    # One token may be left over, because the first text may begin with one, too.
+    if extra == 0 or rest > 1:
+        return None
+    return (
+        f"the same {documents} documents have {fewer:,} and {more:,} tokens, {extra} more per "
+        "document: a token at the beginning or the end of each text is added twice, or is missing"
+    )
+
+
+def shorten_hash(value: Json) -> str:
+    """Return a value as text, and a hash by its first digits and the mark of a dirty commit."""
+    text = str(value)
+    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty|-unknown)?", text)
+    if match is None:
+        return text
+    return f"{text[:12]}...{match[2] or ''}"
+
+
+def comparison_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
+    """Return a comparison as lines of text.
+
+    Args:
+        comparison: what :func:`compare` returned.
+        name_a: the name of the first run.
+        name_b: the name of the second run.
+    """
+    losses = [_final_loss_line(loss, name_a, name_b) for loss in comparison.final_losses]
+    return losses + _difference_lines(comparison, name_a, name_b)
+
+
+def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
+    step_a = f"{name_a} at step {loss.step_a}"
+    step_b = name_b
+    if loss.step_b != loss.step_a:
+        step_b = f"{name_b} at step {loss.step_b}"
+    change = round(loss.value_b - loss.value_a, 4) + 0.0  # no negative zero
+    return (
+        f"{loss.name:<10}{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: "
+        f"{change:+.4f}"
+    )
+
+
+def _difference_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
+    others = [f"also      {text}" for text in comparison.other_differences]
+    if comparison.first is not None:
+        causes = [f"cause     {cause}" for cause in comparison.causes]
+        return [
+            _first_divergence_line(comparison.first, name_a, name_b),
+            *_later_divergence_lines(comparison),
+            *causes,
+            *others,
+        ]
+
+    if comparison.common_entries == 0:
+        return ["unknown   the runs have no logged step in common: nothing can be compared"]
+
+    agreement = "to the last bit"
+    if comparison.largest_loss_difference > 0:
+        agreement = f"within {comparison.largest_loss_difference:.0e}, which rounding explains"
+    quantities = f"rows, losses, norms and weights of {comparison.common_entries} log entries"
+    return [f"same      {quantities}, {agreement}", *others]
+
+
+def _first_divergence_line(first: Divergence, name_a: str, name_b: str) -> str:
+    when = f"at step {first.step}" if first.step > 0 else "before the first step"
+    quantity = f"{QUANTITIES[first.link].name} {CHAIN[first.link].condition}".rstrip()
+    value_a = _format_value(first.value_a)
+    value_b = _format_value(first.value_b)
+    return f"differs   {when}: {quantity}: {value_a} in {name_a}, {value_b} in {name_b}"
+
+
+def _later_divergence_lines(comparison: Comparison) -> list[str]:
+    """Return a line about the divergences that follow from the first, if there are any."""
+    later = [divergence for divergence in comparison.divergences if divergence != comparison.first]
+    if not later:
+        return []
+
+    later.sort(key=lambda divergence: divergence.step)
+    parts = [
+        f"{QUANTITIES[divergence.link].name} at step {divergence.step}" for divergence in later
+    ]
+    return [f"then      {', '.join(parts)}"]
+
+
+def _format_value(value: Json) -> str:
+    if isinstance(value, list):
+        ellipsis = ", ..." if len(value) > 4 else ""
+        return ", ".join(str(item) for item in value[:4]) + ellipsis
+    return f"{value:.8g}" if isinstance(value, float) else str(value)

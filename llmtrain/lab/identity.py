@@ -1,0 +1,121 @@
+"""Whether settings make another run, and whether two runs may differ in their last bits.
+
+Both follow from what each flag says it affects (see :func:`llmtrain.config.flag`), and from
+:data:`METADATA`, which says the same about the rest of a run's record.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from llmtrain.config import flags_of
+from llmtrain.record.history import History
+from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
+from llmtrain.types import JsonObject
+
+T = TypeVar("T")
+
+# Keys of a run's record, or of its first start: what they affect, and their name in messages.
+METADATA = {
+    "data_sha256": ("data", "content of the data"),
+    "tokenizer_sha256": ("data", "tokenizer"),
+    "train_rows": ("data", "train rows"),
+    "vocabulary": ("model", "vocabulary size"),
+    "mixed_precision": ("pass", "precision"),
+    "git_sha": ("code", "commit"),
+    "code_sha256": ("code", "code of the package, the recipe and its helper modules"),
+    "versions": ("code", "versions"),
+    "processes": ("layout", "processes"),
+    "sharded": ("layout", "sharded"),
+    "threads": ("layout", "threads"),
+    "device": ("layout", "device"),
+    "host": ("layout", "host"),
+}
+
+# Besides the layout, these keys of a start change the last bits.
+_OTHER_KEYS_OF_BITS = ("mixed_precision", "versions")
+
+
+def groups_by_setting() -> dict[str, list[str]]:
+    """Return for each flag of this package which parts of a run it affects."""
+    from llmtrain.training.settings import CONFIGS
+
+    groups = {}
+    for config in CONFIGS:
+        for name, field in flags_of(config).items():
+            groups[name] = (field.metadata["affects"] or config.affects).split()
+    return groups
+
+
+def compared_settings(settings: Mapping[str, T], *, is_bitwise: bool = False) -> dict[str, T]:
+    """Return the settings that make another run, apart from the seed.
+
+    They are those of the run's fingerprint. Settings that change no numbers are left out, such as
+    the names of folders and trackers, and so are those of the layout, which change no more than
+    rounding errors. A flag that this package does not know is compared.
+
+    Args:
+        settings: the settings of a run.
+        is_bitwise: whether the last bits matter, too, as in the fingerprint of a ``--bitwise`` run.
+            The settings of the layout are then compared.
+    """
+    left_out = {"seed", "nowhere"} if is_bitwise else {"seed", "nowhere", "layout"}
+    groups = groups_by_setting()
+    return {
+        name: value
+        for name, value in settings.items()
+        if not left_out.issuperset(groups.get(name, ["any"]))
+    }
+
+
+def may_bits_differ(run_a: History, run_b: History) -> bool:
+    """Return whether the last bits of two runs with the same settings and code may differ.
+
+    They are the same if both runs were computed in the same way: with the same settings of the
+    layout, the same processes and threads, and so on, from their first start to their last. On a
+    GPU that also takes ``--bitwise``, with which the number of processes does not matter.
+    """
+    if not run_a.starts or not run_b.starts:
+        return True
+
+    for name, groups in groups_by_setting().items():
+        if "layout" in groups and run_a.settings.get(name) != run_b.settings.get(name):
+            return True
+
+    starts = [*run_a.starts, *run_b.starts]
+    is_bitwise = bool(run_a.settings.get("bitwise"))
+    if not is_bitwise and starts[0].get("device") != "cpu":
+        return True
+
+    keys = [key for key, (group, _) in METADATA.items() if group == "layout"]
+    if is_bitwise:
+        keys.remove("processes")
+    return any(
+        start.get(key) != starts[0].get(key)
+        for start in starts
+        for key in (*keys, *_OTHER_KEYS_OF_BITS)
+    )
+
+
+def tolerance_between(run_a: History, run_b: History) -> Tolerance:
+    """Return the tolerance for the lowest precision of all starts of two runs.
+
+    It is :data:`NO_TOLERANCE` if the bits must be equal.
+    """
+    if not may_bits_differ(run_a, run_b):
+        return NO_TOLERANCE
+
+    precisions = [start.get("mixed_precision", "no") for start in (*run_a.starts, *run_b.starts)]
+    tolerances = [tolerance_of(str(precision)) for precision in precisions or ["no"]]
+    return max(tolerances, key=lambda tolerance: tolerance.loss)
+
+
+def have_same_eval_loss(run_a: History, run_b: History) -> bool:
+    """Return whether the last eval losses of two runs are the same, except for rounding."""
+    difference = relative_difference(run_a.latest("eval/loss"), run_b.latest("eval/loss"))
+    return difference <= tolerance_between(run_a, run_b).loss
+
+
+def flat_record(run: History) -> JsonObject:
+    """Return the run's record and its first start as one object."""
+    start = run.starts[0] if run.starts else {}
+    return {**start, **run.record, "processes": start.get("processes")}

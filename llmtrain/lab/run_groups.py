@@ -1,0 +1,174 @@
+"""Group runs that differ only in their seed, and name each group by the settings that set it apart.
+
+On a CPU, and on a GPU with ``--bitwise``, a run that is repeated with the same seed has the same
+bits. So the seed is the only noise, and the runs of a group are a sample of it.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from llmtrain.errors import UserError
+from llmtrain.files import json_text
+from llmtrain.lab.diff import shorten_hash
+from llmtrain.lab.identity import (
+    METADATA,
+    compared_settings,
+    flat_record,
+    have_same_eval_loss,
+)
+from llmtrain.record.history import History, runs_in
+from llmtrain.types import Json, JsonObject
+
+# Besides the settings and the code, the data and the precision determine the numbers of a run.
+_COMPARED_METADATA = [
+    key for key, (group, _) in METADATA.items() if group in ("data", "model", "pass")
+]
+_MAX_NAMED_SETTINGS = 5  # in the name of a group
+_MAX_VALUE_LENGTH = 40  # characters of a setting in the name of a group
+
+
+class RunGroup(NamedTuple):
+    """Runs with the same settings, except for the seed.
+
+    Attributes:
+        name: the settings that set the group apart, such as ``learning_rate 0.01``.
+        indices: the positions of its runs in the list that was grouped.
+    """
+
+    name: str
+    indices: list[int]
+
+
+def find_runs(paths: Sequence[str]) -> list[History]:
+    """Read the runs that the user has named: run folders, and folders that hold runs.
+
+    Args:
+        paths: the folders. A run that is found twice is read once.
+
+    Raises:
+        UserError: if a folder holds no run.
+    """
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        found_folders = runs_in(Path(path))
+        if not found_folders:
+            raise UserError(f"{path} is not a run folder, and it contains no runs.")
+        for folder in found_folders:
+            folders.setdefault(folder.resolve(), folder)
+    return [History.of_run(folder) for folder in folders.values()]
+
+
+def group_runs(runs: Sequence[History]) -> list[RunGroup]:
+    """Group runs by their settings, their data and their precision, in the order of the runs.
+
+    If the same seed was run with several versions of the code, and has other losses with each, the
+    code sets groups apart, too.
+    """
+    indices_by_key: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        key = json_text(_compared_values(run), sort_keys=True)
+        indices_by_key.setdefault(key, []).append(i)
+
+    groups: list[list[int]] = []
+    for indices in indices_by_key.values():
+        groups += _split_by_code(runs, indices)
+    groups.sort(key=lambda indices: indices[0])
+
+    names = _names([runs[indices[0]] for indices in groups])
+    return [
+        RunGroup(name=name, indices=indices) for name, indices in zip(names, groups, strict=True)
+    ]
+
+
+def _compared_values(run: History) -> JsonObject:
+    """Return the settings and the metadata that must be the same in all runs of a group."""
+    metadata = flat_record(run)
+    return {
+        **compared_settings(run.settings),
+        **{key: metadata.get(key) for key in _COMPARED_METADATA},
+    }
+
+
+def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int]]:
+    """Split runs of the same settings by their code, if it has changed the loss of a seed."""
+    by_code: dict[str, list[int]] = {}
+    by_seed: dict[int | None, list[History]] = {}
+    for i in indices:
+        by_code.setdefault(code_of(runs[i]), []).append(i)
+        by_seed.setdefault(seed_of(runs[i]), []).append(runs[i])
+
+    has_changed = any(_has_code_changed_loss(same_seed) for same_seed in by_seed.values())
+    return [*by_code.values()] if has_changed else [indices]
+
+
+def _has_code_changed_loss(runs: Sequence[History]) -> bool:
+    """Return whether two runs of one seed have different code and different losses."""
+    return any(
+        code_of(a) != code_of(b) and not have_same_eval_loss(a, b)
+        for a, b in itertools.combinations(runs, 2)
+    )
+
+
+def seed_of(run: History) -> int | None:
+    """Return the seed of a run, or ``None`` if it has recorded none."""
+    seed = run.settings.get("seed")
+    return seed if isinstance(seed, int) else None
+
+
+def code_of(run: History) -> str:
+    """Return the hash of the code with which a run began; empty if it is unknown."""
+    return str(run.starts[0].get("code_sha256", "")) if run.starts else ""
+
+
+def _names(runs: Sequence[History]) -> list[str]:
+    """Return a name for each group.
+
+    Args:
+        runs: a run of each group.
+    """
+    values_by_run = [_compared_values(run) for run in runs]
+    differing = _differing_keys(values_by_run)
+    settings = [key for key in differing if key not in METADATA]
+    if _are_distinct(values_by_run, settings):
+        return [_name(values, settings) for values in values_by_run]
+
+    # The settings do not tell the groups apart: the data, the precision or the code do.
+    names = [_name(values, differing) for values in values_by_run]
+    if _are_distinct(values_by_run, differing):
+        return names
+    return [
+        ", ".join(part for part in (name, f"code {shorten_hash(code_of(run))}") if part)
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _are_distinct(values_by_run: Sequence[Mapping[str, Json]], keys: Sequence[str]) -> bool:
+    """Return whether no two runs have the same values of these keys."""
+    texts = {json_text([values.get(key) for key in keys]) for values in values_by_run}
+    return len(texts) == len(values_by_run)
+
+
+def _differing_keys(values_by_run: Sequence[Mapping[str, Json]]) -> list[str]:
+    """Return the keys whose values are not the same in all runs."""
+    keys = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
+    return [
+        key
+        for key in keys
+        if any(values.get(key) != values_by_run[0].get(key) for values in values_by_run)
+    ]
+
+
+def _name(values: Mapping[str, Json], keys: Sequence[str]) -> str:
+    """Return the names and the values of some settings as text."""
+    parts = []
+    for key in keys[:_MAX_NAMED_SETTINGS]:
+        _, label = METADATA.get(key, ("", key))
+        text = shorten_hash(values.get(key))
+        if len(text) > _MAX_VALUE_LENGTH:
+            text = f"{text[:_MAX_VALUE_LENGTH]}..."
+        parts.append(f"{label} {text}")
+    if len(keys) > _MAX_NAMED_SETTINGS:
+        parts.append(f"and {len(keys) - _MAX_NAMED_SETTINGS} more")
+    return ", ".join(parts)

@@ -1,0 +1,287 @@
+"""Tensors in safetensors files, hashed while they are written.
+
+A safetensors file (https://huggingface.co/docs/safetensors) has three parts: 8 bytes with the
+length of the header, the header as JSON (for each name the dtype, shape and offsets), and the bytes
+of the tensors.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import broadcast
+from safetensors import safe_open
+from safetensors.torch import _TYPES, load_file
+
+from llmtrain.files import Hashed, json_text, write_hashed
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.shards import meta_like
+from llmtrain.parallel.team import Team
+from llmtrain.types import JsonObject, TensorConverter
+
+# With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
+# are read faster. Older versions of safetensors do not have it.
+_READ_OPTIONS = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
+
+_STAGE_BYTES = 1 << 26  # the size of each of the two buffers between a GPU and the disk
+
+# An installed torch need not have all dtypes that safetensors knows.
+_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Header(NamedTuple):
+    """The description of a tensor in a file."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def unchanged(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a tensor under its own name."""
+    return {name: full}
+
+
+class FilePlan(NamedTuple):
+    """A plan of safetensors files: which rank writes which tensors into which file.
+
+    The tensors may be sharded, on any device. Each of them is gathered on the rank that writes it,
+    at most one on each rank at a time.
+
+    Attributes:
+        path: the path of the file, relative to the folder that is written. If several ranks write,
+            their files have this name with a number.
+        source: the tensors.
+        ranks: the ranks that write, each a file.
+        convert: takes the name of a tensor and the full tensor, and returns the tensors that are
+            written for it.
+    """
+
+    path: str
+    source: DistributedTensors
+    ranks: tuple[int, ...] = (0,)
+    convert: TensorConverter = unchanged
+
+    @property
+    def byte_count(self) -> int:
+        """The size of all full tensors, in bytes."""
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in self.source.tensors.values()
+        )
+
+    @property
+    def paths(self) -> dict[int, str]:
+        """The file that each rank writes: :attr:`path` itself if only one rank writes."""
+        count = len(self.ranks)
+        if count == 1:
+            return {self.ranks[0]: self.path}
+        stem, _, ending = self.path.rpartition(".")
+        return {
+            rank: f"{stem}-{number:05d}-of-{count:05d}.{ending}"
+            for number, rank in enumerate(self.ranks, start=1)
+        }
+
+    @property
+    def names(self) -> dict[int, list[str]]:
+        """The names of the tensors that each rank writes, in their order in the file.
+
+        The tensors are dealt to the ranks in turn: those with wider elements first, so that each
+        tensor is aligned in its file, and larger ones before smaller ones.
+        """
+        sort_keys = {
+            name: (-tensor.element_size(), -tensor.numel(), name)
+            for name, tensor in self.source.tensors.items()
+        }
+        names = sorted(sort_keys, key=sort_keys.__getitem__)
+        count = len(self.ranks)
+        return {rank: names[index::count] for index, rank in enumerate(self.ranks)}
+
+    def headers(self, rank: int) -> list[Header]:
+        """Return the headers of the tensors in the file of a rank."""
+        headers = []
+        for name in self.names[rank]:
+            converted = self.convert(name, meta_like(self.source.tensors[name]))
+            for written_name, tensor in converted.items():
+                headers.append(Header(written_name, tensor.shape, tensor.dtype))
+        return headers
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the full tensors that this rank writes, and yield them one at a time.
+
+        All ranks that hold a part of the tensors call this and exhaust it.
+        """
+        names_by_rank = self.names
+        for names in itertools.zip_longest(*names_by_rank.values()):
+            gathered = []
+            for name, rank in zip(names, names_by_rank, strict=True):
+                if name is not None:  # else this rank writes one tensor less
+                    gathered.append((name, self.source.gather_to(name, rank)))
+            for name, full in gathered:
+                if full is not None:
+                    yield name, full
+
+
+def write_tensors(folder: Path, plan: FilePlan, rank: int) -> dict[str, Hashed]:
+    """Write the file of this rank, if it has one. All ranks that hold tensors call this.
+
+    The bytes are hashed on their way to the file, and are on the disk when this returns. The host
+    holds one full tensor at a time. ``safetensors.torch.load_file`` reads the file.
+
+    Args:
+        folder: the folder that is written.
+        plan: the tensors and their files.
+        rank: this rank.
+
+    Returns:
+        The file's size and hash by its path; empty if this rank writes none.
+    """
+    chunks = _file_chunks(plan, rank)
+    try:
+        if rank not in plan.ranks:
+            return {}
+        path = plan.paths[rank]
+        return {path: write_hashed(folder / path, chunks)}
+    finally:
+        # Take part in gathering all tensors, even after an error: the other ranks wait for the
+        # shards that this rank holds.
+        for _ in chunks:
+            pass
+
+
+def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of the file that this rank writes: the header, then the tensors."""
+    if rank in plan.ranks:
+        yield _encoded_header(plan.headers(rank))
+    yield from _bytes_of(_byte_tensors(plan))
+
+
+def _encoded_header(headers: list[Header]) -> bytes:
+    content: JsonObject = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape, dtype in headers:
+        end = offset + shape.numel() * dtype.itemsize
+        content[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+
+    text = json_text(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _byte_tensors(plan: FilePlan) -> Iterator[torch.Tensor]:
+    """Yield the tensors that this rank writes, as bytes: uint8 [N]."""
+    for name, full in plan.full_tensors():
+        for tensor in plan.convert(name, full).values():
+            if tensor.numel():
+                yield tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+class _Copy(NamedTuple):
+    """A copy into a buffer on the host, which may be under way."""
+
+    buffer: torch.Tensor
+    done: torch.Event | None  # None: the copy is complete
+
+    def data(self) -> memoryview:
+        """Wait for the copy, and return its bytes."""
+        if self.done is not None:
+            self.done.synchronize()
+        data: memoryview = self.buffer.numpy().data
+        return data
+
+
+def _bytes_of(
+    tensors: Iterator[torch.Tensor],
+    is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
+) -> Iterator[memoryview]:
+    """Yield the bytes of uint8 tensors [N].
+
+    Staged tensors are copied through two buffers in pinned memory: while the caller hashes and
+    writes one of them, the other one is filled.
+
+    Args:
+        tensors: the tensors.
+        is_staged: returns whether a tensor is staged. By default, those on a GPU are.
+    """
+    buffers: list[torch.Tensor] = []
+    pending: _Copy | None = None  # the newest copy, whose bytes were not yielded yet
+
+    for tensor in tensors:
+        if not is_staged(tensor):
+            if pending is not None:
+                yield pending.data()
+                pending = None
+            yield tensor.cpu().numpy().data
+            continue
+
+        if not buffers:
+            buffers = [
+                torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                for _ in range(2)
+            ]
+        for piece in torch.split(tensor, _STAGE_BYTES):
+            buffer = buffers[0][: len(piece)].copy_(piece, non_blocking=True)
+            event = torch.cuda.current_stream().record_event() if piece.is_cuda else None
+            if pending is not None:
+                yield pending.data()
+            pending = _Copy(buffer, event)
+            buffers.reverse()
+
+    if pending is not None:
+        yield pending.data()
+
+
+def read_headers(folder: Path) -> list[Header]:
+    """Return the headers of all tensors in the safetensors files of a folder."""
+    headers = []
+    for file, name in _stored_tensors(folder):
+        stored = file.get_slice(name)
+        shape = torch.Size(stored.get_shape())
+        headers.append(Header(name, shape, _DTYPES[stored.get_dtype()]))
+    return headers
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in the safetensors files of a folder, one at a time.
+
+    They come in the order of :func:`read_headers`.
+    """
+    for file, name in _stored_tensors(folder):
+        yield name, file.get_tensor(name)
+
+
+def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a folder that rank 0 sees, by name and one at a time, on every rank.
+
+    Args:
+        folder: the folder. Other ranks need not see it.
+        device: the device over which rank 0 sends the tensors.
+    """
+    team = Team.everyone()
+    if team.group is None:
+        yield from read_tensors(folder)
+        return
+
+    tensors = read_tensors(folder) if team.is_main else None
+    for name, shape, dtype in team.on_main(lambda: read_headers(folder)):
+        if tensors is not None:
+            _, tensor = next(tensors)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+        yield name, broadcast(tensor.to(device))
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
+    """Yield an open file and a name for each tensor. The files of safetensors have no types."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt", **_READ_OPTIONS) as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                yield file, name

@@ -1,0 +1,260 @@
+"""The state of a run: into a checkpoint and back, and into the finished model.
+
+All ranks call these functions. If one fails on a rank, it raises on all of them.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.console import say
+from llmtrain.errors import UserError
+from llmtrain.parallel.distributed_tensors import DistributedTensors
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.shards import fill, local_shard
+from llmtrain.parallel.team import Team
+from llmtrain.record import checkpoint, saver
+from llmtrain.record.provenance import digest, versions
+from llmtrain.record.tensor_files import read_tensors_on_main
+from llmtrain.training.run import Run
+from llmtrain.types import JsonObject, ModelFormat, Weights
+
+
+def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+    """Load the checkpoint that a run resumes from, if there is one.
+
+    Rank 0 reads it and sends it to the other ranks, which may have no access to the folder.
+    """
+    path = run.resume_point.checkpoint
+    if path is None:
+        return
+
+    model = engine.unwrapped
+    load_weights(run.bundle.files, model, path / "model", engine.device)
+    tensors = read_tensors_on_main(path / "optimizer", engine.device)
+    restore_optimizer(model, optimizer.optimizer, tensors)
+
+    state = Team.everyone().on_main(lambda: checkpoint.read_state(path))
+    run.status.restore(state)
+    # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
+    is_own = path.parent == run.folder / "checkpoints"
+    if state["best"] and is_own:
+        run.patience.restore(state["best"])
+    scaler = engine.accelerator.scaler
+    if scaler is not None and state["loss_scaler"]:
+        scaler.load_state_dict(state["loss_scaler"])
+
+
+def load_weights(files: ModelFormat, model: nn.Module, folder: Path, device: torch.device) -> None:
+    """Fill a model, in place, with the weights in a folder that only rank 0 need see."""
+    fill(files.tensors(model), read_tensors_on_main(folder, device))
+
+
+def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+    """Save a checkpoint of the steps made so far.
+
+    Raises:
+        UserError: on every rank, if saving failed on one of them.
+    """
+    model = engine.unwrapped
+    check_finite(model, engine)
+
+    def prepare() -> None:
+        run.saver.wait()
+        if not engine.is_main:
+            return
+        if run.writer.is_taken_over():
+            raise UserError(
+                f"{run.folder}: another run has taken over this folder, so no checkpoint was "
+                "saved; use another --output_dir."
+            )
+        run.writer.sync_logs()
+
+    def write() -> None:
+        run.saver.save(
+            run.step,
+            weights=engine.gatherable(run.bundle.files.tensors(model)),
+            optimizer=engine.gatherable(optimizer_tensors(model, optimizer.optimizer)),
+            state=_state(run, engine),
+            on_commit=functools.partial(_on_commit, run, run.step),
+        )
+
+    _on_saving_ranks(run, prepare)
+    _on_saving_ranks(run, write)
+    run.deadline.reserve("save", 2 * run.saver.longest_seconds)
+
+
+def _on_commit(run: Run, step: int) -> None:
+    """Record a checkpoint that was just saved, on rank 0. It may be called by another thread."""
+    run.writer.set_status("running", step)
+    run.metrics.send_checkpoint(checkpoint.path_of(run.folder / "checkpoints", step))
+
+
+def _state(run: Run, engine: Engine) -> JsonObject:
+    """Return the content of ``state.json``, except for its format version."""
+    eval_loss = None
+    last_eval = run.status.last_eval
+    if last_eval is not None and last_eval.step == run.step:
+        loss = last_eval.metrics["eval/loss"]
+        eval_loss = loss if math.isfinite(loss) else None
+    scaler = engine.accelerator.scaler
+
+    return {
+        **run.status.for_checkpoint(),
+        "eval_loss": eval_loss,
+        "best": run.patience.state if run.patience.keeps_best else None,
+        "fingerprint": run.fingerprint,
+        "fingerprint_sha256": digest(run.fingerprint),
+        "processes": engine.world_size,
+        "threads": torch.get_num_threads(),
+        "mixed_precision": engine.accelerator.mixed_precision,
+        "loss_scaler": scaler.state_dict() if scaler is not None else None,
+        "versions": versions(),
+    }
+
+
+def load_best(run: Run, engine: Engine) -> None:
+    """Load the weights of the best evaluation if the run keeps them and they are not the last."""
+    best_step = run.patience.best_step if run.patience.keeps_best else 0
+    if run.patience.lack_of_improvement:
+        run.record_event("worse", run.patience.lack_of_improvement)
+    if best_step in (0, run.step):
+        return
+
+    path = checkpoint.path_of(run.folder / "checkpoints", best_step)
+    fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
+    if fault:
+        run.record_event(
+            "damaged",
+            f"the best checkpoint, {path}: {fault}; model/ gets the last weights instead",
+        )
+        return
+
+    load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
+    reason = run.patience.reason if run.patience.is_over else f"the best {run.patience.metric}"
+    say("best", f"model/ has the weights of step {best_step}: {reason}")
+
+
+def write_model(run: Run, engine: Engine) -> None:
+    """Write the finished model as a folder that Hugging Face loads."""
+    model = engine.unwrapped
+    files = run.bundle.files
+    target = run.folder / "model"
+    check_finite(model, engine)
+
+    def write() -> None:
+        if run.saver.saves_alone:
+            tensors = DistributedTensors(files.export_tensors(model))
+            saver.write_model(target, files, tensors)
+            return
+        saver.write_model(
+            target,
+            files,
+            engine.gatherable(files.tensors(model)),
+            team=run.saver.team,
+            ranks=run.saver.ranks,
+            convert=files.tensor_converter(model),
+        )
+
+    _on_saving_ranks(run, write)
+
+
+def wait_for_saves(run: Run) -> None:
+    """Wait until no save runs in the background; raise its error, if it had one."""
+    _on_saving_ranks(run, run.saver.wait)
+
+
+def _on_saving_ranks(run: Run, action: Callable[[], None]) -> None:
+    """Run an action on the ranks that save: on rank 0, or on all ranks of a sharded model.
+
+    An error of one rank is raised on all ranks.
+    """
+    everyone = Team.everyone()
+    if run.saver.saves_alone:
+        everyone.on_main(action)
+    else:
+        everyone.on_all(action)
+
+
+def check_finite(model: nn.Module, ranks: Ranks) -> None:
+    """Check that all parameters are finite, on every rank.
+
+    Raises:
+        UserError: on every rank, if a parameter is not.
+    """
+    parameters = dict(model.named_parameters())
+    flags = []
+    for parameter in parameters.values():
+        if parameter.is_meta:  # another pipeline stage holds it
+            flags.append(torch.zeros((), dtype=torch.bool, device=ranks.device))
+        else:
+            is_bad = (~torch.isfinite(local_shard(parameter))).any()
+            flags.append(is_bad.to(ranks.device))
+
+    # Each rank has checked only the shards that it holds.
+    bad_counts = ranks.accelerator.reduce(torch.stack(flags).int(), reduction="sum")
+    for name, bad_count in zip(parameters, bad_counts.tolist(), strict=True):
+        if bad_count > 0:
+            raise UserError(
+                f"{name} has values that are not finite, so nothing was saved; "
+                "lower --learning_rate."
+            )
+
+
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state as tensors, by the parameter's name and the state's key.
+
+    An example of a name is ``wte.weight.exp_avg``.
+    """
+    names: dict[torch.Tensor, str] = {
+        parameter: name for name, parameter in model.named_parameters()
+    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            tensors[f"{names[parameter]}.{key}"] = tensor
+    return tensors
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Weights) -> None:
+    """Load the state that :func:`optimizer_tensors` returned into an optimizer.
+
+    The settings of its parameter groups stay as they are.
+
+    Args:
+        model: the model of the optimizer, whose parameters may be sharded.
+        optimizer: the optimizer.
+        tensors: names and full tensors, one at a time.
+    """
+    parameters = dict(model.named_parameters())
+    trained = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    indices = {parameter: index for index, parameter in enumerate(trained)}
+
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for full_name, full in tensors:
+        name, _, key = full_name.rpartition(".")
+        parameter = parameters[name]
+        # Another pipeline stage holds the parameter, or this run does not train it.
+        if parameter.is_meta or parameter not in indices:
+            continue
+
+        value = full
+        # The count of steps is not sharded, and has another shape.
+        if isinstance(parameter, DTensor) and full.shape == parameter.shape:
+            value = torch.empty_like(parameter.detach(), dtype=full.dtype)
+            fill({full_name: value}, [(full_name, full)])
+        state.setdefault(indices[parameter], {})[key] = value
+
+    param_groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
