@@ -11,12 +11,12 @@ from benchmarks.comparison import Row, report
 from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
 from llmtrain.lab.commands.plan import as_json
+from llmtrain.lab.plan.calibration import calibrate
+from llmtrain.lab.plan.layouts import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.calibration import calibrate
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.speed import Cluster, Compute, Link, step_time
-from llmtrain.plan.subject import subject_of
-from llmtrain.plan.ways import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import build_recipe_model
 from tests.machines import two_machines
 from tests.memory import measured, predicted_most
 
@@ -46,7 +46,7 @@ CASES = [  # what, recipe, flags, precision
     ),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
 ]
-CONFIGS = {"DDP": "cpu_ddp", "FSDP2": "fsdp2"}  # the accelerate config of each way
+CONFIGS = {"DDP": "cpu_ddp", "FSDP2": "fsdp2"}  # the accelerate config of each layout
 MIB = 2**20
 
 RATES, UPDATES = (50, 200, 1000), 12  # Mbit/s
@@ -66,24 +66,24 @@ def memory_table(folder: Path) -> list[Row]:
         request = PlanRequest(
             recipe, words, processes=2, device="cpu", per_machine=2, mixed_precision=precision
         )
-        for way in as_json(make_plan(request))["ways"]:
-            name = f"{case}, {way['name']}"
-            launched = launcher(CONFIGS[way["name"]], mixed_precision=precision)
+        for layout in as_json(make_plan(request))["layouts"]:
+            name = f"{case}, {layout['name']}"
+            launched = launcher(CONFIGS[layout["name"]], mixed_precision=precision)
             found = measured(launched, recipe, words, folder / name.replace(" ", "-"))
             for part in ("weights", "optimizer"):
                 table.append(
                     Row(
                         f"{name}: {part}",
                         "measured",
-                        way["bytes"][part],
+                        layout["bytes"][part],
                         found[part],
                         "bytes",
                         "+- 0",
                     )
                 )
             # what is known exactly, of gradients, stands on both sides
-            gradients = 0.0 if way["name"] == "DDP" else way["bytes"]["gradients"]
-            sizes = (predicted_most(way) - gradients) / MIB, (found["most"] - gradients) / MIB
+            gradients = 0.0 if layout["name"] == "DDP" else layout["bytes"]["gradients"]
+            sizes = (predicted_most(layout) - gradients) / MIB, (found["most"] - gradients) / MIB
             table.append(Row(f"{name}: activations", "measured", *sizes, "MiB", "+- 0.1"))
             print(table[-1], flush=True)
     return table
@@ -93,7 +93,7 @@ def seconds_table(folder: Path) -> list[Row]:
     table = []
     for processes in (2, 4):
         words = [*SLOW, *flags(global_batch_size=ROWS * processes)]
-        memory = Memory(subject_of(GPT_RECIPE, words, "no"), on_gpu=False)
+        memory = Memory(build_recipe_model(GPT_RECIPE, words, "no"), on_gpu=False)
         for rate in RATES:
             inside, between = (
                 Link(2e9, GLOO_LATENCY["inside"]),

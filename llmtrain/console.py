@@ -40,7 +40,12 @@ def say(label: str, text: str) -> None:
     """
     if rank() == 0:
         with contextlib.suppress(BrokenPipeError):
-            print(f"{label:<9} {text}", flush=True)
+            print(labelled(label, text), flush=True)
+
+
+def labelled(label: str, text: str) -> str:
+    """Return a line with a label in a column of its own."""
+    return f"{label:<9} {text}"
 
 
 def note(message: str) -> None:

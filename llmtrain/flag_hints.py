@@ -978,7 +978,7 @@ _add_values(
     "apo_down apo_zero_unpaired discopop sft sigmoid_norm alphapo",
     "this loss is not supported; sigmoid is the loss of DPO",
 )
-_add_values("torch_compile", "true yes on 1", "use always, or auto to compile if it pays")
+_add_values("torch_compile", "true yes on 1", "use always, or auto to compile a long run on a GPU")
 _add_values("torch_compile", "false no off 0", "use never")
 _add_values(
     "overlong",

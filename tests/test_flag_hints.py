@@ -205,7 +205,7 @@ def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str, value
         ("finetune", "lr_scheduler_type", "cosine_with_min_lr", "use cosine, which falls"),
         ("gpt", "lr_scheduler_type", "inverse_sqrt", "this schedule is not supported; cosine and"),
         ("gpt", "lr_scheduler_type", "WSD", "use warmup_stable_decay."),
-        ("gpt", "torch_compile", "true", "use always, or auto to compile if it pays."),
+        ("gpt", "torch_compile", "true", "use always, or auto to compile a long run on a GPU."),
         ("gpt", "architecture", "llama", "use lfm2; recipes/finetune.py trains other"),
         ("finetune", "overlong", "keep_start", "use truncate, which keeps the beginning."),
         ("finetune", "format", "chat_template", "use messages, or auto."),

@@ -194,7 +194,7 @@ def test_fp16_on_a_cpu_is_refused() -> None:
 def test_what_sharding_does_not_do_is_refused() -> None:
     with pytest.raises(UserError, match="fp16 is not supported for sharded models"):
         start._check_precision("fp16", False, Sharding(1, 2), False)
-    with pytest.raises(UserError, match="--bitwise is not supported if processes share a model"):
+    with pytest.raises(UserError, match="--bitwise is not supported for sharded models"):
         start._check_precision("no", True, Sharding(1, 2), True)
 
 

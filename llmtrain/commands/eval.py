@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
+    from llmtrain.parallel.ranks import Ranks
     from llmtrain.types import JsonObject
 
 EXAMPLES = (
@@ -82,6 +81,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from llmtrain.files import append_json_line
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.model_folders import model_folder
+    from llmtrain.parallel.ranks import Ranks
     from llmtrain.record.history import is_run
 
     _check(arguments)
@@ -99,14 +99,14 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     }
     # The start-up log and progress bars go to stderr, so that stdout has only the scores.
     with contextlib.redirect_stdout(sys.stderr):
-        accelerator = start_accelerator()
+        ranks = Ranks(start_accelerator())
         # If the run is still training, it may save a newer model now. So all ranks take the model
         # that rank 0 has found.
         [source] = broadcast_object_list([model_folder(arguments.model)])
         step = _step_of(source, arguments.model)
-        answers = _answers_path(source, arguments, options, accelerator)
+        answers = _answers_path(source, arguments, options, ranks)
         results = evaluate_tasks(
-            accelerator,
+            ranks,
             source,
             arguments.tasks,
             arguments.include_path,
@@ -121,7 +121,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if is_run(run_folder):
         for entry in entries:
             append_json_line(run_folder / "scores.jsonl", entry)
-    remove_answers(accelerator, answers)
+    remove_answers(ranks, answers)
     if entries:  # only rank 0 has any
         _print(entries, as_json=arguments.json)
 
@@ -155,7 +155,7 @@ def _step_of(source: str, model: str) -> int:
 
 
 def _answers_path(
-    source: str, arguments: argparse.Namespace, options: "JsonObject", accelerator: "Accelerator"
+    source: str, arguments: argparse.Namespace, options: "JsonObject", ranks: "Ranks"
 ) -> Path:
     """Return where ranks keep their answers, so that an interrupted evaluation can continue.
 
@@ -178,8 +178,8 @@ def _answers_path(
         arguments.tasks,
         arguments.include_path,
         options,
-        accelerator.num_processes,
-        accelerator.mixed_precision,
+        ranks.world_size,
+        ranks.accelerator.mixed_precision,
         *(file_digest(path).hex() for path in files),
     ]
     digest = hashlib.sha256(json_text(key).encode()).hexdigest()[:32]

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
+from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.shipped import shipped_folder
@@ -86,8 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     for label, target in zip(("recipe", "config", "batch"), targets, strict=False):
         remark = " (already existed, and was kept)" if target in existing else ""
-        print(f"{label:<9} {target}{remark}")
-    print(f"start     {shlex.join(command)}")
+        print(labelled(label, f"{target}{remark}"))
+    print(labelled("start", shlex.join(command)))
 
 
 def _fitting_config(gpus: int) -> str:

@@ -6,13 +6,12 @@ the run is finished, and 1 otherwise.
 """
 
 import argparse
-import contextlib
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
@@ -20,6 +19,9 @@ from llmtrain.files import json_text
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
 from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from llmtrain.record.saved_checkpoints import SavedCheckpoint
 
 EXAMPLES = (
     "llmtrain runs",
@@ -185,22 +187,17 @@ class _CheckedCheckpoint(NamedTuple):
     """The results for one checkpoint.
 
     Attributes:
-        step: the number in its name, or the name if it has none.
-        size: the total bytes in its files.
-        written: the local time at which it was written.
-        eval_loss: the eval loss at this step, if it was evaluated.
+        saved: the checkpoint on disk.
         fault: why it cannot be loaded, or ``None`` if it is intact.
         is_resumable: whether a resume would load this one, the newest that is intact.
-        is_best: whether it has the lowest eval loss among the run's checkpoints.
     """
 
-    step: int | str
-    size: int
-    written: str
-    eval_loss: float | None
+    saved: "SavedCheckpoint"
     fault: str | None
     is_resumable: bool
-    is_best: bool
+
+    def as_json(self) -> JsonObject:
+        return {**self.saved.as_json(), "fault": self.fault, "is_resumable": self.is_resumable}
 
 
 def _check(path: Path, as_json: bool) -> bool:
@@ -232,7 +229,7 @@ def _check(path: Path, as_json: bool) -> bool:
             "run": str(run_folder),
             "summary": summary,
             "well": is_well,
-            "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in checked],
+            "checkpoints": [checkpoint.as_json() for checkpoint in checked],
             "set_aside": set_aside,
             "leftovers": leftovers,
         }
@@ -296,74 +293,39 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
         target: the checkpoints to read.
         fingerprint: the fingerprint of the run that the checkpoints must belong to.
     """
-    from llmtrain.record.checkpoint import eval_losses, find_fault
-
-    losses = eval_losses(target.checkpoints)
-    best: Path | None = None
-    if not target.is_single:
-        best = min(losses, key=losses.__getitem__, default=None)
+    from llmtrain.record.checkpoint import find_fault
+    from llmtrain.record.saved_checkpoints import saved_checkpoints
 
     resumable: Path | None = None
-    for path in reversed(target.checkpoints):
-        number = path.name.removeprefix("step-")
-        size = _bytes_of(path)
-        written = _time_written(path)
-        fault = find_fault(path, fingerprint)
+    for saved in saved_checkpoints(target.checkpoints):
+        fault = find_fault(saved.path, fingerprint)
         # A run in progress may have deleted the checkpoint meanwhile. Then its fault means nothing.
-        if not path.exists():
+        if not saved.path.exists():
             continue
 
         if resumable is None and fault is None and not target.is_single:
-            resumable = path
+            resumable = saved.path
+        is_best = saved.is_best and not target.is_single  # others would have to be compared
         yield _CheckedCheckpoint(
-            step=int(number) if number.isdecimal() else number,
-            size=size,
-            written=written,
-            eval_loss=losses.get(path),
+            saved=saved._replace(is_best=is_best),
             fault=fault,
-            is_resumable=path == resumable,
-            is_best=path == best,
+            is_resumable=saved.path == resumable,
         )
 
 
 def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:
+    saved = checkpoint.saved
     remarks = [checkpoint.fault or "intact"]
     if checkpoint.is_resumable:
         remarks.append("a resume loads this one")
-    if checkpoint.is_best:
+    if saved.is_best:
         remarks.append("best eval loss")
 
-    size = size_text(checkpoint.size)
-    eval_loss = _format_loss(checkpoint.eval_loss)
-    numbers = f"{checkpoint.step:>10}{size:>12}  {checkpoint.written:<19}{eval_loss:>10}"
+    size = size_text(saved.size)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.written))
+    eval_loss = _format_loss(saved.eval_loss)
+    numbers = f"{saved.step:>10}{size:>12}  {written:<19}{eval_loss:>10}"
     return f"{numbers}  {'; '.join(remarks)}"
-
-
-def _checkpoint_as_json(checkpoint: _CheckedCheckpoint) -> JsonObject:
-    return {
-        "step": checkpoint.step,
-        "bytes": checkpoint.size,
-        "written": checkpoint.written,
-        "eval_loss": checkpoint.eval_loss,
-        "fault": checkpoint.fault,
-        "is_resumable": checkpoint.is_resumable,
-        "best": checkpoint.is_best,
-    }
-
-
-def _bytes_of(path: Path) -> int:
-    """Return the size of all files in a folder, or 0 if they cannot be read."""
-    with contextlib.suppress(OSError):
-        return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
-    return 0
-
-
-def _time_written(path: Path) -> str:
-    """Return when a checkpoint was committed, or when its folder was last changed."""
-    for file in (path / "MANIFEST.json", path):
-        with contextlib.suppress(OSError):
-            return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.lstat().st_mtime))
-    return ""
 
 
 # --- numbers as text

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from llmtrain.files import json_text
+from llmtrain.files import write_json
 
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
 _MIN_KEPT_SIZE = 1 << 20
@@ -45,8 +45,8 @@ def file_digest(path: Path) -> bytes:
     if state.size >= _MIN_KEPT_SIZE and is_settled:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            # This may be interrupted: half a record is not JSON, and is ignored.
-            record.write_text(json_text({"state": list(state), "sha256": digest.hex()}))
+            content = {"state": list(state), "sha256": digest.hex()}
+            write_json(record, content, durable=False)
     return digest
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from llmtrain.data.grouping import LengthGrouping
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
-from llmtrain.shapes import padded_size
+from llmtrain.padded_sizes import padded_size
 from llmtrain.types import IGNORED, Batch, LocalBatch, Trimming
 
 _POSITIONS_PER_CALL = 4096  # for which one call computes the order

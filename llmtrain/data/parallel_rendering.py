@@ -149,7 +149,6 @@ class _Workers:
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
-        self._is_closed = False
         self._pickled_renderer = pickled_renderer
         self._ready: set[int] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="rendering")

@@ -28,7 +28,7 @@ from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import PythonRecords, Source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import json_text, new_folder
+from llmtrain.files import new_folder, write_json
 
 
 def tokenize(
@@ -257,7 +257,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         if chat is not None:
             renderer = make_renderer(tokenizer, request.stop_token_ids)
             metadata.ends = sorted(renderer.stop_token_ids)
-        (working / "facts.json").write_text(json_text(asdict(metadata), indent=2))
+        write_json(working / "facts.json", asdict(metadata), durable=False)
 
 
 def _row_length(request: DataRequest, covering: int) -> int:

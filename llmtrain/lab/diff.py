@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llmtrain.console import labelled
 from llmtrain.lab.identity import METADATA, flat_record, groups_by_setting, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
@@ -416,16 +417,14 @@ def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
     if loss.step_b != loss.step_a:
         step_b = f"{name_b} at step {loss.step_b}"
     change = round(loss.value_b - loss.value_a, 4) + 0.0  # no negative zero
-    return (
-        f"{loss.name:<10}{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: "
-        f"{change:+.4f}"
-    )
+    text = f"{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: {change:+.4f}"
+    return labelled(loss.name, text)
 
 
 def _difference_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
-    others = [f"also      {text}" for text in comparison.other_differences]
+    others = [labelled("also", text) for text in comparison.other_differences]
     if comparison.first is not None:
-        causes = [f"cause     {cause}" for cause in comparison.causes]
+        causes = [labelled("cause", cause) for cause in comparison.causes]
         return [
             _first_divergence_line(comparison.first, name_a, name_b),
             *_later_divergence_lines(comparison),
@@ -434,13 +433,14 @@ def _difference_lines(comparison: Comparison, name_a: str, name_b: str) -> list[
         ]
 
     if comparison.common_entries == 0:
-        return ["unknown   the runs have no logged step in common: nothing can be compared"]
+        text = "the runs have no logged step in common: nothing can be compared"
+        return [labelled("unknown", text)]
 
     agreement = "to the last bit"
     if comparison.largest_loss_difference > 0:
         agreement = f"within {comparison.largest_loss_difference:.0e}, which rounding explains"
     quantities = f"rows, losses, norms and weights of {comparison.common_entries} log entries"
-    return [f"same      {quantities}, {agreement}", *others]
+    return [labelled("same", f"{quantities}, {agreement}"), *others]
 
 
 def _first_divergence_line(first: Divergence, name_a: str, name_b: str) -> str:
@@ -448,7 +448,8 @@ def _first_divergence_line(first: Divergence, name_a: str, name_b: str) -> str:
     quantity = f"{QUANTITIES[first.link].name} {CHAIN[first.link].condition}".rstrip()
     value_a = _format_value(first.value_a)
     value_b = _format_value(first.value_b)
-    return f"differs   {when}: {quantity}: {value_a} in {name_a}, {value_b} in {name_b}"
+    text = f"{when}: {quantity}: {value_a} in {name_a}, {value_b} in {name_b}"
+    return labelled("differs", text)
 
 
 def _later_divergence_lines(comparison: Comparison) -> list[str]:
@@ -461,7 +462,7 @@ def _later_divergence_lines(comparison: Comparison) -> list[str]:
     parts = [
         f"{QUANTITIES[divergence.link].name} at step {divergence.step}" for divergence in later
     ]
-    return [f"then      {', '.join(parts)}"]
+    return [labelled("then", ", ".join(parts))]
 
 
 def _format_value(value: Json) -> str:

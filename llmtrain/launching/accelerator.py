@@ -9,7 +9,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate import __version__ as accelerate_version
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from llmtrain.console import pluralize, say
 from llmtrain.devices import cpu_cores
@@ -23,7 +23,7 @@ from llmtrain.launching.launcher import (
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
-from llmtrain.parallel.fsdp import is_sharded, let_cpus_shard, sharding_settings
+from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
 from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
@@ -86,7 +86,7 @@ def start_accelerator(
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
     _check_group_size(accelerator)
-    if is_sharded(accelerator) != (sharding is not None):
+    if accelerator.is_fsdp2 != (sharding is not None):
         raise UserError(
             f"accelerate {accelerate_version} did not shard as its config says; "
             "install accelerate 1.15, or use a DDP config."

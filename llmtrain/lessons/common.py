@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from llmtrain.console import rank
 from llmtrain.errors import UserError

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from accelerate import Accelerator
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 
 from llmtrain.lab.xray.recording import Communication, Recording
 from llmtrain.lab.xray.timeline import as_lines

@@ -12,7 +12,7 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import json_text, new_folder, read_hashed, read_object
+from llmtrain.files import new_folder, read_hashed, read_object, write_json
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_safety import (
@@ -151,7 +151,7 @@ def write_merged(adapter: Path, folder: Path) -> None:
     merged.save_pretrained(folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
-    (folder / _MERGED_FROM).write_text(json_text(_identity_of(adapter)) + "\n")
+    write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":

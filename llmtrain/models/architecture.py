@@ -125,13 +125,13 @@ def check_causal_lm_class(config: ModelConfig) -> None:
     Raises:
         UserError: if it has none. Some multimodal models have a class for images and text only.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config_class = config.configuration_class()
     # A model may bring its own class.
     if config.trust_remote_code or config_class is None:
         return
-    if config_class not in AutoModelForCausalLM._model_mapping:
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             f"{_flag(config)}: transformers has no causal LM for {config_class.model_type}; name a "
             "model that takes only text."

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
-from llmtrain.shapes import padded_size
+from llmtrain.padded_sizes import padded_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Size, Tensor, nn
 
-from llmtrain.files import json_text, read_object
+from llmtrain.files import read_object, write_json
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 from llmtrain.types import JsonObject, TensorConverter
@@ -58,9 +58,7 @@ class ModelFiles:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self.generation:
-            (folder / "generation_config.json").write_text(
-                json_text(self.generation, indent=2) + "\n"
-            )
+            write_json(folder / "generation_config.json", self.generation, durable=False)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
@@ -68,7 +66,7 @@ class ModelFiles:
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
-        (folder / "config.json").write_text(json_text(self.config, indent=2) + "\n")
+        write_json(folder / "config.json", self.config, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps, by the model's own names.

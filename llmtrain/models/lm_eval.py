@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -30,11 +29,11 @@ class _ReplicatedModel(HFLM):  # type: ignore[misc]
 
     Args:
         name: the folder of a model or of an adapter, or a hub name.
-        accelerator: knows the ranks, the device and the precision.
+        ranks: the ranks that share the work.
         batch_size: the number of questions that each rank answers at a time.
     """
 
-    def __init__(self, name: str, accelerator: Accelerator, batch_size: int) -> None:
+    def __init__(self, name: str, ranks: Ranks, batch_size: int) -> None:
         text_model = TextModel(name)
         model: Any = text_model.model
         if is_adapter(Path(name)):
@@ -42,14 +41,13 @@ class _ReplicatedModel(HFLM):  # type: ignore[misc]
             model = model.merge_and_unload()
 
         super().__init__(
-            model.to(accelerator.device),
+            model.to(ranks.device),
             tokenizer=text_model.tokenizer,
             batch_size=batch_size,
-            mixed_precision_dtype=_DTYPES.get(accelerator.mixed_precision),
+            mixed_precision_dtype=_DTYPES.get(ranks.accelerator.mixed_precision),
             softmax_dtype="float32",  # sums in 16 bits would make answers equally likely
         )
-        ranks = Ranks(accelerator)
-        self.accelerator = accelerator
+        self.accelerator = ranks.accelerator
         self._device = ranks.device
         self._rank = ranks.rank
         self._world_size = ranks.world_size
@@ -81,7 +79,7 @@ class _TruncationCounter(logging.Handler):
 
 
 def evaluate_tasks(
-    accelerator: Accelerator,
+    ranks: Ranks,
     name: str,
     tasks: Sequence[str],
     include_path: str | None,
@@ -92,7 +90,7 @@ def evaluate_tasks(
     """Evaluate a model on tasks of the harness.
 
     Args:
-        accelerator: knows the ranks, the device and the precision.
+        ranks: the ranks that share the work.
         name: the folder of a model or of an adapter, or a hub name.
         tasks: names of tasks, groups or tags. ``*`` matches any characters.
         include_path: a folder with further tasks, in YAML.
@@ -115,7 +113,7 @@ def evaluate_tasks(
     manager = TaskManager(include_path=include_path)
     _check_tasks(manager, tasks)
     limit = cast("int | None", options.get("limit"))
-    processes = Ranks(accelerator).world_size
+    processes = ranks.world_size
     if limit and limit < processes:
         raise UserError(
             f"--limit {limit} is less than the number of processes, {processes}; raise it."
@@ -125,7 +123,7 @@ def evaluate_tasks(
     # would print an error, and the commit is not used.
     evaluator.get_git_commit_hash = lambda: None
     try:
-        model = _ReplicatedModel(name, accelerator, batch_size)
+        model = _ReplicatedModel(name, ranks, batch_size)
         results: JsonObject | None = simple_evaluate(
             model,
             tasks=sorted(manager.match_tasks([*tasks])),
@@ -144,8 +142,8 @@ def evaluate_tasks(
             reason = f"--tasks {' '.join(tasks)}: {hub_error(error)}"
         raise UserError(reason) from error
 
-    truncated = torch.tensor(truncations.count, device=accelerator.device)
-    truncated_everywhere = int(accelerator.reduce(truncated))
+    truncated = torch.tensor(truncations.count, device=ranks.device)
+    truncated_everywhere = int(ranks.sum_over_ranks(truncated))
     if truncated_everywhere:
         say(
             "truncated",
@@ -165,10 +163,10 @@ def _check_tasks(manager: TaskManager, tasks: Sequence[str]) -> None:
             )
 
 
-def remove_answers(accelerator: Accelerator, answers: Path) -> None:
+def remove_answers(ranks: Ranks, answers: Path) -> None:
     """Remove the answers that all ranks have kept, once no rank needs them any more."""
-    accelerator.wait_for_everyone()
-    Path(f"{answers}_rank{Ranks(accelerator).rank}.db").unlink(missing_ok=True)
+    ranks.accelerator.wait_for_everyone()
+    Path(f"{answers}_rank{ranks.rank}.db").unlink(missing_ok=True)
 
 
 def _entries(results: JsonObject) -> Iterator[JsonObject]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import json_text
+from llmtrain.files import write_json
 from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
@@ -290,7 +290,7 @@ class AdapterFiles(ModelFiles):
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
-        (folder / ORIGIN_FILE).write_text(json_text(self.origin) + "\n")
+        write_json(folder / ORIGIN_FILE, self.origin, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the adapter's tensors by peft's names."""

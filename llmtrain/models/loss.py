@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmtrain.models import nll_kernels
-from llmtrain.shapes import padded_size
+from llmtrain.padded_sizes import padded_size
 from llmtrain.types import IGNORED
 
 

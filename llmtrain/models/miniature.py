@@ -138,7 +138,8 @@ def _with_all_heads(values: dict[str, Any], config: "PreTrainedConfig", row_leng
         if key in _EXPERT_GROUPS and value:
             values[key] = 1
 
-    chosen = max(_counts(values, _CHOSEN_EXPERTS), default=1)
+    counts = [values[key] for key in _CHOSEN_EXPERTS if isinstance(values.get(key), int)]
+    chosen = max(counts, default=1)
     for key in _EXPERTS:
         if isinstance(values.get(key), int):
             values[key] = min(values[key], max(chosen, _MOST_EXPERTS))
@@ -148,10 +149,6 @@ def _within_vocabulary(value: Any) -> Any:
     if isinstance(value, list):
         return [_within_vocabulary(item) for item in value]
     return min(value, VOCABULARY - 1) if isinstance(value, int) else value
-
-
-def _counts(values: dict[str, Any], keys: tuple[str, ...]) -> list[int]:
-    return [values[key] for key in keys if isinstance(values.get(key), int)]
 
 
 def _layers_of_every_kind(config: "PreTrainedConfig", model: nn.Module) -> int:

@@ -103,13 +103,12 @@ def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
 
 def _class_name(model_config: "PreTrainedConfig", trust_remote_code: bool) -> str | None:
     """Return the name of transformers' class that is trained, or ``None`` if it has none."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    mapping = AutoModelForCausalLM._model_mapping
     has_own_code = _has_own_code(model_config, trust_remote_code)
-    if has_own_code or type(model_config) not in mapping:
+    if has_own_code or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    model_class: Any = mapping[type(model_config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     return str(getattr(model_class, "__name__", model_config.model_type))
 
 

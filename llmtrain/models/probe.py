@@ -298,14 +298,12 @@ class PackedRows(NamedTuple):
         ids: tokens.
         changed_ids: tokens that differ in the first document.
         positions: position ids, which restart at the second document.
-        is_second: whether a position is in the second document.
         is_compared: whether a position is in the second document and near one of its ends.
     """
 
     ids: Tensor
     changed_ids: Tensor
     positions: Tensor
-    is_second: Tensor
     is_compared: Tensor
 
 
@@ -331,7 +329,6 @@ def _packed_rows(model: CausalLM, length: int, borders: tuple[int, ...]) -> Pack
         ids=ids,
         changed_ids=torch.where(is_second, ids, other_ids),
         positions=torch.where(is_second, row_positions - starts, row_positions),
-        is_second=is_second,
         is_compared=is_second & is_near_an_end,
     )
 

@@ -22,9 +22,9 @@ def check_reward_family(config_class: "type[PreTrainedConfig]") -> None:
     Raises:
         UserError: if it has none.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if config_class not in AutoModelForSequenceClassification._model_mapping:
+    if config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
             "--loss_type reward: transformers has no sequence classification class for "
             f"{config_class.model_type}; {_OTHER_FAMILY}."

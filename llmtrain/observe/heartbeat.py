@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from torch.distributed import distributed_c10d
+import torch.distributed as dist
 
 from llmtrain.console import note, print_error
 from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
@@ -111,7 +111,7 @@ class Heartbeat(Callback):
         self.on_failure = on_failure
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_SECONDS)
         self.number = 0  # of beats so far
-        self.store: distributed_c10d.Store | None = None
+        self.store: dist.Store | None = None
         self._is_over = threading.Event()
         self._has_written_stacks = False
         self._first_look: _FirstLook | None = None
@@ -156,9 +156,9 @@ class Heartbeat(Callback):
         """Connect to the launcher's store. If there is none, ``self.store`` stays ``None``."""
         # If the launcher is gone, and its store with it, this can take minutes.
         with contextlib.suppress(RuntimeError):
-            default_store = distributed_c10d._get_default_store()
+            default_store = dist.distributed_c10d._get_default_store()
             # torch's stub lacks this method.
-            store: distributed_c10d.Store = default_store.clone()  # type: ignore[attr-defined]
+            store: dist.Store = default_store.clone()  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=2 * self.interval + 5))
             self.store = store
 
@@ -372,8 +372,10 @@ def _location(phase: str, step: int) -> str:
 
 def _collectives_begun() -> int:
     """Return how many collectives this process has begun; -1 if there is no process group."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        group = distributed_c10d._get_default_group()
+    group = dist.group.WORLD
+    if group is None:
+        return -1
+    with contextlib.suppress(RuntimeError):
         # torch's stub lacks this method.
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     return -1

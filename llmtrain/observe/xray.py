@@ -13,10 +13,10 @@ from typing import NamedTuple
 import psutil
 import torch
 from torch import nn
-from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
+from torch.distributed import GradBucket
 
 from llmtrain.console import say
-from llmtrain.files import json_text
+from llmtrain.files import write_json
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -182,7 +182,7 @@ class XRay:
         }
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
-            (self.folder / "recording.json").write_text(json_text(self.recording))
+            write_json(self.folder / "recording.json", self.recording, durable=False)
             say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
     def _local_recording(self) -> _LocalRecording:

@@ -63,9 +63,6 @@ def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) 
 class BitwiseEngine(ReplicatedEngine):
     """Data parallelism whose gradients and losses have the same bits on 1, 2, 4, ... ranks."""
 
-    # Timings differ between layouts, so a choice by them would change the bits.
-    may_choose_by_timing = False
-
     def __init__(self, accelerator: Accelerator, model: nn.Module, **settings: Any) -> None:
         super().__init__(accelerator, model, **settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]

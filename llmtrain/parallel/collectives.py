@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._C._distributed_c10d import GradBucket  # torch.distributed's stub lacks it
+from torch.distributed import GradBucket
 
 # The future of a bucket's mean over the ranks. It is complete once all ranks have sent the bucket.
 BucketFuture: TypeAlias = torch.futures.Future[torch.Tensor]

@@ -40,12 +40,6 @@ class Engine(Ranks):
             never holds more of the gradient than its own shard and one unsharded block.
     """
 
-    # Whether each rank stores only a shard of the weights.
-    is_sharded = False
-    # Whether the run may time two ways to compute, and take the faster one. A bitwise run may not:
-    # its results would depend on the times.
-    may_choose_by_timing = True
-
     def __init__(
         self,
         accelerator: Accelerator,

@@ -8,7 +8,8 @@ from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.fsdp import ShardedEngine, is_sharded
+from llmtrain.parallel.fsdp import ShardedEngine
+from llmtrain.parallel.mesh import sharding_of
 from llmtrain.types import Objective
 
 
@@ -33,7 +34,7 @@ def engine_for(
     if bitwise:
         return BitwiseEngine(accelerator, model, objective=objective)
 
-    if not is_sharded(accelerator):
+    if not sharding_of(accelerator).is_sharded:
         return ReplicatedEngine(
             accelerator,
             model,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.errors import UserError
 from llmtrain.parallel.blocks import HasEmbeddings, blocks_of, reshard
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.shards import local_shard
 
 if TYPE_CHECKING:
@@ -74,11 +74,6 @@ def let_cpus_shard(**process_group: object) -> None:
     """
     state = PartialState(cpu=True, **process_group)
     state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether FSDP2 shards the weights over the ranks."""
-    return bool(accelerator.is_fsdp2)
 
 
 class Unit(NamedTuple):
@@ -208,8 +203,6 @@ def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
 class ShardedEngine(Engine):
     """Every rank holds a shard of the weights, of their gradients and of the optimizer state."""
 
-    is_sharded = True
-
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         norm = super().clip_grad_norm(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -223,7 +216,7 @@ class ShardedEngine(Engine):
                 squares.append(norm.square())
         total = self.sum_over_ranks(torch.stack(squares).sum().to(self.device))
         # Each replica of the model has counted all of it.
-        return torch.sqrt(total / sharding_of(self.accelerator).replicas)
+        return torch.sqrt(total / self.sharding.replicas)
 
     def free_gathered_weights(self) -> None:
         reshard(self.model)

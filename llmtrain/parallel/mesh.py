@@ -31,6 +31,11 @@ class Sharding:
         return f"{self.replicas}x{self.shards}"
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        return self.shards > 1
+
+    @property
     def processes(self) -> int:
         """The number of ranks of all replicas."""
         return self.replicas * self.shards
@@ -78,7 +83,7 @@ def _refuse(method: str) -> NoReturn:
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
-    """Return how models are sharded: into one shard if every rank holds the full model."""
+    """Return how a run shards its model: into one shard if every rank holds the full model."""
     if isinstance(accelerator, TrainingAccelerator):
         return accelerator.sharding
     return Sharding(replicas=int(accelerator.num_processes), shards=1)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.parallel.fsdp import is_sharded, parameter_groups, shard
+from llmtrain.parallel.fsdp import parameter_groups, shard
 from llmtrain.parallel.mesh import Sharding, sharding_of
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.shipped import shipped_config
@@ -40,18 +40,19 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     class_name = type(model).__name__  # before FSDP renames it
     # Quantized weights are stored as integers.
     is_quantized = not all(p.is_floating_point() for p in model.parameters())
+    sharding = sharding_of(accelerator)
 
-    if is_sharded(accelerator) and bundle.weights is None:
+    if sharding.is_sharded and bundle.weights is None:
         if is_quantized:
             raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
         raise UserError(
             f"{class_name} has no stream of weights, which sharding needs; build the model on the "
             "meta device and pass its initial weights to ModelBundle, or use a DDP config."
         )
-    check_memory(accelerator, model)
+    check_memory(sharding, accelerator.device, model)
     _say_size(model, class_name)
 
-    if is_sharded(accelerator):
+    if sharding.is_sharded:
         place_sharded(accelerator, model, bundle.weights or ())
     else:
         empty = {name: p for name, p in model.named_parameters() if p.is_meta}
@@ -108,7 +109,7 @@ def _give_addresses(model: nn.Module) -> None:
     shards.
     """
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and parameter._local_tensor.numel() == 0:
+        if isinstance(parameter, DTensor) and local_shard(parameter).numel() == 0:
             address = functools.partial(id, parameter)
             parameter._local_tensor.data_ptr = address  # type: ignore[method-assign]
 
@@ -123,7 +124,7 @@ def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
-def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
+def check_memory(sharding: Sharding, device: torch.device, model: nn.Module) -> None:
     """Check that the GPU has the least memory that a run needs.
 
     This is the memory for weights, gradients and optimizer state. AdamW keeps two numbers for each
@@ -132,14 +133,13 @@ def check_memory(accelerator: Accelerator, model: nn.Module) -> None:
     Raises:
         UserError: if the GPU has less memory.
     """
-    sharding = sharding_of(accelerator)
-    if accelerator.device.type != "cuda" or sharding.cpu_offload:
+    if device.type != "cuda" or sharding.cpu_offload:
         return
 
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / sharding.shards
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / sharding.shards
     needed = weights + 2 * gradients
-    available = int(torch.cuda.get_device_properties(accelerator.device).total_memory)
+    available = int(torch.cuda.get_device_properties(device).total_memory)
     if needed > available:
         raise UserError(
             f"each process needs at least {needed / _GIB:.1f} GiB, but this GPU has "

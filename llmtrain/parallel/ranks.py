@@ -6,9 +6,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from llmtrain.parallel.mesh import Sharding, sharding_of
+
 
 class Ranks:
-    """The ranks of a run, and where this process is among them."""
+    """The ranks of a run, where this process is among them, and how they shard the model.
+
+    A run has one of these in ``Run.ranks``. Its engine is another, which also holds the model.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -38,6 +43,16 @@ class Ranks:
     def is_local_main(self) -> bool:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the ranks shard the model."""
+        return sharding_of(self.accelerator)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        return self.sharding.is_sharded
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; all ranks call this."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import read_hashed, read_object, temporary_sibling
-from llmtrain.record.format import check_not_newer, read_versioned, version_fault
+from llmtrain.record.format import check_not_newer, version_fault
 from llmtrain.record.provenance import digest
 from llmtrain.types import JsonObject
 
@@ -167,12 +167,6 @@ def read_state(path: Path) -> JsonObject:
     state = dict(json.loads((path / "state.json").read_text()))
     check_not_newer(path / "state.json", state)
     return state
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a checkpoint's files, or 0 if its manifest cannot be read."""
-    hashes = read_versioned(path / MANIFEST).get("files", {})
-    return sum(entry["bytes"] for entry in hashes.values())
 
 
 def path_of(folder: Path, step: int) -> Path:

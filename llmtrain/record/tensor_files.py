@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import broadcast
 from safetensors import safe_open
-from safetensors.torch import _TYPES, load_file
+from safetensors.torch import load_file
 
 from llmtrain.files import Hashed, json_text, write_hashed
 from llmtrain.parallel.distributed_tensors import DistributedTensors
@@ -28,8 +28,27 @@ _READ_OPTIONS = {"backend": "pread"} if "backend" in inspect.signature(load_file
 
 _STAGE_BYTES = 1 << 26  # the size of each of the two buffers between a GPU and the disk
 
-# An installed torch need not have all dtypes that safetensors knows.
-_DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+# The dtypes of torch, by their names in the files.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

@@ -7,8 +7,6 @@ import logging
 import time
 from pathlib import Path
 
-from accelerate import Accelerator
-
 from llmtrain.console import note
 from llmtrain.files import append_json_line
 from llmtrain.parallel.ranks import Ranks
@@ -30,16 +28,13 @@ class Metrics:
     for them.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks of the run.
         folder: the run folder.
         model_seconds: the longest time for sending the model, while the other ranks wait.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, folder: Path, model_seconds: float = _MODEL_SECONDS
-    ) -> None:
-        self.accelerator = accelerator
-        self.ranks = Ranks(accelerator)
+    def __init__(self, ranks: Ranks, folder: Path, model_seconds: float = _MODEL_SECONDS) -> None:
+        self.ranks = ranks
         self.path = folder / "metrics.jsonl"
         self.mirrors: list[Mirror] = []
         self.close_seconds = min(_MODEL_SECONDS, model_seconds) if wants_model() else _CLOSE_SECONDS
@@ -63,7 +58,7 @@ class Metrics:
             with errors_as_notes(f"{name}: tracking is off"):
                 mirror.wait_until_open(_START_SECONDS)
                 self.mirrors.append(mirror)
-        self.accelerator.trackers = [mirror.tracker.inner for mirror in self.mirrors]
+        self.ranks.accelerator.trackers = [mirror.tracker.inner for mirror in self.mirrors]
 
     def _tracker(self, name: str, run: TrackedRun) -> Tracker:
         """Return what feeds a tracker."""
@@ -119,4 +114,4 @@ class Metrics:
                     "abandoned; metrics.jsonl has everything."
                 )
         self.mirrors = []
-        self.accelerator.trackers = []
+        self.ranks.accelerator.trackers = []

@@ -12,7 +12,7 @@ from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from llmtrain.training.context import LoopCallback, LoopContext
 from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
@@ -27,7 +27,7 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
     run = context.run
     engine = context.engine
     settings = run.settings
-    syncs = GradientSyncs(engine.model)
+    syncs = None
 
     callbacks: list[Callback] = [
         context.throughput,
@@ -49,8 +49,10 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
     ]
     if context.is_replay:
         callbacks.append(Replay(context))
-    callbacks.append(syncs)  # after those that make passes before the step
     if settings.loop.log_rows:
+        # It counts from the beginning of a step, so it comes after those that make passes there.
+        syncs = GradientSyncs(engine.model)
+        callbacks.append(syncs)
         callbacks.append(RowLedger(context))
 
     # Replicas are compared before a checkpoint is made of them, and a step is logged before the
@@ -110,7 +112,7 @@ class MemoryAdvice(LoopCallback):
 
 
 class WarmUp(LoopCallback):
-    """Chooses between compiled and eager code, with the first batch of this start."""
+    """Compiles the model, if the run does, with the first batch of this start."""
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
@@ -120,31 +122,29 @@ class WarmUp(LoopCallback):
         if self.run.step > self.first_step:
             return
         micro_batch = batch.batches[-1]  # any would do
-        steps_to_come = self.run.settings.optim.max_steps - self.run.step
+        shapes = count_shapes(self.run.rows.train)
 
         self.engine.phases.begin(WARM_UP_PHASE)
         with self.loop_context.throughput.paused():
-            self.run.status.compiled = choose_compiled_or_eager(
-                self.engine,
-                micro_batch,
-                passes=steps_to_come * len(batch.batches),
-                mode=self._compile_mode(),
-                earlier_choice=self.run.status.compiled,
-                shapes=count_shapes(self.run.rows.train),
-            )
+            self.run.status.compiled = self._should_compile(shapes)
+            if self.run.status.compiled:
+                compile_blocks(self.engine, micro_batch, shapes)
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
             # them here, before its first step, so that it adds them like a run without a break.
             if self.run.step:
                 self.engine.rebuild_buckets(micro_batch)
 
-    def _compile_mode(self) -> str:
-        """Return ``always``, ``never`` or ``auto``."""
-        on_gpu = self.engine.device.type == "cuda"
-        mode = self.settings.torch_compile or ("auto" if on_gpu else "never")
-        if mode == "auto" and not self.engine.may_choose_by_timing:
-            return "never"
-        return mode
+    def _should_compile(self, shapes: int) -> bool:
+        if self.settings.torch_compile != "auto":
+            return self.settings.torch_compile == "always"
+        # Compiled code rounds differently, so a run keeps its choice.
+        if self.run.status.compiled is not None:
+            return self.run.status.compiled
+        if self.settings.bitwise:
+            return False
+        steps = self.run.settings.optim.max_steps
+        return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
 class Replay(LoopCallback):

@@ -1,7 +1,7 @@
 """Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -264,7 +264,7 @@ def _single_row(
 def sample(
     engine: Engine,
     tokenizer: Any,
-    prompts: list[str],
+    prompts: Sequence[str | list[int]],
     sampling: Sampling,
     stop_token_ids: Collection[int] = (),
 ) -> list[str]:
@@ -276,7 +276,7 @@ def sample(
     Args:
         engine: computes the model's outputs.
         tokenizer: the tokenizer.
-        prompts: the prompts.
+        prompts: the prompts, each a text or its tokens.
         sampling: how tokens are chosen, and how many.
         stop_token_ids: the tokens at which an answer ends, besides EOS.
     """
@@ -286,7 +286,7 @@ def sample(
     model.eval()
     texts = []
     for prompt in prompts:
-        ids = _prompt_tokens(tokenizer, prompt)
+        ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
         new_ids = _generate(engine, ids, sampling)
         answer = itertools.takewhile(lambda token: token not in stops, new_ids)
         texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))

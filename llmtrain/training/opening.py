@@ -15,8 +15,6 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
 from llmtrain.launching.process import leave_group, seconds_since_start
-from llmtrain.parallel.fsdp import is_sharded
-from llmtrain.parallel.mesh import sharding_of
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -72,11 +70,8 @@ def open_run(
         UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
             be used.
     """
-    layout = Layout.of(
-        settings.data,
-        Ranks(accelerator).world_size,
-        bitwise=settings.loop.bitwise,
-    )
+    ranks = Ranks(accelerator)
+    layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.loop.bitwise)
     settle_steps(settings, rows)  # for a recipe that does not call `place`
     if settings.loop.keeps_best and rows.eval is None:
         raise UserError(
@@ -84,7 +79,7 @@ def open_run(
             "--eval_fraction, or name eval data with --eval_dataset."
         )
     if not settings.loop.dry_run:
-        rows = with_reference(accelerator, settings.loop.seed, rows, bundle)
+        rows = with_reference(ranks, settings.loop.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
     team = Team.everyone()
@@ -117,7 +112,7 @@ def open_run(
                 say_how_to_extend(resume_point.shorter_run, settings.optim)
 
         run = _new_run(
-            accelerator,
+            ranks,
             settings,
             layout=layout,
             rows=rows,
@@ -130,12 +125,12 @@ def open_run(
         yield run
 
     leave_group()
-    if run.is_finished and run.is_main:
+    if run.is_finished and run.ranks.is_main:
         publish(run.folder / "model", settings.run.push_to_hub)
 
 
 def _new_run(
-    accelerator: Accelerator,
+    ranks: Ranks,
     settings: AnySettings,
     *,
     layout: Layout,
@@ -159,16 +154,17 @@ def _new_run(
         # Tokenising, loading the model and the reference pass have taken part of the time.
         deadline = Deadline.of(settings.loop.max_hours, seconds_since_start())
     return Run(
-        accelerator=accelerator,
+        accelerator=ranks.accelerator,
+        ranks=ranks,
         settings=settings,
         layout=layout,
         rows=rows,
         bundle=bundle,
         fingerprint=fingerprint,
         resume_point=resume_point,
-        writer=RunFolder(resume_point.folder, resume_point.start_id, Ranks(accelerator).is_main),
+        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
         saver=saver,
-        metrics=Metrics(accelerator, resume_point.folder, settings.parallel.ddp_timeout),
+        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
         deadline=deadline,
         patience=Patience(
             settings.loop.early_stopping_patience,
@@ -193,7 +189,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         return _tracked(run)
 
     tracked = team.on_main(begin)
-    if is_sharded(run.accelerator):
+    if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
         run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
@@ -201,7 +197,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.status.ask_to_stop))
-        if run.is_main and "wandb" in trackers:
+        if run.ranks.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
         run.metrics.start(trackers, tracked)
@@ -271,19 +267,19 @@ def _tracked(run: Run) -> TrackedRun:
 
 def _record_addresses(run: Run) -> None:
     """Record the addresses of the run's pages at its trackers in ``run.json``."""
-    if run.is_main and run.metrics.addresses:
+    if run.ranks.is_main and run.metrics.addresses:
         record = read_object(run.folder / "run.json")
         run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
 
 
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
-    accelerator = run.accelerator
+    ranks = run.ranks
     start = {
-        "processes": Ranks(accelerator).world_size,
-        "sharded": sharding_of(accelerator).layout if is_sharded(accelerator) else None,
-        "device": accelerator.device.type,
-        "mixed_precision": accelerator.mixed_precision,
+        "processes": ranks.world_size,
+        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
+        "device": ranks.device.type,
+        "mixed_precision": run.accelerator.mixed_precision,
     }
     return run_record(
         run.folder,

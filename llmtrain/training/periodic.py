@@ -12,6 +12,7 @@ from llmtrain.training.context import LoopCallback
 from llmtrain.training.evaluate import eval_extra, evaluate, sample
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.status import Outcome
+from llmtrain.training.summary import final_sample
 from llmtrain.types import LocalBatch, StepInfo, StepResult
 
 _SAMPLE_TOKENS = 64
@@ -101,9 +102,9 @@ class Finish(LoopCallback):
     """Records how the run has ended, and writes the model if it is finished."""
 
     def on_train_end(self) -> None:
-        self.run.status.outcome = self._finish()
+        self.run.status.outcome = self._outcome()
 
-    def _finish(self) -> Outcome:
+    def _outcome(self) -> Outcome:
         """Write the model if the run is finished; return how the run has ended."""
         run = self.run
         if self.loop_context.is_replay:
@@ -112,20 +113,22 @@ class Finish(LoopCallback):
 
         wait_for_saves(run)
         if run.patience.is_over:
-            self._write_model()
-            return Outcome("finished", run.patience.reason)
+            return self._finished(run.patience.reason)
         if run.step == run.settings.optim.max_steps:
-            self._write_model()
-            return Outcome("finished", "all steps are done")
+            return self._finished("all steps are done")
 
         reason = run.status.stop_reason or "asked to stop"
         self._say_how_to_resume(reason)
         return Outcome("preempted", f"{reason}; step {run.step} is saved")
 
-    def _write_model(self) -> None:
+    def _finished(self, reason: str) -> Outcome:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
-        load_best(self.run, self.engine)
-        write_model(self.run, self.engine)
+        run = self.run
+        load_best(run, self.engine)
+        write_model(run, self.engine)
+        self.engine.phases.begin("a sample")
+        text = final_sample(self.engine, run.rows, run.folder / "model")
+        return Outcome("finished", reason, sample=text)
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

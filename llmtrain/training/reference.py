@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, say
@@ -36,9 +35,7 @@ _ROWS_PER_CHUNK = 64  # a chunk is stored and verified as a whole
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def with_reference(
-    accelerator: Accelerator, seed: int, rows: Tokenized, bundle: ModelBundle
-) -> Tokenized:
+def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle) -> Tokenized:
     """Add a column ``reference`` to rows, if the objective uses one.
 
     The column is float32 [``reference_size``]. The model must still have its initial weights. All
@@ -59,22 +56,22 @@ def with_reference(
             "rows": rows.metadata.data_sha256,
             "objective": [type(bundle.objective).__name__, bundle.objective.reference_source],
             "how": [
-                accelerator.mixed_precision,
-                accelerator.device.type,
+                ranks.accelerator.mixed_precision,
+                ranks.device.type,
                 torch.get_num_threads(),
                 rows.metadata.shared,
             ],
         }
     )
-    train = _with_column(accelerator, key, "train", rows.train, bundle)
+    train = _with_column(ranks, key, "train", rows.train, bundle)
     eval_rows = None
     if rows.eval is not None:
-        eval_rows = _with_column(accelerator, key, "eval", rows.eval, bundle)
+        eval_rows = _with_column(ranks, key, "eval", rows.eval, bundle)
     return replace(rows, train=train, eval=eval_rows)
 
 
 def _with_column(
-    accelerator: Accelerator, key: str, name: str, rows: TokenRows, bundle: ModelBundle
+    ranks: Ranks, key: str, name: str, rows: TokenRows, bundle: ModelBundle
 ) -> TokenRows:
     """Add the column to rows: read from the cache as far as possible, and computed otherwise."""
     size = bundle.objective.reference_size
@@ -89,7 +86,7 @@ def _with_column(
         f"cache, {len(rows) - len(values):,} to compute{damage}",
     )
 
-    for chunk in _compute(accelerator, rows, bundle, start=len(values)):
+    for chunk in _compute(ranks, rows, bundle, start=len(values)):
         if not np.isfinite(chunk).all():
             raise UserError(
                 "log-probabilities under the initial weights are not finite, so they cannot serve "
@@ -116,12 +113,12 @@ def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
 
 @torch.no_grad()
 def _compute(
-    accelerator: Accelerator, rows: TokenRows, bundle: ModelBundle, start: int
+    ranks: Ranks, rows: TokenRows, bundle: ModelBundle, start: int
 ) -> Iterator[np.ndarray]:
     """Yield the log-probabilities of one chunk of rows after another; all ranks call this.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks of the run.
         rows: all rows.
         bundle: the model and its objective.
         start: the first row to compute.
@@ -133,7 +130,6 @@ def _compute(
     collate = Collate(_ROWS_PER_PASS, prepare=bundle.prepare_batch)
     table = SlotRows(rows)
 
-    ranks = Ranks(accelerator)
     shares = ranks.world_size
     passes = -(-_ROWS_PER_CHUNK // _ROWS_PER_PASS)
     # All ranks make the same number of passes, because they communicate in each.
@@ -153,8 +149,8 @@ def _compute(
         for i in range(passes_of_rank):
             pass_index = ranks.rank + i * shares
             row_batch = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
-            (batch,) = collate(row_batch).to(accelerator.device).batches
-            with accelerator.autocast():
+            (batch,) = collate(row_batch).to(ranks.device).batches
+            with ranks.accelerator.autocast():
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())
 

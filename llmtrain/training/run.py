@@ -60,6 +60,7 @@ class Run:
 
     Attributes:
         accelerator: the Accelerator of this run.
+        ranks: the ranks of the run, and where this process is among them.
         settings: all settings of the recipe.
         layout: how a global batch is divided among the ranks.
         rows: the rows to train and evaluate on.
@@ -75,6 +76,7 @@ class Run:
     """
 
     accelerator: Accelerator
+    ranks: Ranks
     settings: AnySettings
     layout: Layout
     rows: Tokenized
@@ -97,11 +99,6 @@ class Run:
     def step(self) -> int:
         """Steps made so far."""
         return self.status.step
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that logs and writes files."""
-        return Ranks(self.accelerator).is_main
 
     @property
     def is_finished(self) -> bool:
@@ -182,11 +179,7 @@ class Run:
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(
-                self.folder,
-                question=self.rows.eval_prompt(),
-                opening=self.rows.train[0]["input_ids"][:1],
-            )
+            show_result(self.folder, self.rows, self.status.outcome.sample)
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""

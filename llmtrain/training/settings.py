@@ -224,10 +224,10 @@ class LoopConfig(Config):
         hidden=True,
         group="processes",
     )
-    torch_compile: Literal["auto", "always", "never"] | None = flag(
-        None,
-        "compile the model's blocks with torch.compile; auto, the default on a GPU: if the run is "
-        "long and a trial shows a gain, but not with --bitwise; elsewhere the default is never",
+    torch_compile: Literal["auto", "always", "never"] = flag(
+        "auto",
+        "compile the model's blocks with torch.compile; auto: on a GPU, in a run of 2,000 steps or "
+        "more, but not with --bitwise",
         affects="layout",
         hidden=True,
         group="batch and memory",
@@ -250,7 +250,12 @@ class LoopConfig(Config):
         "A:B records steps A to B; llmtrain xray RUN draws them",
         hidden=True,
     )
-    log_rows: bool = flag(False, "write to rows.jsonl which rows each step trains on", hidden=True)
+    log_rows: bool = flag(
+        False,
+        "write to rows.jsonl which rows each step trains on, and log how often each step reduces "
+        "gradients",
+        hidden=True,
+    )
     replay_step: int | None = flag(
         None,
         "write the loss of each row of this step to replay.json, and stop after it; the command "

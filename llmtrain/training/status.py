@@ -8,10 +8,11 @@ from llmtrain.types import JsonObject
 
 
 class Outcome(NamedTuple):
-    """How a run has ended, as ``status.json`` records it."""
+    """How a run has ended. ``status.json`` records the state and the reason."""
 
     state: str  # ``finished``, ``preempted`` or ``failed``
     reason: str
+    sample: str = ""  # a text by the finished model, on rank 0
 
 
 _NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")

@@ -15,7 +15,7 @@ from llmtrain.types import LocalBatch, StepInfo, StepResult
 class Logging(LoopCallback):
     """Writes the metrics of a step."""
 
-    def __init__(self, context: LoopContext, syncs: GradientSyncs) -> None:
+    def __init__(self, context: LoopContext, syncs: GradientSyncs | None) -> None:
         super().__init__(context)
         self.throughput = context.throughput
         self.syncs = syncs
@@ -38,12 +38,13 @@ class Logging(LoopCallback):
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(self.engine.weight_norm()),
             "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
-            "train/gradient_syncs": self.syncs.count,
             **self.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
+        if self.syncs is not None:
+            entry["train/gradient_syncs"] = self.syncs.count
         self.loop_context.log(entry)
 
     def _loss_and_metrics(self, result: StepResult) -> tuple[float, dict[str, float]]:

@@ -6,63 +6,114 @@ import sys
 from pathlib import Path
 
 from llmtrain.console import note
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line
 from llmtrain.files import read_object
 from llmtrain.models.export import gives_scores, how_to_load, module_class_of
-from llmtrain.models.generation import Sampling, TextModel
+from llmtrain.models.generation import Sampling
 from llmtrain.observe.curve import loss_curve
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.team import Team
 from llmtrain.record.history import read_lines
+from llmtrain.training.compiling import eager_code
+from llmtrain.training.evaluate import sample
 
 _RULE = "-" * 40
 
 
-def show_result(folder: Path, question: list[int] | None, opening: list[int]) -> None:
+# The tokens of a text by the finished model.
+_SAMPLE_TOKENS = 64
+
+
+def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
+    """Generate a text with the model of a finished run, for :func:`show_result`.
+
+    All ranks call this. Of a model that every rank holds, rank 0 alone generates. The model is
+    saved already, so an error only prints a note.
+
+    Args:
+        engine: computes the model's outputs.
+        rows: the rows of the run. The model answers a question of the eval rows if they have one,
+            and writes a text of its choice otherwise.
+        model_folder: the folder of the finished model, which rank 0 can read.
+
+    Returns:
+        The text. On other ranks than 0 it may be empty. It is empty if the model writes no text.
+    """
+    writes_text = Team.everyone().on_main(lambda: _writes_text(model_folder))
+    takes_part = engine.is_main or engine.is_sharded
+    if not (writes_text and takes_part):
+        return ""
+
+    question = rows.eval_prompt()
+    prompt = question or _first_tokens(rows)
+    # The likelier tokens answer a question best.
+    temperature = 0.3 if question else 0.8
+    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, temperature=temperature)
+    try:
+        with eager_code(engine.model):
+            texts = sample(
+                engine,
+                rows.tokenizer,
+                [prompt],
+                sampling,
+                stop_token_ids=rows.stop_token_ids,
+            )
+    except Exception as error:
+        if engine.is_main:
+            note(f"the run is finished; its model wrote no sample: {first_line(error)}")
+        return ""
+    return texts[0]
+
+
+def _first_tokens(rows: Tokenized) -> list[int]:
+    """Return the token that begins a text, or that of the first row if the tokenizer has none."""
+    assert rows.tokenizer is not None  # or the model would write no text
+    for token in (rows.tokenizer.bos_token_id, rows.tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return [token]
+    return rows.train[0]["input_ids"][:1]
+
+
+def show_result(folder: Path, rows: Tokenized, text: str) -> None:
     """Print the loss curve of a finished run, a text by its model, and commands to go further.
 
     The run is saved already, so an error only prints a note.
 
     Args:
         folder: the run folder.
-        question: the tokens of a question for the model to answer. If there are none, it writes a
-            text of its choice.
-        opening: the tokens that this text begins with, if the tokenizer has no token for that.
+        rows: the rows of the run.
+        text: the result of :func:`final_sample`.
     """
     try:
-        _show(folder, question, opening)
+        _show(folder, rows, text)
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
 
-def _show(folder: Path, question: list[int] | None, opening: list[int]) -> None:
+def _show(folder: Path, rows: Tokenized, text: str) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
 
     model_folder = folder / "model"
-    if not _writes_text(model_folder):
+    if rows.tokenizer is None or not _writes_text(model_folder):
         _print_how_to_load(model_folder)
         return
 
-    model = TextModel(str(model_folder))
+    question = rows.eval_prompt()
     if question is None:
         print(f"\n--- a sample of {model_folder} {_RULE}")
-        _print_text(model, "" if model.can_begin else opening, Sampling(temperature=0.8))
     else:
         print(f"\n--- a question that is not in the training data {_RULE}")
-        print(model.tokenizer.decode(question, skip_special_tokens=True))
+        print(rows.tokenizer.decode(question, skip_special_tokens=True))
         print(f"\n--- the answer of {model_folder} {_RULE}")
-        _print_text(model, question or "", Sampling(temperature=0.3))
-    print("\n" + "-" * 60)
+    print(text)
+    print("-" * 60)
 
     _print_how_to_load(model_folder)
-    if question is None or model.tokenizer.chat_template is None:
+    if question is None or rows.tokenizer.chat_template is None:
         print(f'generate  {_command()} generate {folder} --prompt "Your text"', flush=True)
     else:
         print(f"chat      {_command()} chat {folder}", flush=True)
-
-
-def _print_text(model: TextModel, prompt: str | list[int], sampling: Sampling) -> None:
-    """Print a text token by token, as the model generates it."""
-    for piece in model.stream(prompt, sampling):
-        print(piece, end="", flush=True)
 
 
 def _writes_text(model_folder: Path) -> bool:

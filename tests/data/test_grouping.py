@@ -34,8 +34,8 @@ from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.pretrained import load_model
+from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import place
-from llmtrain.shapes import padded_size
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings

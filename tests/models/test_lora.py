@@ -27,9 +27,9 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
-from llmtrain.plan.subject import subject_of
 from llmtrain.record.saver import Saver, write_model
 from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.types import ModelBundle
 from tests.launching import FINETUNE, ROOT
 from tests.models.some_rows import SomeRows
@@ -312,7 +312,7 @@ def test_a_plan_of_an_adapter_writes_nothing_next_to_it(adapt, tmp_path, kind, t
     before = sorted(tmp_path.rglob("*"))
 
     flags = ["--model_name_or_path", str(run), "--dataset", str(tmp_path / "text.txt")]
-    subject = subject_of(str(ROOT / FINETUNE), [*flags, "--max_length", "64"], "no")
+    subject = build_recipe_model(str(ROOT / FINETUNE), [*flags, "--max_length", "64"], "no")
     assert sorted(tmp_path.rglob("*")) == before
 
     rows = SomeRows(tokenizer(), stop_token_ids=(), new_tokens=[])

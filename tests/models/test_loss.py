@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.models import nll_kernels
 from llmtrain.models.loss import linear_nll, summed_nll, target_positions_of
-from llmtrain.shapes import padded_size
+from llmtrain.padded_sizes import padded_size
 from llmtrain.types import IGNORED
 
 ROWS = 16  # of the head in a block, in these tests

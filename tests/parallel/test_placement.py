@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.parallel.placement import check_memory, place
 from llmtrain.types import ModelBundle, ModelFormat
 
@@ -46,7 +47,7 @@ def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
-    sharded = SimpleNamespace(is_fsdp2=True)
+    sharded = TrainingAccelerator(Sharding(replicas=1, shards=2), cpu=True)
     with pytest.raises(
         UserError, match=r"Linear has no stream of weights, .* meta device .* or use a DDP config"
     ):
@@ -64,12 +65,13 @@ def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(
 ) -> None:
     with torch.device("meta"):
         model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
-    gpu = SimpleNamespace(device=torch.device("cuda"), state=SimpleNamespace(), num_processes=1)
+    sharding = Sharding(replicas=1, shards=1)
+    gpu = torch.device("cuda")
     sizes = SimpleNamespace(total_memory=2.9 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     with pytest.raises(
         UserError, match=r"needs at least 3\.0 GiB, but this GPU has 2\.9: 1\.0 GiB for weights"
     ):
-        check_memory(gpu, model)
+        check_memory(sharding, gpu, model)
     model.requires_grad_(False)
-    check_memory(gpu, model)
+    check_memory(sharding, gpu, model)

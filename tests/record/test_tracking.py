@@ -10,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain.files import drop_lines_after
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.record import tracking
 from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
 from llmtrain.record.tracking import Metrics
@@ -54,7 +55,7 @@ def opened(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def go(model_seconds: float = 1500, **trackers: Any) -> Metrics:
         monkeypatch.setattr(Metrics, "_tracker", lambda self, name, run: trackers[name])
-        metrics = Metrics(accelerator, tmp_path, model_seconds)
+        metrics = Metrics(Ranks(accelerator), tmp_path, model_seconds)
         metrics.start(list(trackers), TrackedRun(tmp_path, "run", "abcd1234"))
         return metrics
 
@@ -232,7 +233,7 @@ def test_hours_are_those_of_training(
     fake.log = lambda numbers: hours.append(numbers["hours"])
     monkeypatch.setattr(Metrics, "_tracker", lambda self, name, run: fake)
     fake.run = TrackedRun(tmp_path, "run", "abcd1234", start_times=(1000.0, 9000.0))
-    metrics = Metrics(accelerator, tmp_path)
+    metrics = Metrics(Ranks(accelerator), tmp_path)
     metrics.start(["wandb"], fake.run)
     for step, time in enumerate((1000.0, 2800.0, 10800.0)):
         metrics.write({"step": step, "time": time})
@@ -273,7 +274,7 @@ def test_any_tracker_of_accelerate_gets_settings_and_entries(
     name: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Recording)
-    metrics = Metrics(accelerator, tmp_path)
+    metrics = Metrics(Ranks(accelerator), tmp_path)
     run = TrackedRun(tmp_path, "run", "abcd1234", config={"seed": 3, "files": ["a", "b"]})
     metrics.start([name], run)
     [inner] = accelerator.trackers
@@ -296,7 +297,7 @@ def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(
     """The run is killed after step 4 and resumes from step 2, so steps 3 and 4 are made twice."""
     monkeypatch.setenv("WANDB_PROJECT", "something")
     run = TrackedRun(tmp_path, "run", "abcd1234", config={"seed": 3})
-    killed = Metrics(accelerator, tmp_path)
+    killed = Metrics(Ranks(accelerator), tmp_path)
     killed.start(["tensorboard"], run)
     for step in (1, 2, 3, 4):
         killed.write({"step": step, "train/loss": step / 4})
@@ -304,7 +305,7 @@ def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(
     wait_until(lambda: read_json(tmp_path / "trackers/tensorboard.json")["step"] == 4)
 
     drop_lines_after(tmp_path / "metrics.jsonl", 2)
-    resumed = Metrics(accelerator, tmp_path)
+    resumed = Metrics(Ranks(accelerator), tmp_path)
     resumed.start(["tensorboard"], run)
     for step in (3, 4, 5):
         resumed.write({"step": step, "train/loss": step / 4})

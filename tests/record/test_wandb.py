@@ -42,7 +42,7 @@ def test_who_is_logged_in_is_whom_wandb_takes_for_it(
 
 def started(accelerator: Accelerator, folder: Path, **config: Any) -> tuple[Metrics, Any]:
     """Metrics that report to W&B, and W&B's run."""
-    metrics = Metrics(accelerator, folder)
+    metrics = Metrics(Ranks(accelerator), folder)
     metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config))
     return metrics, accelerator.trackers[0].tracker
 
@@ -174,7 +174,8 @@ from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases
 from llmtrain.record.tracking import Metrics
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.launching.accelerator import start_accelerator
-metrics = Metrics(start_accelerator(), Path(sys.argv[1]))
+from llmtrain.parallel.ranks import Ranks
+metrics = Metrics(Ranks(start_accelerator()), Path(sys.argv[1]))
 folder = Path(sys.argv[1])
 run = TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 metrics.start(["wandb", "tensorboard"], run)
@@ -237,7 +238,7 @@ def test_only_the_first_rank_reports(
 ) -> None:
     monkeypatch.setattr(Ranks, "is_main", False)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics = Metrics(accelerator, tmp_path)
+    metrics = Metrics(Ranks(accelerator), tmp_path)
     metrics.start(["wandb"], TrackedRun(tmp_path, "gpt", "abcd1234"))
     metrics.write({"step": 1, "train/loss": 1.0})
     metrics.close(exit_code=0)

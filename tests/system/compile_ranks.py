@@ -1,12 +1,11 @@
-"""Run by test_compile_ranks.py on two processes that share a model: whether its blocks are compiled.
+"""Run by test_compile_ranks.py on two processes that share a model: its blocks are compiled.
 
-`compile_ranks.py FOLDER CASE...` writes what each process found into FOLDER/RANK.json.
+`compile_ranks.py FOLDER` writes what each process found into FOLDER/RANK.json.
 """
 
+import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain import GPTConfig, launch
 from llmtrain.data import tokenizer as tok
-from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.parallel.engine import Engine
@@ -27,49 +25,6 @@ from llmtrain.training import compiling
 from llmtrain.types import Batch
 
 LENGTH = 16
-own_compile = torch.compile
-
-
-def fails_at_once(forward: Callable[..., Any], **_: object) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no C++ compiler here\nand more")
-
-    return fail
-
-
-def fails_in_backward(forward: Callable[..., Any], **_: object) -> Callable[..., Any]:
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("no room for the backward pass")
-
-    def computed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = forward(*args, **kwargs)
-        result.register_hook(fail)
-        return result
-
-    return computed
-
-
-def works(forward: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Compile as far as takes no C++ compiler, which would take most of a minute."""
-    return own_compile(forward, **settings | {"backend": "aot_eager"})
-
-
-COMPILERS = {
-    "fails at once": fails_at_once,
-    "fails in backward": fails_in_backward,
-    "works": works,
-}
-
-
-@contextmanager
-def compilers(accelerator: Accelerator, on_rank_1: str) -> Iterator[None]:
-    """Let rank 0 have a compiler that works, and rank 1 the one that is named."""
-    compiler = COMPILERS[on_rank_1] if accelerator.process_index == 1 else works
-    torch.compile = compiler  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = own_compile
 
 
 def sharded_engine(accelerator: Accelerator) -> ShardedEngine:
@@ -93,9 +48,8 @@ def gradients_of(engine: Engine) -> list[torch.Tensor]:
     return [full_tensor(p.grad) for p in engine.model.parameters() if p.grad is not None]
 
 
-def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
-    """Choose whether to compile; say what was chosen, and what the model computes afterwards."""
-    on_rank_1, wanted = case.split(", ")
+def findings(accelerator: Accelerator) -> dict[str, Any]:
+    """Compile the blocks of a model; return what that left behind, and what the model computes."""
     expected = gradients_of(sharded_engine(accelerator))
 
     engine = sharded_engine(accelerator)
@@ -103,19 +57,16 @@ def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
     torch.manual_seed(5)
     next_random = torch.rand(3)
     torch.manual_seed(5)
-    found: dict[str, Any] = {}
-    with compilers(accelerator, on_rank_1):
-        try:
-            found["is compiled"] = compiling.choose_compiled_or_eager(
-                engine, micro_batch(engine), passes=10**9, mode=wanted, earlier_choice=None
-            )
-        except UserError as error:
-            found["error"] = str(error)
-        found["random numbers as before"] = torch.equal(torch.rand(3), next_random)
-        found["gradients left"] = sum(p.grad is not None for p in model.parameters())
-        found["all sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    # The backend goes as far as takes no C++ compiler, which would take most of a minute.
+    compiling._compile = functools.partial(compiling._compile, backend="aot_eager")
+    compiling.compile_blocks(engine, micro_batch(engine), shapes=1)
+    found: dict[str, Any] = {
+        "random numbers as before": torch.equal(torch.rand(3), next_random),
+        "gradients left": sum(p.grad is not None for p in model.parameters()),
+        "all sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+    }
 
-        gradients = gradients_of(engine)
+    gradients = gradients_of(engine)
     apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, expected, strict=True)]
     found["gradients apart"] = float(torch.stack(apart).max())
     found["compiled blocks"] = sum("forward" in vars(block) for block in model.transformer.h)
@@ -123,12 +74,9 @@ def findings(accelerator: Accelerator, case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, *cases = sys.argv[1:]
     accelerator = start_accelerator()
-    compiling._MIN_REMAINING_SECONDS = 0.0  # or nothing so small would be compiled
-    compiling._MAX_TIME_RATIO = float("inf")
-    found = {case: findings(accelerator, case) for case in cases}
-    Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
+    found = findings(accelerator)
+    Path(sys.argv[1], f"{accelerator.process_index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch._C._distributed_c10d import GradBucket  # the stub of torch.distributed lacks it
+from torch.distributed import GradBucket
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator

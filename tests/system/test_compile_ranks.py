@@ -1,59 +1,54 @@
-"""Processes that share a model compile its blocks together, or none does, and all say why."""
+"""Processes that share a model compile its blocks, and end together if one of them cannot."""
 
-from typing import Any
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import accelerate, long_form, read_json
-
-SCRIPT = "tests/system/compile_ranks.py"
-FAILURES = {
-    "fails at once": "rank 1: no C++ compiler here",
-    "fails in backward": "rank 1: no room for the backward pass",
-}
-CASES = [f"{case}, {wanted}" for case in ("works", *FAILURES) for wanted in ("always", "auto")]
+from tests.launching import TINY, accelerate, long_form, read_json, run
 
 
-@pytest.fixture(scope="module", params=[pytest.param("no", marks=long_form), "bf16"])
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    """What each of two processes found in all cases; in bf16 blocks hold units of their own."""
-    folder = tmp_path_factory.mktemp("compiling")
-    launcher = accelerate("fsdp2", "--mixed_precision", request.param)
-    run_forked([*launcher, SCRIPT, str(folder), *CASES], timeout=60).assert_ok()
-    return [read_json(folder / f"{rank}.json") for rank in (0, 1)]
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=long_form), "bf16"])
+def test_compiled_blocks_of_a_sharded_model_compute_what_they_computed(
+    precision: str, tmp_path: Path
+) -> None:
+    """In bf16, blocks hold units of their own."""
+    launcher = accelerate("fsdp2", "--mixed_precision", precision)
+    run_forked([*launcher, "tests/system/compile_ranks.py", str(tmp_path)], timeout=60).assert_ok()
+    for rank in (0, 1):
+        found = read_json(tmp_path / f"{rank}.json")
+        assert found.pop("gradients apart") < 1e-5
+        assert found == {
+            "compiled blocks": 2,
+            "random numbers as before": True,
+            "gradients left": 0,
+            "all sharded": True,
+        }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_all_ranks_say_why_one_cannot_compile_if_that_was_asked_for(failure: str, found) -> None:
-    for rank in found:
-        error = rank[f"{failure}, always"]["error"]
-        assert error.startswith(f"torch.compile does not work here: {FAILURES[failure]};")
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("cpu_ddp", marks=long_form)])
+def test_both_ranks_end_if_the_compiler_of_one_fails(
+    config: str, text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    flags = [*TINY, "--torch_compile", "always", "--dataset", str(text_file)]
+    launcher = accelerate(config, "--mixed_precision", "no")
+    command = [*launcher, "tests/system/broken_compiler.py", *flags]
+    ended = run(
+        [*command, "--output_dir", str(tmp_path / "run")],
+        env={"FAILURE_FILE": str(tmp_path / "failure")},
+    )
+    seconds = time.time() - float((tmp_path / "failure").read_text())
 
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_no_rank_compiles_if_one_cannot_and_the_run_goes_on(failure: str, found) -> None:
-    for rank in found:
-        readings = rank[f"{failure}, auto"]
-        assert readings["is compiled"] is False
-        assert readings["compiled blocks"] == 0
-        assert readings["gradients apart"] == 0
-
-
-@pytest.mark.parametrize("wanted", ["always", "auto"])
-def test_compiled_blocks_of_a_sharded_model_compute_what_they_computed(wanted: str, found) -> None:
-    for rank in found:
-        readings = rank[f"works, {wanted}"]
-        assert readings["is compiled"] is True
-        assert readings["compiled blocks"] == 2
-        assert readings["gradients apart"] < 1e-5
-
-
-def test_trying_to_compile_a_sharded_model_leaves_no_trace(found) -> None:
-    for rank in found:
-        for case, readings in rank.items():
-            assert readings["random numbers as before"], case
-            assert readings["gradients left"] == 0, case
-            assert readings["all sharded"], case
+    assert ended.status != 0
+    errors = re.findall(r"^error: (.*)", ended.err, re.MULTILINE)
+    assert len(errors) == 1, ended.err
+    assert re.fullmatch(
+        r"rank 1: torch.compile does not work here: .*no C\+\+ compiler here; use --torch_compile never.",
+        errors[0],
+    )
+    score(
+        f"a compiler failed on rank 1 of 2 ({config}): both ranks had ended after {seconds:.0f} s"
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
-from llmtrain.plan.subject import subject_of
+from llmtrain.training.recipe_model import build_recipe_model
 from tests.launching import (
     FINETUNE,
     GPT,
@@ -83,16 +83,16 @@ def test_a_run_holds_what_was_predicted(
     flags = [*SIZES, *RUN, "--dataset", str(text_file)]
     processes = ["--processes", "1" if name == "one process" else "2"]
     found = planned(capsys, GPT, *flags, *processes, "--device", "cpu", "--per_machine", "2")
-    [way] = [way for way in found["ways"] if way["name"] == name]
+    [layout] = [layout for layout in found["layouts"] if layout["name"] == name]
     seen = measured(LAUNCHERS[name], GPT, flags, tmp_path / "run")
-    assert way["bytes"]["weights"] == seen["weights"]
-    assert way["bytes"]["optimizer"] == seen["optimizer"]
-    whole = found["ways"][0]["bytes"][
+    assert layout["bytes"]["weights"] == seen["weights"]
+    assert layout["bytes"]["optimizer"] == seen["optimizer"]
+    whole = found["layouts"][0]["bytes"][
         "gradients"
     ]  # between micro-batches FSDP has all, then its part
-    assert way["bytes"]["gradients"] == (whole if name == "FSDP2" else seen["gradients"])
-    gradients = 0 if name == "DDP" else way["bytes"]["gradients"]
-    predicted, most = predicted_most(way) - gradients, seen["most"] - gradients
+    assert layout["bytes"]["gradients"] == (whole if name == "FSDP2" else seen["gradients"])
+    gradients = 0 if name == "DDP" else layout["bytes"]["gradients"]
+    predicted, most = predicted_most(layout) - gradients, seen["most"] - gradients
     score(f"plan: {name}: activations predicted {predicted / most - 1:+.1%}")
     assert predicted == pytest.approx(most, rel=0.1)
 
@@ -111,16 +111,16 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
     words += ["--processes", "16", "--device", "h100-80gb", "--link", "400Gbit", "--json"]
     ended = run([*PYTHON, "-c", SPEAKS, "plan", *words]).assert_ok()
     found, _, resident = ended.out.rpartition("resident")
-    ways = {way["name"]: way for way in json.loads(found)["ways"]}
-    assert {name.split()[0] for name in ways} == {"DDP", "FSDP2", "HSDP"}
-    weights = ways["DDP"]["bytes"]["weights"]
+    layouts = {layout["name"]: layout for layout in json.loads(found)["layouts"]}
+    assert {name.split()[0] for name in layouts} == {"DDP", "FSDP2", "HSDP"}
+    weights = layouts["DDP"]["bytes"]["weights"]
     assert weights > 5.5e9
     assert int(resident) < weights / 3
-    for name, way in ways.items():
-        assert way["largest"] > 0, name
-        assert way["hours"] > 0, name
-        assert way["efficiency"]["4096"] > 0, name
-        assert max(way["efficiency"].values()) <= 1, name
+    for name, layout in layouts.items():
+        assert layout["largest"] > 0, name
+        assert layout["hours"] > 0, name
+        assert layout["efficiency"]["4096"] > 0, name
+        assert max(layout["efficiency"].values()) <= 1, name
 
 
 def test_a_plan_is_printed_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,8 +158,8 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
         "a100-40gb",
     ]
     found = planned(capsys, *words)
-    assert [way["name"] for way in found["ways"]] == ["DDP", "FSDP2"]
-    whole, half = found["ways"][0]["bytes"], found["ways"][1]["bytes"]
+    assert [layout["name"] for layout in found["layouts"]] == ["DDP", "FSDP2"]
+    whole, half = found["layouts"][0]["bytes"], found["layouts"][1]["bytes"]
     assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
 
 
@@ -184,9 +184,9 @@ def test_a_few_real_updates_correct_a_plan(
     guessed = planned(
         capsys, GPT, *TINY, "--processes", "2", "--device", "cpu", "--per_machine", "2"
     )
-    for measured_way, way in zip(found["ways"], guessed["ways"], strict=True):
-        assert measured_way["bytes"] == way["bytes"]
-        assert measured_way["step"]["compute"] != way["step"]["compute"] > 0
+    for measured_layout, layout in zip(found["layouts"], guessed["layouts"], strict=True):
+        assert measured_layout["bytes"] == layout["bytes"]
+        assert measured_layout["step"]["compute"] != layout["step"]["compute"] > 0
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,10 @@ def test_what_cannot_be_planned_is_one_line(
 def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text("print('trains at once')\n")
     with pytest.raises(UserError, match=r"bare\.py has no DEFAULTS and no tokenized and no build"):
-        subject_of(str(tmp_path / "bare.py"), [], "no")
+        build_recipe_model(str(tmp_path / "bare.py"), [], "no")
     (tmp_path / "other.py").write_text("DEFAULTS = ()\ndef main(argv): pass\n")
     with pytest.raises(UserError, match="has no tokenized and no build"):
-        subject_of(str(tmp_path / "other.py"), [], "no")
+        build_recipe_model(str(tmp_path / "other.py"), [], "no")
 
 
 @pytest.mark.parametrize("how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP")])

@@ -314,8 +314,10 @@ def test_a_run_goes_on_where_its_model_is_sharded(
         "--async_save",
     ]
     begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / f"step-{HALF:08d}")]
-    run_forked([*LAUNCHERS[layout], *flags, *begun, *WRITING]).assert_ok()
+    ended = run_forked([*LAUNCHERS[layout], *flags, *begun, *WRITING]).assert_ok()
     assert_went_on(tmp_path / "run", uninterrupted)
+    _, _, shown = ended.out.partition(f"--- a sample of {tmp_path / 'run' / 'model'} ")
+    assert len(shown.partition("\n")[2].partition("\n---")[0]) > 10, "all ranks write the sample"
     written, expected = (path / "samples.jsonl" for path in (tmp_path / "run", uninterrupted))
     assert written.read_text() == expected.read_text()
     sharded = dict(read_tensors(tmp_path / f"run/checkpoints/step-{WHOLE:08d}/optimizer"))

@@ -1,8 +1,9 @@
-"""Whether a model's blocks are compiled, and that nothing else changes by it."""
+"""Which runs are compiled, and that nothing else changes by it."""
 
 import functools
 import shutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,15 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
-from llmtrain.training import compiling
-from llmtrain.training.compiling import choose_compiled_or_eager, eager_code
+from llmtrain.training import callbacks, compiling
+from llmtrain.training.callbacks import WarmUp
+from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from tests.engines import engine_of
 from tests.launching import long_form
 from tests.models.some_rows import SomeRows
 
 IDS = torch.randint(50, (3, 17), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
-MANY = 10**9
 
 
 def gpt() -> GPT:
@@ -34,83 +35,72 @@ def is_compiled(model: GPT) -> bool:
     return all("forward" in vars(block) for block in model.transformer.h)
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes no time."""
-
-    monkeypatch.setattr(
-        compiling, "_compile", functools.partial(compiling._compile, backend="eager")
-    )
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: str | Callable[..., Any]) -> None:
+    """Let another backend than inductor compile, which takes most of a minute."""
+    compile_blocks_of = functools.partial(compiling._compile, backend=backend)
+    monkeypatch.setattr(compiling, "_compile", compile_blocks_of)
 
 
-def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    following = iter(seconds)
-    monkeypatch.setattr(compiling, "_seconds_per_micro_batch", lambda *_: next(following))
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_run_is_compiled_where_it_is_long_and_gains(
-    accelerator: Accelerator, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("device", "steps", "shapes", "expected"),
+    [
+        ("cuda", 2000, 1, True),
+        ("cuda", 1999, 1, False),
+        ("cuda", 8000, 4, True),
+        ("cuda", 7999, 4, False),
+        ("cpu", 10**9, 1, False),
+        ("mps", 10**9, 1, False),
+    ],
+)
+def test_auto_compiles_a_long_run_on_a_gpu(
+    device: str, steps: int, shapes: int, expected: bool
 ) -> None:
-    for passes, before, after, expected in [
-        (100, 1.0, 0.5, False),
-        (400, 1.0, 0.5, True),
-        (400, 1.0, 0.99, False),
-    ]:
-        model = gpt()
-        times(monkeypatch, before, after)
-        choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=passes, mode="auto", earlier_choice=None
-        )
-        assert choice == is_compiled(model) == expected
-    assert "a micro-batch takes 0.50x its time before" in capsys.readouterr().out
+    assert is_worth_compiling(torch.device(device), steps, shapes) is expected
 
 
-@pytest.mark.usefixtures("compiler")
-def test_a_run_stays_with_what_it_has_chosen(accelerator: Accelerator) -> None:
-    for earlier in (True, False):
-        model = gpt()
-        choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=MANY, mode="auto", earlier_choice=earlier
-        )
-        assert choice == is_compiled(model) == earlier
-    for wanted in ("always", "never"):
-        model = gpt()
-        choice = choose_compiled_or_eager(
-            engine_of(accelerator, model), BATCH, passes=1, mode=wanted, earlier_choice=None
-        )
-        assert choice == is_compiled(model) == (wanted == "always")
-
-
-def test_without_a_compiler_a_run_goes_on_unless_it_was_asked_for(
-    accelerator: Accelerator, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("mode", "earlier_choice", "bitwise", "expected"),
+    [
+        ("auto", None, False, True),
+        ("auto", None, True, False),
+        ("auto", False, False, False),
+        ("auto", True, True, True),
+        ("never", True, False, False),
+        ("always", False, True, True),
+    ],
+)
+def test_a_run_stays_with_what_it_has_chosen(
+    mode: str,
+    earlier_choice: bool | None,
+    bitwise: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def break_blocks(model: GPT) -> None:
-        def fail(*_: object) -> None:
-            raise RuntimeError("no C++ compiler\nand more")
-
-        for block in model.transformer.h:
-            block.forward = fail
-
-    monkeypatch.setattr(compiling, "_compile", break_blocks)
-    monkeypatch.setattr(compiling, "_MIN_REMAINING_SECONDS", 0.0)
-    model = gpt()
-    engine = engine_of(accelerator, model)
-    assert not choose_compiled_or_eager(
-        engine, BATCH, passes=MANY, mode="auto", earlier_choice=None
-    )
-    assert not is_compiled(model)
-    assert "no C++ compiler" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match=r"torch.compile does not work here: no C\+\+ compiler; use --torch"
-    ):
-        choose_compiled_or_eager(
-            engine_of(accelerator, gpt()), BATCH, passes=MANY, mode="always", earlier_choice=None
-        )
+    monkeypatch.setattr(callbacks, "is_worth_compiling", lambda *_, **__: True)
+    loop = SimpleNamespace(torch_compile=mode, bitwise=bitwise)
+    settings = SimpleNamespace(loop=loop, optim=SimpleNamespace(max_steps=10))
+    run = SimpleNamespace(settings=settings, compiled=earlier_choice)
+    engine = SimpleNamespace(device=torch.device("cuda"))
+    context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
+    assert WarmUp(context)._should_compile(shapes=1) is expected
 
 
-@pytest.mark.usefixtures("compiler")
-def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
+def test_a_compiler_that_fails_is_one_line(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(graph: Any, inputs: Any) -> None:
+        raise RuntimeError("no C++ compiler\nand more")
+
+    compile_with(monkeypatch, fail)
+    says = r"^torch.compile does not work here: .*no C\+\+ compiler; use --torch_compile never.$"
+    with pytest.raises(UserError, match=says):
+        compile_blocks(engine_of(accelerator, gpt()), BATCH, shapes=1)
+
+
+def test_compiling_leaves_no_trace(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with(monkeypatch, "eager")
     model = gpt()
 
     def draws(*_: object) -> None:  # as a model's own dropout does
@@ -121,9 +111,8 @@ def test_trying_it_leaves_no_trace(accelerator: Accelerator) -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    choose_compiled_or_eager(
-        engine_of(accelerator, model), BATCH, passes=MANY, mode="auto", earlier_choice=None
-    )
+    compile_blocks(engine_of(accelerator, model), BATCH, shapes=1)
+    assert is_compiled(model)
     assert torch.equal(torch.rand(3), expected)
     assert all(
         torch.equal(a, b) and b.grad is None
@@ -140,11 +129,9 @@ def test_compiled_blocks_compute_what_they_computed(
 ) -> None:
     eager, model = gpt(), gpt()
     if backend != "inductor":  # which alone takes most of a minute
-        monkeypatch.setattr(
-            compiling, "_compile", functools.partial(compiling._compile, backend=backend)
-        )
+        compile_with(monkeypatch, backend)
     engine = engine_of(accelerator, model)
-    assert choose_compiled_or_eager(engine, BATCH, passes=1, mode="always", earlier_choice=None)
+    compile_blocks(engine, BATCH, shapes=1)
     for network in (eager, model):
         network(**BATCH).backward()
     for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
@@ -215,35 +202,14 @@ def test_every_shape_of_trimmed_rows_is_compiled(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
 ) -> None:
     """By default torch compiles eight shapes, and runs eager code for all others."""
-    monkeypatch.setattr(
-        compiling, "_compile", functools.partial(compiling._compile, backend=counting(graphs))
-    )
+    compile_with(monkeypatch, counting(graphs))
     widths = range(6, 18)
     engine = engine_of(accelerator, gpt())
-    choose_compiled_or_eager(
-        engine, BATCH, passes=1, mode="always", earlier_choice=None, shapes=len(widths)
-    )
+    compile_blocks(engine, BATCH, shapes=len(widths))
     for _ in range(2):
         for width in widths:
             engine.loss({name: column[:, :width] for name, column in BATCH.items()}).loss.backward()
     assert len(graphs) == len(widths)
-
-
-@pytest.mark.usefixtures("compiler", "recompile_limit")
-@pytest.mark.parametrize(("shapes", "expected"), [(1, True), (4, True), (5, False)])
-def test_a_run_with_many_shapes_must_be_longer_to_be_compiled(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, shapes: int, expected: bool
-) -> None:
-    times(monkeypatch, 1.0, 0.5)
-    choice = choose_compiled_or_eager(
-        engine_of(accelerator, gpt()),
-        BATCH,
-        passes=1400,
-        mode="auto",
-        earlier_choice=None,
-        shapes=shapes,
-    )
-    assert choice == expected
 
 
 def test_trying_it_leaves_other_devices_alone(

@@ -18,6 +18,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.reference import with_reference
 from llmtrain.types import ModelBundle
 from tests.launching import write_pairs
@@ -76,7 +77,7 @@ class Asking:
                     raise KeyboardInterrupt
 
             bundle.model.register_forward_pre_hook(interrupt)
-        rows = with_reference(self.accelerator, seed, self.rows, bundle)
+        rows = with_reference(Ranks(self.accelerator), seed, self.rows, bundle)
         assert rows.eval is not None
         return _reference_of(rows.train), _reference_of(rows.eval)
 
@@ -202,14 +203,14 @@ def test_numbers_that_are_not_finite_end_in_one_line_and_are_not_kept(asking, ro
         next(bundle.model.parameters())[0] = float("nan")
         next(bundle.model.parameters()).fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        with_reference(asking.accelerator, 0, rows, bundle)
+        with_reference(Ranks(asking.accelerator), 0, rows, bundle)
     assert not list(kept.glob("*"))
 
 
 @pytest.mark.parametrize("loss", ["orpo", "simpo"])
 def test_a_loss_that_compares_with_nothing_asks_for_nothing(loss: str, asking, rows, kept) -> None:
     bundle = asking.bundle(loss)
-    assert with_reference(asking.accelerator, 0, rows, bundle) is rows
+    assert with_reference(Ranks(asking.accelerator), 0, rows, bundle) is rows
     assert not kept.exists()
     assert asking.asked == 0
 

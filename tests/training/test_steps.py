@@ -13,7 +13,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from llmtrain.launching.children import short_run_flags
-from llmtrain.plan.subject import subject_of
+from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import AnySettings, OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle_steps
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, metrics, read_json, write_chats
@@ -348,7 +348,7 @@ def test_a_recipe_with_rows_of_its_own_trains_for_epochs(
 def test_a_plan_counts_the_steps_of_the_epochs(text_file: Path) -> None:
     flags = [*TINY[:10], "--dataset", str(text_file), "--global_batch_size", "8"]
     one, two = (
-        subject_of(str(ROOT / GPT), [*flags, "--num_train_epochs", epochs], "no").settings
+        build_recipe_model(str(ROOT / GPT), [*flags, "--num_train_epochs", epochs], "no").settings
         for epochs in ("1", "2")
     )
     assert two.optim.max_steps == 2 * one.optim.max_steps != 2 * 120

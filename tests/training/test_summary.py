@@ -1,11 +1,16 @@
 """The last lines of a finished run."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
@@ -13,7 +18,8 @@ from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.distributed_tensors import DistributedTensors
 from llmtrain.record.saver import write_model
-from llmtrain.training.summary import show_result
+from llmtrain.training.summary import final_sample, show_result
+from tests.engines import engine_of
 
 
 def bytewise() -> PreTrainedTokenizerFast:
@@ -25,31 +31,75 @@ def bytewise() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def finished(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> Path:
+class Finished(NamedTuple):
+    """What is left of a finished run."""
+
+    folder: Path
+    rows: Tokenized
+    model: GPT
+
+
+def finished(folder: Path, tokenizer: PreTrainedTokenizerFast | None) -> Finished:
     """Write what the summary reads of a run folder."""
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16), 256, seed=0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, dropout=0.5), 256, seed=0)
     files: ModelFiles = model.files(tokenizer, "some text")
     write_model(folder / "model", files, DistributedTensors(model.state_dict()))
     (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
-    return folder
+    rows = Tokenized.of(Dataset.from_dict({"input_ids": [[65, 66, 67]]}), tokenizer)
+    return Finished(folder=folder, rows=rows, model=model)
 
 
-def test_a_tokenizer_without_special_tokens_shows_a_sample(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_tokenizer_without_special_tokens_shows_a_sample_of_the_model_that_is_there(
+    accelerator: Accelerator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_result(finished(tmp_path, bytewise()), question=None, opening=[65])
+    run = finished(tmp_path, bytewise())
+    model = run.model.train()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # nothing is loaded
+    engine = engine_of(accelerator, model)
+    text = final_sample(engine, run.rows, tmp_path / "model")
+    assert text
+    assert text == final_sample(engine, run.rows, tmp_path / "model"), "dropout is off"
+    assert model.training
+
+    show_result(tmp_path, run.rows, text)
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert "--- a sample of" in shown.out
+    assert f"--- a sample of {tmp_path / 'model'} " in shown.out
+    assert f"\n{text}\n" in shown.out
     how = "transformers: AutoModelForCausalLM.from_pretrained"
     assert f"model     {tmp_path / 'model'}  ({how})\n" in shown.out
     assert "llmtrain generate" in shown.out
 
 
+def test_stock_transformers_loads_the_finished_folder(tmp_path: Path) -> None:
+    run = finished(tmp_path, bytewise())
+    ids = torch.tensor([[65, 66, 67]])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids).logits, run.model.eval()(ids).float())
+
+
+def test_a_model_that_fails_to_write_a_sample_does_not_fail_the_run(
+    accelerator: Accelerator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished(tmp_path, bytewise())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    run.model.register_forward_pre_hook(fail)
+    assert final_sample(engine_of(accelerator, run.model), run.rows, tmp_path / "model") == ""
+    assert "its model wrote no sample: no kernel" in capsys.readouterr().err
+
+
 def test_a_language_model_without_a_tokenizer_writes_no_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show_result(finished(tmp_path, None), question=None, opening=[65])
+    run = finished(tmp_path, None)
+    show_result(tmp_path, run.rows, "")
     shown = capsys.readouterr()
     assert shown.err == ""
     assert "sample" not in shown.out

@@ -10,7 +10,7 @@ up), and how many more seeds would decide. The table begins with the lowest mean
 import argparse
 from typing import TYPE_CHECKING
 
-from llmtrain.console import pluralize
+from llmtrain.console import labelled, pluralize
 from llmtrain.files import json_text
 from llmtrain.lab.commands._seeds import SUGGESTED_SEEDS, repeat_command
 from llmtrain.quantities import duration_text
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(comparison_as_json(comparison), indent=1))
         return
 
-    lines = [f"{remark.label:<10}{remark.text}" for remark in comparison.remarks]
+    lines = [labelled(remark.label, remark.text) for remark in comparison.remarks]
     lines += group_lines(comparison)
     lines += _difference_lines(comparison)
     lines += _verdict_lines(comparison)
@@ -72,10 +72,11 @@ def group_lines(comparison: "GroupComparison") -> list[str]:
     lines = []
     for group in groups:
         name = f"{group.name}: " if group.name else ""
-        lines.append(f"{group.letter:<10}{name}{_folders_text(group)}")
+        lines.append(labelled(group.letter, f"{name}{_folders_text(group)}"))
 
     target = f"time to {comparison.target_loss:.4f}"
-    lines.append(f"{'':<10}{'seeds':>5}{'final eval loss':>20}{'best eval loss':>20}{target:>20}")
+    heads = f"{'seeds':>5}{'final eval loss':>20}{'best eval loss':>20}{target:>20}"
+    lines.append(labelled("", heads))
     for group in groups:
         columns = [
             loss_text(group.final),
@@ -83,7 +84,7 @@ def group_lines(comparison: "GroupComparison") -> list[str]:
             _seconds_text(group.seconds_to_target),
         ]
         numbers = "".join(f"{column:>20}" for column in columns)
-        lines.append(f"{group.letter:<10}{group.final.n:>5}{numbers}")
+        lines.append(labelled(group.letter, f"{group.final.n:>5}{numbers}"))
     return lines
 
 
@@ -133,10 +134,11 @@ def _test_line(
 ) -> str:
     label = f"{difference.second.letter} - {difference.first.letter}"
     interval = f"{_signed(test.low)} to {_signed(test.high)}"
-    return (
-        f"{label:<10}{quantity} {_signed(test.difference)}, 95 % interval {interval}, "
+    text = (
+        f"{quantity} {_signed(test.difference)}, 95 % interval {interval}, "
         f"p = {test.p:.2g} ({method}); {_decision_text(test)}"
     )
+    return labelled(label, text)
 
 
 def _decision_text(test: "MeanDifference") -> str:
@@ -159,23 +161,26 @@ def _verdict_lines(comparison: "GroupComparison") -> list[str]:
     lines = []
     for group in comparison.groups:
         if group.final.n == 1:
-            lines.append(f"{'one seed':<10}{group.letter}: one seed cannot tell a gain from noise")
+            text = f"{group.letter}: one seed cannot tell a gain from noise"
+            lines.append(labelled("one seed", text))
             command = repeat_command(group.measurements[0].run, SUGGESTED_SEEDS)
             if command is not None:
-                lines.append(f"{'':<10}{command}")
+                lines.append(labelled("", command))
 
     decided = [item for item in comparison.differences if item.final and item.final.is_decided]
     if decided and len(comparison.differences) > 1:
-        lines.append(
-            f"{'note':<10}by chance, one comparison in 20 has p < 0.05, and these are "
+        text = (
+            "by chance, one comparison in 20 has p < 0.05, and these are "
             f"{len(comparison.differences)}: repeat the best setting with new seeds"
         )
+        lines.append(labelled("note", text))
     lines += _best_lines(comparison)
-    lines += [f"{'verdict':<10}{_verdict(difference)}" for difference in comparison.differences]
+    lines += [labelled("verdict", _verdict(difference)) for difference in comparison.differences]
     if not comparison.groups:
-        lines.append(f"{'verdict':<10}no run can be compared")
+        lines.append(labelled("verdict", "no run can be compared"))
     elif not comparison.differences:
-        lines.append(f"{'verdict':<10}all runs have the same settings: there is nothing to compare")
+        text = "all runs have the same settings: there is nothing to compare"
+        lines.append(labelled("verdict", text))
     return lines
 
 
@@ -186,12 +191,12 @@ def _best_lines(comparison: "GroupComparison") -> list[str]:
         return []
 
     best = against_next.second
-    line = f"{'best':<10}{best.letter}: {best.name}, final eval loss {loss_text(best.final)}"
+    text = f"{best.letter}: {best.name}, final eval loss {loss_text(best.final)}"
     following = against_next.first
     is_in_verdicts = comparison.groups[0].letter in (best.letter, following.letter)
     if not is_in_verdicts:
-        line += f"; next {following.letter}: {_verdict(against_next)}"
-    return [line]
+        text += f"; next {following.letter}: {_verdict(against_next)}"
+    return [labelled("best", text)]
 
 
 def _verdict(difference: "GroupDifference") -> str:

@@ -1,6 +1,6 @@
 """Predict the memory and the time of a run, without training anything.
 
-For each way to spread the model over the processes, this prints the memory of a process, the
+For each way to divide the model among the processes, this prints the memory of a process, the
 largest micro-batch that fits, the seconds of a step, and the hours of the run. It needs no memory
 for the weights."""
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmtrain.console import pluralize
+from llmtrain.console import labelled, pluralize
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 from llmtrain.quantities import duration_text, rate_text, size_text
@@ -17,7 +17,7 @@ from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flag
 from llmtrain.types import JsonObject
 
 if TYPE_CHECKING:
-    from llmtrain.plan.ways import Plan, Way
+    from llmtrain.lab.plan.layouts import Plan, PlannedLayout
 
 EXAMPLES = (
     "llmtrain plan recipes/gpt.py",
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     # command, such as --processes, from there to attributes of `arguments`. --json is among them:
     # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)
-    from llmtrain.plan.ways import PlanRequest, make_plan
+    from llmtrain.lab.plan.layouts import PlanRequest, make_plan
 
     options = {
         name: value for name, value in vars(arguments).items() if name in PlanRequest._fields
@@ -91,41 +91,41 @@ def run(arguments: argparse.Namespace) -> None:
 
     _print_head(arguments, plan)
     _print_tables(plan)
-    for way in plan.ways:
-        for note in notes(way):
+    for layout in plan.layouts:
+        for note in notes(layout):
             print(f"note: {note}", file=sys.stderr)
     for reason in plan.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 
 
 def as_json(plan: "Plan") -> JsonObject:
-    """Return the ways of a plan as a JSON object."""
-    ways = []
-    for way in plan.ways:
+    """Return the layouts of a plan as a JSON object."""
+    layouts = []
+    for layout in plan.layouts:
         step = None
-        if way.step is not None:
-            step = {**way.step._asdict(), "total": way.step.total}
-        ways.append({**way._asdict(), "bytes": way.bytes._asdict(), "step": step})
-    return {"ways": ways, "left_out": plan.left_out}
+        if layout.step is not None:
+            step = {**layout.step._asdict(), "total": layout.step.total}
+        layouts.append({**layout._asdict(), "bytes": layout.bytes._asdict(), "step": step})
+    return {"layouts": layouts, "left_out": plan.left_out}
 
 
-def notes(way: "Way") -> list[str]:
+def notes(layout: "PlannedLayout") -> list[str]:
     """Warn of micro-batches that do not fit although larger ones do, or if a flag would help.
 
     A smaller micro-batch means more of them in a step. With several, a process may keep the full
     gradient between them, which can take more memory than the smaller activations save.
     """
-    if way.fits_if_synced:
+    if layout.fits_if_synced:
         return [
-            f"{way.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients are "
-            "reduced after each of them"
+            f"{layout.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients "
+            "are reduced after each of them"
         ]
-    if not way.too_large:
+    if not layout.too_large:
         return []
-    larger = [rows for rows in way.fitting if rows > min(way.too_large)]
+    larger = [rows for rows in layout.fitting if rows > min(layout.too_large)]
     return [
-        f"{way.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of "
-        f"{_listed(way.too_large)} do not: a step with several micro-batches keeps gradients "
+        f"{layout.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of "
+        f"{_listed(layout.too_large)} do not: a step with several micro-batches keeps gradients "
         "between them"
     ]
 
@@ -140,31 +140,31 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
-    from llmtrain.plan.ways import device_name
+    from llmtrain.lab.plan.layouts import device_name
 
-    subject = plan.memory.subject
-    parameters = [*subject.model.parameters()]
+    recipe = plan.memory.recipe
+    parameters = [*recipe.model.parameters()]
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    model = f"{subject.class_name}: {count:,} parameters"
+    model = f"{recipe.class_name}: {count:,} parameters"
     if trained < count:
         model += f", {trained:,} of them trained"
-    if subject.flops_per_token:
-        flops = rate_text(subject.flops_per_token, "FLOPs")
+    if recipe.flops_per_token:
+        flops = rate_text(recipe.flops_per_token, "FLOPs")
         model += f"; {flops} per token, forward and backward"
-    print(f"model     {model}")
+    print(labelled("model", model))
 
-    settings = subject.settings
-    rows = f"{settings.data.global_batch_size:,} rows of {subject.positions:,} tokens"
+    settings = recipe.settings
+    rows = f"{settings.data.global_batch_size:,} rows of {recipe.positions:,} tokens"
     precision = "bf16" if plan.memory.bf16 else "float32"
-    print(f"run       {settings.optim.max_steps:,} steps of {rows}, {precision}")
+    print(labelled("run", f"{settings.optim.max_steps:,} steps of {rows}, {precision}"))
 
     cluster = plan.cluster
     devices = f"{arguments.processes:,} x {device_name(arguments.device)}"
     inside = rate_text(cluster.inside.bandwidth, "B/s")
     between = rate_text(cluster.between.bandwidth, "B/s")
     links = f"{inside} inside a machine, {between} to another"
-    print(f"devices   {devices}, {cluster.per_machine} per machine: {links}")
+    print(labelled("devices", f"{devices}, {cluster.per_machine} per machine: {links}"))
 
     if plan.compute is None:
         return
@@ -172,17 +172,17 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     source = f"at {arguments.mfu:.0%} of the peak (--mfu)"
     if arguments.calibrate:
         source = "measured on this machine"
-    print(f"speed     {duration_text(row_seconds)} per row, {source}")
+    print(labelled("speed", f"{duration_text(row_seconds)} per row, {source}"))
 
 
 # --- the tables
 
 
 def _print_tables(plan: "Plan") -> None:
-    from llmtrain.plan.ways import PROCESS_COUNTS
+    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
 
     # The last field is the total. It shares a column with the largest micro-batch.
-    *kinds, total = plan.ways[0].bytes._fields
+    *kinds, total = plan.layouts[0].bytes._fields
     heads = [*kinds, f"{total:>13}{'largest':>10}"]
     _print_table(plan, "memory per process", heads, _size_cells)
 
@@ -200,46 +200,46 @@ def _print_tables(plan: "Plan") -> None:
 
 
 def _print_table(
-    plan: "Plan", title: str, heads: list[str], cells: Callable[["Way"], list[str]]
+    plan: "Plan", title: str, heads: list[str], cells: Callable[["PlannedLayout"], list[str]]
 ) -> None:
-    """Print a table with a line for each way.
+    """Print a table with a line for each layout.
 
     Args:
         plan: the plan.
-        title: stands above the names of the ways.
+        title: stands above the names of the layouts.
         heads: titles of the other columns.
-        cells: returns the cells of a way in these columns.
+        cells: returns the cells of a layout in these columns.
     """
-    width = max(len("memory per process"), *(len(way.name) for way in plan.ways)) + 2
+    width = max(len("memory per process"), *(len(layout.name) for layout in plan.layouts)) + 2
     print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
-    for way in plan.ways:
-        print(f"{way.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(way)))
+    for layout in plan.layouts:
+        print(f"{layout.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(layout)))
 
 
-def _size_cells(way: "Way") -> list[str]:
-    *kinds, total = [size_text(size) for size in way.bytes]
-    largest = pluralize(way.largest, "row") if way.largest > 0 else "too much"
+def _size_cells(layout: "PlannedLayout") -> list[str]:
+    *kinds, total = [size_text(size) for size in layout.bytes]
+    largest = pluralize(layout.largest, "row") if layout.largest > 0 else "too much"
     return [*kinds, f"{total:>13}{largest:>10}"]
 
 
-def _time_cells(way: "Way") -> list[str]:
-    assert way.step is not None
+def _time_cells(layout: "PlannedLayout") -> list[str]:
+    assert layout.step is not None
     return [
-        f"{way.accumulation} x {way.rows}",
-        duration_text(way.step.compute),
-        duration_text(way.step.communication),
-        duration_text(way.step.exposed),
-        duration_text(way.step.total),
-        f"{way.tokens_per_second:,.0f}",
-        duration_text(3600 * way.hours),
+        f"{layout.accumulation} x {layout.rows}",
+        duration_text(layout.step.compute),
+        duration_text(layout.step.communication),
+        duration_text(layout.step.exposed),
+        duration_text(layout.step.total),
+        f"{layout.tokens_per_second:,.0f}",
+        duration_text(3600 * layout.hours),
     ]
 
 
-def _efficiency_cells(way: "Way") -> list[str]:
-    from llmtrain.plan.ways import PROCESS_COUNTS
+def _efficiency_cells(layout: "PlannedLayout") -> list[str]:
+    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
 
     cells = []
     for processes in PROCESS_COUNTS:
-        efficiency = way.efficiency.get(processes)
+        efficiency = layout.efficiency.get(processes)
         cells.append(f"{efficiency:.1%}" if efficiency is not None else "")
     return cells

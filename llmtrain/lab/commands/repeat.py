@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.console import say
+from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lab.commands._seeds import seed_flags, seed_folder
@@ -207,11 +207,10 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
 def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending) -> None:
     """Say how to go on after a seed that has not finished, and exit with its status."""
     state = History.read(folder).summary() if is_run(folder) else "it has not begun"
-    print(
-        f"stopped   seed {seed} has not finished in {folder}: {state}; the same command again goes "
-        "on with it",
-        file=sys.stderr,
+    text = (
+        f"seed {seed} has not finished in {folder}: {state}; the same command again goes on with it"
     )
+    print(labelled("stopped", text), file=sys.stderr)
     if ending.stop_signal is not None:
         sys.exit(128 + ending.stop_signal)  # a launcher has another status
     sys.exit(ending.status or 1)
@@ -227,15 +226,15 @@ def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) ->
         print(json_text(comparison_as_json(comparison), indent=1))
         return
 
-    lines = [f"{remark.label:<10}{remark.text}" for remark in comparison.remarks]
+    lines = [labelled(remark.label, remark.text) for remark in comparison.remarks]
     lines += group_lines(comparison)
     if len(comparison.groups) > 1:
-        lines.append(f"{'differ':<10}the runs are not alike: see the names of the groups above")
+        text = "the runs are not alike: see the names of the groups above"
+        lines.append(labelled("differ", text))
 
     other = output_dir.with_name("OTHER")
     recipe = shlex.join([arguments.recipe, *arguments.flags])
-    lines += [
-        f"{'next':<10}llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}",
-        f"{'':<10}llmtrain compare {output_dir}-seed-* {other}-seed-*",
-    ]
+    repeat = f"llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}"
+    compare = f"llmtrain compare {output_dir}-seed-* {other}-seed-*"
+    lines += [labelled("next", repeat), labelled("", compare)]
     print("\n".join(lines))

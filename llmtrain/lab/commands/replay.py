@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.launching.children import recipe_command, run_command
@@ -92,7 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(content, indent=1))
         return
 
-    print(f"step      {step}, repeated from step {origin.step} in {repeated.seconds:.1f} s")
+    text = f"{step}, repeated from step {origin.step} in {repeated.seconds:.1f} s"
+    print(labelled("step", text))
     print(_comparison_line(logged, repeated.entry))
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
@@ -275,17 +277,18 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
         repeated: the log entry of the repeated step.
     """
     if logged is None:
-        return "unknown   the run has not logged this step, see --logging_steps: nothing to compare"
+        text = "the run has not logged this step, see --logging_steps: nothing to compare"
+        return labelled("unknown", text)
 
     differing = _differing_keys(logged, repeated)
     if differing:
         parts = [
             f"{_COMPARED[key]}: {logged[key]} in the run, {repeated[key]} now" for key in differing
         ]
-        return "differs   " + "; ".join(parts)
+        return labelled("differs", "; ".join(parts))
 
     names = ", ".join(name for key, name in _COMPARED.items() if key in logged)
-    return f"same      {names}: to the last bit"
+    return labelled("same", f"{names}: to the last bit")
 
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:

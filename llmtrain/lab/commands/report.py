@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.record.history import History
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         path.write_text(html(runs), encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}.") from None
-    print(f"report    {path}")
+    print(labelled("report", str(path)))
 
 
 def _default_path(runs: Sequence[History]) -> Path:

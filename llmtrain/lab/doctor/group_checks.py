@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from llmtrain.errors import first_line
 from llmtrain.lab.doctor.local_checks import BAD, DOUBTFUL, GOOD, Finding, nearest_existing

@@ -1,13 +1,12 @@
 """A page about one or more runs: one HTML file that opens without a network."""
 
-import contextlib
 import itertools
 import shlex
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
@@ -25,6 +24,9 @@ from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
 from llmtrain.types import JsonObject
+
+if TYPE_CHECKING:
+    from llmtrain.record.saved_checkpoints import SavedCheckpoint
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
@@ -57,26 +59,6 @@ class Event(NamedTuple):
     step: int
     kind: str
     text: str
-
-
-class SavedCheckpoint(NamedTuple):
-    """A checkpoint on disk.
-
-    Attributes:
-        run: index of the run.
-        step: the step after which it was saved.
-        written: seconds since 1970.
-        size: bytes.
-        eval_loss: the eval loss at this step, if it was evaluated.
-        is_best: whether its eval loss is the lowest among the run's checkpoints on disk.
-    """
-
-    run: int
-    step: int
-    written: float
-    size: int
-    eval_loss: float | None
-    is_best: bool
 
 
 def html(runs: Sequence[History]) -> str:
@@ -114,7 +96,7 @@ def html(runs: Sequence[History]) -> str:
         phases=list(PHASES),
         differing=differing_values(runs),
         events=events(runs),
-        checkpoints=saved_checkpoints(runs),
+        checkpoints=checkpoints_of(runs),
         samples=_shown_samples(runs),
         scores=scores(runs),
         now=time.time(),
@@ -139,7 +121,9 @@ def summary(runs: Sequence[History]) -> JsonObject:
         "seed_groups": [_group_as_json(group, names) for group in seed_groups(runs)],
         "differing": differing_values(runs),
         "events": [event._asdict() for event in events(runs)],
-        "checkpoints": [_checkpoint_as_json(checkpoint) for checkpoint in saved_checkpoints(runs)],
+        "checkpoints": [
+            {"run": number, **checkpoint.as_json()} for number, checkpoint in checkpoints_of(runs)
+        ],
         "scores": [{"run": number, **score} for number, score in scores(runs)],
     }
 
@@ -203,31 +187,15 @@ def events(runs: Sequence[History]) -> list[Event]:
     return sorted(unique.values())
 
 
-def saved_checkpoints(runs: Sequence[History]) -> list[SavedCheckpoint]:
-    """Return the checkpoints on disk: run by run, the newest first."""
-    from llmtrain.record.checkpoint import MANIFEST, checkpoints, eval_losses, size_of
+def checkpoints_of(runs: Sequence[History]) -> list[tuple[int, "SavedCheckpoint"]]:
+    """Return the checkpoints on disk, each after the index of its run, the newest first."""
+    from llmtrain.record.checkpoint import checkpoints
+    from llmtrain.record.saved_checkpoints import saved_checkpoints
 
-    saved = []
+    saved: list[tuple[int, SavedCheckpoint]] = []
     for number, run in enumerate(runs):
         paths = checkpoints(run.folder / "checkpoints")
-        losses = eval_losses(paths)
-        best = min(losses, key=losses.__getitem__, default=None)
-
-        for path in reversed(paths):
-            step = int(path.name.removeprefix("step-"))
-            size = size_of(path)
-            # A run in progress may have deleted the checkpoint meanwhile.
-            with contextlib.suppress(OSError):
-                written = (path / MANIFEST if size else path).stat().st_mtime
-                checkpoint = SavedCheckpoint(
-                    run=number,
-                    step=step,
-                    written=written,
-                    size=size,
-                    eval_loss=losses.get(path),
-                    is_best=path == best,
-                )
-                saved.append(checkpoint)
+        saved += [(number, checkpoint) for checkpoint in saved_checkpoints(paths)]
     return saved
 
 
@@ -261,17 +229,6 @@ def _charts_as_json(runs: Sequence[History]) -> list[JsonObject]:
 
 def _group_as_json(group: RunGroup, names: Sequence[str]) -> JsonObject:
     return {"name": group.name, "runs": [names[i] for i in group.indices]}
-
-
-def _checkpoint_as_json(checkpoint: SavedCheckpoint) -> JsonObject:
-    return {
-        "run": checkpoint.run,
-        "step": checkpoint.step,
-        "written": checkpoint.written,
-        "size": checkpoint.size,
-        "eval_loss": checkpoint.eval_loss,
-        "is_best": checkpoint.is_best,
-    }
 
 
 def tracker_pages(runs: Sequence[History]) -> list[tuple[int, str, str]]:

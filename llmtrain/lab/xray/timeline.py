@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.files import json_text
+from llmtrain.files import json_text, write_json
 from llmtrain.lab.xray.recording import Recording
 from llmtrain.phase_names import PHASES
 from llmtrain.types import JsonObject
@@ -22,7 +22,7 @@ def write_pages(recording: Recording, run: Path) -> None:
     folder = run / "xray"
     title = f"x-ray of {run}: steps {recording.steps[0]} to {recording.steps[-1]}"
     (folder / "table.txt").write_text("\n".join(as_lines(recording)) + "\n")
-    (folder / "summary.json").write_text(json_text(summary(recording), indent=1))
+    write_json(folder / "summary.json", summary(recording), durable=False)
     (folder / "trace.json").write_text(json_text(as_trace(recording)))
     (folder / "timeline.html").write_text(as_html(recording, title))
 

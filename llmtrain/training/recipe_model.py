@@ -22,7 +22,7 @@ from llmtrain.types import JsonObject, ModelBundle, Objective
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
 
 
-class Subject(NamedTuple):
+class RecipeModel(NamedTuple):
     """A model to plan for, and how it is trained.
 
     Attributes:
@@ -55,7 +55,7 @@ class Subject(NamedTuple):
         return bool(getattr(self.settings.model, "gradient_checkpointing", False))
 
 
-def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
+def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:
     """Return the model that a recipe would train with these flags.
 
     The recipe's data is tokenised first, because the vocabulary determines the size of the model.
@@ -97,7 +97,7 @@ def subject_of(recipe: str, flags: list[str], precision: str) -> Subject:
     if isinstance(model, CausalLM):
         # A run tests this with values. Nearly all models have a linear head.
         model.head_is_linear = head_of(model) is not None
-    return Subject(
+    return RecipeModel(
         model=model,
         settings=settings,
         precision=precision,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from llmtrain.plan import peak as measurement
+from llmtrain.lab.plan import peak as measurement
 
 
 @pytest.mark.parametrize(("seconds", "size"), [(0.005, 192), (0.0005, 768)])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.devices import Device
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import Memory, is_sharded
+from llmtrain.training.predicted_memory import Memory
 
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
@@ -183,15 +183,15 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
         device: the device.
         mfu: the share of its peak that the device reaches.
     """
-    subject = memory.subject
-    if not subject.flops_per_token:
+    recipe = memory.recipe
+    if not recipe.flops_per_token:
         return None
 
     flops_per_second = device.peak * mfu
-    row = subject.positions * subject.flops_per_token / flops_per_second
+    row = recipe.positions * recipe.flops_per_token / flops_per_second
     forward = row / 3
     backward = row - forward
-    if subject.has_gradient_checkpointing:
+    if recipe.has_gradient_checkpointing:
         backward += forward
 
     # A step reads each weight, its gradient and its states. It writes all of them but the gradient.
@@ -295,7 +295,7 @@ def _sending(
         forward: seconds per forward pass.
         backward: seconds per backward pass.
     """
-    if not is_sharded(sharding):
+    if not sharding.is_sharded:
         return _ddp_sending(memory, cluster, sharding.replicas, backward)
 
     return _fsdp_sending(
@@ -324,7 +324,7 @@ def ddp_buckets(memory: Memory) -> list[float]:
 
     The gradients of the last layers come first.
     """
-    parallel = memory.subject.settings.parallel
+    parallel = memory.recipe.settings.parallel
     cap_mib = parallel.ddp_bucket_cap_mb
     first_mib = _FIRST_BUCKET_MIB if parallel.bucket_mib is None else cap_mib
     limit = first_mib * 2**20

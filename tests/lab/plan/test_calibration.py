@@ -2,8 +2,8 @@
 
 import pytest
 
+from llmtrain.lab.plan.calibration import compute_from_phases
 from llmtrain.phase_names import PHASES
-from llmtrain.plan.calibration import compute_from_phases
 
 STEP = {phase: [0.0, 0.0] for phase in PHASES}
 

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmtrain.lab.plan.speed import Compute
 from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
 from llmtrain.phase_names import OWN_PHASES
-from llmtrain.plan.speed import Compute
 from llmtrain.record.history import read_lines
 from llmtrain.types import JsonObject
 

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import LocalParameter, Memory, Unit
-from llmtrain.plan.speed import (
+from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
     Link,
@@ -19,6 +16,9 @@ from llmtrain.plan.speed import (
     ddp_buckets,
     step_time,
 )
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 
@@ -63,13 +63,13 @@ def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
         for number, size in enumerate(sizes)
     ]
     settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=bucket))
-    subject = SimpleNamespace(settings=settings)
+    recipe = SimpleNamespace(settings=settings)
     units = [
         Unit(frozenset([parameter.name]), is_bf16=False, stays_gathered=False)
         for parameter in reversed(parameters)
     ]
     found = SimpleNamespace(
-        subject=subject,
+        recipe=recipe,
         parameters=parameters,
         units=units,
         bf16=False,
@@ -92,7 +92,7 @@ def test_buckets_are_filled_from_the_last_parameter_as_torch_fills_them() -> Non
     ):
         memory = memory_of(*sizes, bucket=bucket)
         if is_set:
-            memory.subject.settings.parallel.origins = {"ddp_bucket_cap_mb": "command line"}
+            memory.recipe.settings.parallel.origins = {"ddp_bucket_cap_mb": "command line"}
         assignment, _ = torch.distributed._compute_bucket_assignment_by_size(
             gradients, limits, [False] * len(gradients)
         )

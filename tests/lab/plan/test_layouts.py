@@ -1,4 +1,4 @@
-"""How a plan chooses among the ways to spread a model, and what it says about each."""
+"""How a plan chooses the micro-batch of a layout, and what it says about each layout."""
 
 from types import SimpleNamespace
 
@@ -7,14 +7,14 @@ import torch
 
 from llmtrain.devices import get_device
 from llmtrain.lab.commands.plan import notes
+from llmtrain.lab.plan.layouts import Plan, PlannedLayout, _plan_layout
+from llmtrain.lab.plan.speed import Cluster, Link
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.speed import Cluster, Link
-from llmtrain.plan.subject import Subject
-from llmtrain.plan.ways import Plan, Way, _plan_way
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import RecipeModel
 from llmtrain.training.settings import OptimConfig
 
 CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)
@@ -22,7 +22,7 @@ FSDP2 = Sharding(replicas=1, shards=64)
 
 
 def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
-    """A plan for 64 GPUs of 80 GiB, without a way yet."""
+    """A plan for 64 GPUs of 80 GiB, without a layout yet."""
     with torch.device("meta"):
         model = GPT(CONFIG, 1000)
     settings = SimpleNamespace(
@@ -34,53 +34,55 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
             per_device_train_batch_size=per_device_train_batch_size,
         ),
     )
-    subject = Subject(model, settings, precision="bf16", positions=32)
+    recipe = RecipeModel(model, settings, precision="bf16", positions=32)
     device = get_device("h100-80gb")
     link = Link(device.link, 0.0)
     return Plan(
-        memory=Memory(subject, on_gpu=True),
+        memory=Memory(recipe, on_gpu=True),
         device=device,
         cluster=Cluster(8, link, link, True),
         compute=None,
-        ways=[],
+        layouts=[],
         left_out=[],
     )
 
 
 @pytest.fixture(scope="module")
-def way() -> Way:
+def layout() -> PlannedLayout:
     """Each of 64 processes has 4 rows of the global batch; the recipe asks for micro-batches of 2."""
     plan = plan_of(global_batch_size=4 * 64, per_device_train_batch_size=2)
-    return _plan_way("FSDP2", FSDP2, plan)
+    return _plan_layout("FSDP2", FSDP2, plan)
 
 
-def test_a_micro_batch_that_fits_is_found_though_smaller_ones_do_not_fit(way: Way) -> None:
+def test_a_micro_batch_that_fits_is_found_though_smaller_ones_do_not_fit(
+    layout: PlannedLayout,
+) -> None:
     """With several micro-batches in a step the whole gradient is kept between them, which takes 70 GiB."""
-    assert way.fitting == [4]
-    assert (way.largest, way.too_large) == (4, [1, 2])
+    assert layout.fitting == [4]
+    assert (layout.largest, layout.too_large) == (4, [1, 2])
 
 
-def test_smaller_micro_batches_that_do_not_fit_are_named(way: Way) -> None:
-    assert notes(way) == [
+def test_smaller_micro_batches_that_do_not_fit_are_named(layout: PlannedLayout) -> None:
+    assert notes(layout) == [
         "FSDP2: micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not: a step with several micro-batches "
         "keeps gradients between them"
     ]
-    assert notes(way._replace(fitting=[1, 2, 4], too_large=[])) == []
+    assert notes(layout._replace(fitting=[1, 2, 4], too_large=[])) == []
 
 
 def test_a_flag_with_which_it_would_fit_is_named() -> None:
     """Between micro-batches of 1 row, gradients take 70 GiB. 17 rows at once need 8,475 MiB."""
     plan = plan_of(global_batch_size=17 * 64, per_device_train_batch_size=1)
     device = plan.device._replace(memory=8465 * 2**20 / 0.94)
-    way = _plan_way("FSDP2", FSDP2, plan._replace(device=device))
-    assert way.fitting == []
-    assert notes(way) == [
+    layout = _plan_layout("FSDP2", FSDP2, plan._replace(device=device))
+    assert layout.fitting == []
+    assert notes(layout) == [
         "FSDP2: with --sync_each_batch micro-batches of 1 row fit, because gradients are reduced "
         "after each of them"
     ]
-    assert notes(way._replace(fits_if_synced=False)) == []
+    assert notes(layout._replace(fits_if_synced=False)) == []
 
 
-def test_a_way_is_planned_with_a_micro_batch_that_fits(way: Way) -> None:
-    assert (way.rows, way.accumulation) == (4, 1)
-    assert way.bytes.total < 20 * 2**30
+def test_a_way_is_planned_with_a_micro_batch_that_fits(layout: PlannedLayout) -> None:
+    assert (layout.rows, layout.accumulation) == (4, 1)
+    assert layout.bytes.total < 20 * 2**30

@@ -1,4 +1,4 @@
-"""The ways to spread a model over processes, and what each of them costs."""
+"""The parallel layouts of a run, and what each of them costs."""
 
 import timeit
 from collections.abc import Iterator
@@ -17,12 +17,9 @@ from llmtrain.devices import (
     known_device,
 )
 from llmtrain.errors import UserError
-from llmtrain.launching.children import gpu_count
-from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.calibration import calibrate
-from llmtrain.plan.memory import Bytes, Memory
-from llmtrain.plan.peak import measured_peak
-from llmtrain.plan.speed import (
+from llmtrain.lab.plan.calibration import calibrate
+from llmtrain.lab.plan.peak import measured_peak
+from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
     Link,
@@ -31,7 +28,10 @@ from llmtrain.plan.speed import (
     estimate_compute,
     step_time,
 )
-from llmtrain.plan.subject import subject_of
+from llmtrain.launching.children import gpu_count
+from llmtrain.parallel.mesh import Sharding
+from llmtrain.training.predicted_memory import Bytes, Memory
+from llmtrain.training.recipe_model import build_recipe_model
 
 # Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)
@@ -74,8 +74,8 @@ class PlanRequest(NamedTuple):
     calibrate: bool = False
 
 
-class Way(NamedTuple):
-    """One way to spread the model, and its cost.
+class PlannedLayout(NamedTuple):
+    """A parallel layout, and its cost.
 
     Attributes:
         name: such as ``DDP`` or ``HSDP 2 x 8``.
@@ -109,50 +109,52 @@ class Way(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The ways to train a model on some hardware.
+    """The parallel layouts in which a model can be trained on some hardware.
 
     Attributes:
         memory: the model, and the memory that it needs.
         device: the device of each process.
         cluster: the machines and their links.
         compute: how long it takes to compute; ``None`` if the model's FLOPs are unknown.
-        ways: the ways to spread the model.
-        left_out: the names of other ways, each with the reason why it is impossible.
+        layouts: the layouts that are possible.
+        left_out: the names of other layouts, each with the reason why it is impossible.
     """
 
     memory: Memory
     device: Device
     cluster: Cluster
     compute: Compute | None
-    ways: list[Way]
+    layouts: list[PlannedLayout]
     left_out: list[str]
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Return the ways to train a recipe, and what they cost.
+    """Return the layouts in which a recipe can be trained, and what they cost.
 
     Raises:
-        UserError: if no way is possible, or if the recipe cannot be planned.
+        UserError: if no layout is possible, or if the recipe cannot be planned.
     """
     _check(request)
     device, cluster = _hardware(request)
     precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
-    memory = Memory(subject_of(request.recipe, request.flags, precision), on_gpu=cluster.nccl)
+    memory = Memory(
+        build_recipe_model(request.recipe, request.flags, precision), on_gpu=cluster.nccl
+    )
     plan = Plan(
         memory=memory,
         device=device,
         cluster=cluster,
         compute=_compute(request, memory, device, cluster),
-        ways=[],
+        layouts=[],
         left_out=[],
     )
 
     for name, sharding in _shardings(request.processes, cluster.per_machine):
         try:
-            plan.ways.append(_plan_way(name, sharding, plan))
+            plan.layouts.append(_plan_layout(name, sharding, plan))
         except UserError as error:
             plan.left_out.append(f"{name}: {error}")
-    if not plan.ways:
+    if not plan.layouts:
         raise UserError(f"this run cannot be planned: {'; '.join(plan.left_out)}")
     return plan
 
@@ -254,14 +256,14 @@ def _compute(
 ) -> Compute | None:
     """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
     if request.calibrate:
-        data = memory.subject.settings.data
+        data = memory.recipe.settings.data
         trained = [parameter for parameter in memory.parameters if parameter.is_trained]
         return calibrate(
             request.recipe,
             request.flags,
             processes=min(request.processes, cluster.per_machine, gpu_count() or request.processes),
             rows=min(data.per_device_train_batch_size, data.global_batch_size),
-            precision=memory.subject.precision,
+            precision=memory.recipe.precision,
             trained_numel=sum(parameter.numel() for parameter in trained),
         )
 
@@ -271,11 +273,11 @@ def _compute(
     return compute._replace(per_sent_byte=GLOO_SECONDS_PER_BYTE)
 
 
-# --- ways
+# --- layouts
 
 
 def _shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding]]:
-    """Yield the ways to spread a model, each with its name."""
+    """Yield how a model can be divided among processes, each with its name."""
     if processes == 1:
         yield "one process", Sharding(replicas=1, shards=1)
         return
@@ -287,14 +289,14 @@ def _shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding
         yield f"HSDP {machines} x {per_machine}", Sharding(replicas=machines, shards=per_machine)
 
 
-def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
-    """Return one way to spread the model, with its cost.
+def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
+    """Return a layout with its cost.
 
     Raises:
         UserError: if the global batch cannot be divided among the processes.
     """
     memory = plan.memory
-    settings = memory.subject.settings
+    settings = memory.recipe.settings
     global_batch = settings.data.global_batch_size
     processes = sharding.processes
     if global_batch % processes != 0:
@@ -310,7 +312,7 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
     largest = max(fitting, default=0)
     rows = _micro_batch_size(share, settings.data.per_device_train_batch_size, fitting)
     accumulation = share // rows
-    way = Way(
+    layout = PlannedLayout(
         name=name,
         bytes=memory.bytes_of(sharding, rows, accumulation),
         fitting=fitting,
@@ -325,7 +327,7 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
         efficiency={},
     )
     if plan.compute is None:
-        return way
+        return layout
 
     step = step_time(
         memory,
@@ -335,9 +337,9 @@ def _plan_way(name: str, sharding: Sharding, plan: Plan) -> Way:
         rows=rows,
         accumulation=accumulation,
     )
-    return way._replace(
+    return layout._replace(
         step=step,
-        tokens_per_second=global_batch * memory.subject.positions / step.total,
+        tokens_per_second=global_batch * memory.recipe.positions / step.total,
         hours=settings.optim.max_steps * step.total / 3600,
         efficiency=_efficiency(
             plan,

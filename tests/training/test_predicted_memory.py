@@ -18,9 +18,9 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
-from llmtrain.plan.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.plan.memory import Memory
-from llmtrain.plan.subject import Subject, subject_of
+from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
 from llmtrain.training.settings import OptimConfig
 from llmtrain.types import Objective
 from tests.families import OVERRIDES, rows_of
@@ -36,7 +36,7 @@ def memory(
     settings = SimpleNamespace(
         model=config, optim=OptimConfig(optim), parallel=ParallelConfig(**parallel)
     )
-    return Memory(Subject(model, settings, precision, positions=32), on_gpu=False)
+    return Memory(RecipeModel(model, settings, precision, positions=32), on_gpu=False)
 
 
 def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
@@ -81,8 +81,8 @@ def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None
 
 def activations_of(config: GPTConfig) -> ActivationBytes:
     """Return what a GPT keeps for its backward pass."""
-    subject = memory(config=config).subject
-    return count_activations(subject.model, subject.objective, MicroBatch(2, 32))
+    recipe = memory(config=config).recipe
+    return count_activations(recipe.model, recipe.objective, MicroBatch(2, 32))
 
 
 def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
@@ -232,22 +232,26 @@ def recipe(folder: Path, *lines: str) -> str:
 
 
 def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    subject = subject_of(
+    described = build_recipe_model(
         recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
     )
-    assert (subject.positions, subject.class_name, subject.flops_per_token) == (8, "Linear", 0)
-    assert Memory(subject, on_gpu=False).parameters[0].numel() == 2**40
+    assert (described.positions, described.class_name, described.flops_per_token) == (
+        8,
+        "Linear",
+        0,
+    )
+    assert Memory(described, on_gpu=False).parameters[0].numel() == 2**40
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:
     path = recipe(tmp_path, "def build(*_): return torch.nn.Linear(int(torch.ones(1).item()), 2)")
     with pytest.raises(UserError, match=r"own\.py: build\(\) needs values of weights"):
-        subject_of(path, [], "no")
+        build_recipe_model(path, [], "no")
 
 
 def test_a_recipe_says_all_that_a_plan_needs(tmp_path: Path) -> None:
     (tmp_path / "bare.py").write_text("DEFAULTS = 1")
     with pytest.raises(UserError, match=r"bare\.py has no tokenized and no build"):
-        subject_of(str(tmp_path / "bare.py"), [], "no")
+        build_recipe_model(str(tmp_path / "bare.py"), [], "no")
     with pytest.raises(UserError, match="could not be loaded: FileNotFoundError"):
-        subject_of(str(tmp_path / "absent.py"), [], "no")
+        build_recipe_model(str(tmp_path / "absent.py"), [], "no")

@@ -1,8 +1,8 @@
 """Bytes that a process holds while it trains.
 
 The bytes of weights, gradients and optimizer state follow from the shapes of the parameters, as
-:func:`llmtrain.parallel.fsdp.shard` and DDP keep them. :mod:`llmtrain.plan.activations` counts the
-activations.
+:func:`llmtrain.parallel.fsdp.shard` and DDP keep them. :mod:`llmtrain.training.activations` counts
+the activations.
 """
 
 import copy
@@ -15,15 +15,15 @@ from torch import nn
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.mesh import Sharding
-from llmtrain.plan.activations import (
+from llmtrain.training.activations import (
     ActivationBytes,
     MicroBatch,
     PeakBytes,
     count_activations,
 )
-from llmtrain.plan.subject import Subject
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
+from llmtrain.training.recipe_model import RecipeModel
 
 # Trained weights are float32, and so are their gradients and their optimizer state.
 _FLOAT32_BYTES = 4
@@ -110,7 +110,7 @@ class Memory:
     """The memory that the training of one model needs.
 
     Args:
-        subject: the model, and how it is trained.
+        recipe: the model, and how it is trained.
         on_gpu: whether it is trained on GPUs.
 
     Attributes:
@@ -119,17 +119,17 @@ class Memory:
             after the last one. With ``--sync_each_batch`` they are reduced after each one.
     """
 
-    def __init__(self, subject: Subject, on_gpu: bool) -> None:
-        self.subject = subject
+    def __init__(self, recipe: RecipeModel, on_gpu: bool) -> None:
+        self.recipe = recipe
         self.on_gpu = on_gpu
-        self.bf16 = subject.precision == "bf16"
-        self.reduces_once = not subject.settings.parallel.sync_each_batch
+        self.bf16 = recipe.precision == "bf16"
+        self.reduces_once = not recipe.settings.parallel.sync_each_batch
 
         muon_matrices: set[nn.Parameter] = set()
-        if subject.settings.optim.optim == "muon":
-            muon_matrices.update(hidden_matrices(subject.model))
+        if recipe.settings.optim.optim == "muon":
+            muon_matrices.update(hidden_matrices(recipe.model))
         self._muon_matrices = {
-            name: p for name, p in subject.model.named_parameters() if p in muon_matrices
+            name: p for name, p in recipe.model.named_parameters() if p in muon_matrices
         }
 
     # --- what a process has
@@ -141,9 +141,9 @@ class Memory:
         Raises:
             UserError: if the model has no blocks.
         """
-        names = {p: name for name, p in self.subject.model.named_parameters()}
+        names = {p: name for name, p in self.recipe.model.named_parameters()}
         units = []
-        for unit in units_of(self.subject.model, separate_norms=self.bf16):
+        for unit in units_of(self.recipe.model, separate_norms=self.bf16):
             # A parameter belongs to the first unit that has it.
             unit_names = [names.pop(p) for p in unit.parameters() if p in names]
             units.append(
@@ -160,7 +160,7 @@ class Memory:
     def parameters(self) -> list[LocalParameter]:
         """Each parameter, before FSDP2 shards it."""
         parameters = []
-        for name, p in self.subject.model.named_parameters():
+        for name, p in self.recipe.model.named_parameters():
             rows, *row_shape = p.shape or [1]
             parameters.append(
                 LocalParameter(
@@ -198,16 +198,16 @@ class Memory:
 
         batch = MicroBatch(
             rows=rows,
-            positions=self.subject.positions,
+            positions=self.recipe.positions,
             bf16=self.bf16,
             gathered_in_bf16=gathered_in_bf16,
             has_gpu_attention=self.on_gpu,
         )
         try:
-            return count_activations(self.subject.model, self.subject.objective, batch)
+            return count_activations(self.recipe.model, self.recipe.objective, batch)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
-                f"the activations cannot be counted, because {self.subject.class_name} or its loss "
+                f"the activations cannot be counted, because {self.recipe.class_name} or its loss "
                 f"looks at the values of tensors ({first_line(error)}); if the loss selects "
                 "positions by a mask, multiply by the mask instead"
             ) from None
@@ -222,7 +222,7 @@ class Memory:
             rows: rows per micro-batch.
             accumulation: micro-batches per step.
         """
-        activations = self.activations(rows, is_sharded(sharding))
+        activations = self.activations(rows, sharding.is_sharded)
         other_blocks = activations.per_block * (activations.blocks - 1)
         return self._bytes(
             sharding,
@@ -264,7 +264,7 @@ class Memory:
         reduces_each_batch = accumulation == 1 or not self.reduces_once
 
         buckets = _Buckets(at_loss=0.0, in_backward=0.0)
-        if is_sharded(sharding):
+        if sharding.is_sharded:
             buckets = self._gathered(reduces_each_batch)
             if not reduces_each_batch:
                 gradients = _gradient_bytes(parameters)
@@ -378,11 +378,6 @@ class Memory:
                 # One micro-batch of this size is too large by itself, so larger ones are, too.
                 break
         return sizes
-
-
-def is_sharded(sharding: Sharding) -> bool:
-    """Return whether each process holds only a part of the model."""
-    return sharding.shards > 1
 
 
 def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
