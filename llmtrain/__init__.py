@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
+    from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.packing import resolve_packing as resolve_packing
-    from llmtrain.training.run import open_run as open_run
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
@@ -69,9 +69,9 @@ _MODULES = {
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
+    "open_run": "llmtrain.training.opening",
     "make_optimizer": "llmtrain.training.optim",
     "resolve_packing": "llmtrain.training.packing",
-    "open_run": "llmtrain.training.run",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",

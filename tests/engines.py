@@ -9,7 +9,8 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.training.callbacks import Finish, LoopContext
+from llmtrain.training.context import LoopContext
+from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run
 
 
@@ -44,8 +45,9 @@ def finish(run: Run, model: nn.Module) -> None:
         run=run,
         engine=engine_of(run.accelerator, model),
         optimizer=unused,
+        batches=unused,
         eval_batches=None,
         metric=None,
-        timing=unused,
+        throughput=unused,
     )
     Finish(context).on_train_end()

@@ -14,8 +14,8 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import tokenize
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.redaction import redacted
-from llmtrain.training import run as running
-from llmtrain.training.run import open_run
+from llmtrain.training import opening
+from llmtrain.training.opening import open_run
 from llmtrain.training.settings import RunConfig, Settings
 from tests.engines import finish
 from tests.record.test_checkpoint import Files
@@ -193,8 +193,8 @@ def test_no_secret_reaches_any_file_of_a_run(
         "data": {"value": {"api_key": "Q9word"}, "from": "recipe"},
         "seed": {"value": 3, "from": "recipe"},
     }
-    monkeypatch.setattr(running, "resolved", lambda _: settings)
-    monkeypatch.setattr(running, "run_fingerprint", lambda *_: {"seed": 3})
+    monkeypatch.setattr(opening, "resolved", lambda _: settings)
+    monkeypatch.setattr(opening, "run_fingerprint", lambda *_: {"seed": 3})
     rows = tokenize(
         DataConfig(tokenizer="byte"),
         8,

@@ -13,8 +13,7 @@ import torch
 
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
-from llmtrain.training import run as running
-from llmtrain.training import start
+from llmtrain.training import opening, start
 from llmtrain.training.settings import CONFIGS
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
 
@@ -163,7 +162,7 @@ def test_a_recipe_of_ones_own_shows_its_rows_and_publishes_its_model(
     capsys: pytest.CaptureFixture,
 ) -> None:
     sent: list[tuple[Path, str | None]] = []
-    monkeypatch.setattr(running, "publish", lambda folder, name: sent.append((folder, name)))
+    monkeypatch.setattr(opening, "publish", lambda folder, name: sent.append((folder, name)))
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
     own["main"]([*flags, "--dry_run"])
     assert "nothing was trained or written" in capsys.readouterr().out

@@ -63,7 +63,7 @@ RENAMING = {
     "lora.py:add_lora": "peft.get_peft_model",
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
-    "heartbeat.py:beating": "only for a lost connection",
+    "heartbeat.py:context": "only for a lost connection",
     "recipe_model.py:_load_recipe": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",
 }

@@ -10,7 +10,9 @@ from accelerate import Accelerator
 import llmtrain as lt
 from benchmarks.gpu.sizes import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of
-from llmtrain.training.loop import training_steps
+from llmtrain.observe.throughput import Throughput
+from llmtrain.training.context import LoopContext
+from llmtrain.training.loop import make_engine, training_steps
 from llmtrain.training.settings import AnySettings
 
 _ENDLESS = 100_000  # steps: no run of a benchmark gets there
@@ -82,11 +84,24 @@ class RecipeLoop(Variant):
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         self._contexts = contextlib.ExitStack()
         run = self._contexts.enter_context(lt.open_run(accelerator, settings, rows, bundle))
-        prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
-        self._steps = training_steps(run, *prepared)
-        context = next(self._steps)
-        context.timing.phases.on_change.append(self.phases.add)
-        self.flops_per_position = context.timing.throughput.flops_per_token
+        model, optimizer, batches, _ = accelerator.prepare(
+            bundle.model, optimizer, *lt.loaders(run)
+        )
+        engine = make_engine(run, model)
+        throughput = Throughput(accelerator, engine.unwrapped)
+        self.phases.starts = engine.phases.record()
+        self.flops_per_position = throughput.flops_per_token
+        context = LoopContext(
+            run=run,
+            engine=engine,
+            optimizer=optimizer,
+            batches=batches,
+            eval_batches=None,
+            metric=None,
+            throughput=throughput,
+        )
+        self._steps = training_steps(context)
+        next(self._steps)
 
     def step(self) -> None:
         next(self._steps)

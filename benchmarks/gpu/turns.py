@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks.gpu.journal import Figures
-from llmtrain.observe.phases import Clock, Mark
+from llmtrain.phases import Clock, Mark, PhaseStart
 
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 3
@@ -25,7 +25,7 @@ class PhaseTimes:
 
     def __init__(self, device: torch.device) -> None:
         self.clock = Clock(device)
-        self.starts: list[tuple[str, Mark]] = []
+        self.starts: list[PhaseStart] = []
 
     def begin(self, phase: str) -> None:
         """Begin a phase now."""
@@ -33,7 +33,7 @@ class PhaseTimes:
 
     def add(self, phase: str, mark: Mark) -> None:
         """Begin a phase at a mark."""
-        self.starts.append((phase, mark))
+        self.starts.append(PhaseStart(phase, mark))
 
     def read(self, steps: int) -> tuple[dict[str, float], dict[str, float]]:
         """Return milliseconds a step in each phase, of the host and of the device, and forget them."""

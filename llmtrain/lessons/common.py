@@ -19,7 +19,6 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.children import start_command
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.observe.phases import Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
@@ -159,7 +158,6 @@ def recording_sent_bytes(engine: Engine) -> Iterator[list[int]]:
 
 def train_steps(
     engine: Engine,
-    phases: Phases,
     optimizer: AcceleratedOptimizer,
     steps: int,
     load: Callable[[int], torch.Tensor],
@@ -168,7 +166,6 @@ def train_steps(
 
     Args:
         engine: the model, and how this process computes.
-        phases: the phases of this process.
         optimizer: the model's optimizer.
         steps: how many steps to make.
         load: returns the rows of this rank, for the number of steps made before.
@@ -176,15 +173,13 @@ def train_steps(
     Yields:
         The number of steps made, after each.
     """
-    engine.on_phase(phases.begin)
+    phases = engine.phases
     with phases.watching():
         for step in range(steps):
-            phases.begin("data", step)
+            phases.begin("data")
             micro_batches = [batch(load(step))]
             train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
             phases.begin("other", step + 1)
-            if step == 0:
-                phases.drop_first_step()
             yield step + 1
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from llmtrain.console import pluralize
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, error_of, rows, show, show_measured, small_gpt
-from llmtrain.training.loop import check_wrapping
+from llmtrain.training.checks import check_wrapping
 
 PROCESSES = 1
 

@@ -13,7 +13,7 @@ from llmtrain.lessons.common import (
     small_gpt,
     train_steps,
 )
-from llmtrain.observe.phases import Phases
+from llmtrain.observe.stragglers import Stragglers
 from llmtrain.phase_names import PHASES
 
 PROCESSES = 2
@@ -25,18 +25,18 @@ def main() -> None:
     """Train with a rank that sleeps before each batch, and read the phases of both."""
     accelerator = start_accelerator()
     engine, optimizer = prepare(accelerator, small_gpt())
-    phases = Phases(engine.device, engine.model)
+    stragglers = Stragglers()
 
     def load(step: int) -> torch.Tensor:
         time.sleep(SLEEP_SECONDS * engine.rank)
         return rank_rows(accelerator, 16, step)
 
     late_ranks = []
-    for step in train_steps(engine, phases, optimizer, STEPS, load):
+    for step in train_steps(engine, optimizer, STEPS, load):
         if step % 4 != 0:
             continue
-        seconds_by_rank = engine.gather_numbers(phases.read())
-        late_ranks.append(phases.new_straggler(seconds_by_rank))
+        seconds_by_rank = engine.gather_numbers(engine.phases.read())
+        late_ranks.append(stragglers.find_new(seconds_by_rank))
         if step == 8:
             _show_phases(seconds_by_rank)
 

@@ -24,7 +24,6 @@ from llmtrain.lessons.common import (
     small_gpt,
     train_steps,
 )
-from llmtrain.observe.phases import Phases
 from llmtrain.observe.xray import XRay
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler
@@ -76,8 +75,7 @@ def _xray(
     """
     accelerator.ddp_handler = DDPHandler(bucket_mib=bucket_mib)
     engine, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
-    phases = Phases(engine.device, engine.model)
-    xray = XRay(engine, phases, engine.model, steps=XRAYED_STEPS)
+    xray = XRay(engine, engine.phases, engine.model, steps=XRAYED_STEPS)
 
     def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
         send = _delaying_last_bucket(average) if delays_last_bucket else average
@@ -85,7 +83,7 @@ def _xray(
 
     load = partial(rank_rows, accelerator, 16)
     with engine.watching_buckets(watcher):
-        for step in train_steps(engine, phases, optimizer, STEPS, load):
+        for step in train_steps(engine, optimizer, STEPS, load):
             xray.at_step_boundary(step)
 
     if xray.recording is None:

@@ -16,10 +16,10 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -27,11 +27,10 @@ import torch.distributed as dist
 from llmtrain.console import note, print_error
 from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_line
 from llmtrain.files import json_text
-from llmtrain.observe.phases import Phases
+from llmtrain.interfaces.callback import Callback
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phase_names import PHASES, SYNC_PHASES
-
-Item = TypeVar("Item")
+from llmtrain.phases import Phases
 
 _BEATS_PER_TIMEOUT = 8
 _LONGEST_INTERVAL_SECONDS = 2.0
@@ -86,10 +85,8 @@ class _FirstLook(NamedTuple):
     time: float
 
 
-class Heartbeat:
+class Heartbeat(Callback):
     """Names the process that the others wait for.
-
-    Open :meth:`beating` around the training loop.
 
     Args:
         ranks: the ranks of the run.
@@ -121,17 +118,8 @@ class Heartbeat:
         # When the phase began for which a note was printed: one note is enough for each wait.
         self._noted_wait = 0.0
 
-    def beat_while_reading(self, items: Iterable[Item], phase: str) -> Iterator[Item]:
-        """Yield the items of a long phase, which could be taken for a hang.
-
-        ``phase`` begins again with each item.
-        """
-        for item in items:
-            self.phases.begin(phase)
-            yield item
-
     @contextlib.contextmanager
-    def beating(self) -> Iterator["Heartbeat"]:
+    def context(self) -> Iterator[None]:
         """Send beats while the block runs.
 
         If the block fails because this process has lost contact to another, the error becomes a
@@ -139,12 +127,12 @@ class Heartbeat:
         the processes that then lose contact to this one.
         """
         if self.ranks.world_size == 1:
-            yield self
+            yield
             return
 
         threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
         try:
-            yield self
+            yield
         except Exception as error:
             if not _is_lost_connection(error):
                 reason = explain(error) or first_line(error)
@@ -204,7 +192,7 @@ class Heartbeat:
     # --- the thread that sends beats and watches how long this process waits
 
     def _watch(self) -> None:
-        """Send beats, and check the current wait, until the block of :meth:`beating` is over."""
+        """Send beats, and check the current wait, until the block of :meth:`context` is over."""
         self._connect()
         self._beat()
         while self.store is not None and not self._is_over.wait(self.interval):

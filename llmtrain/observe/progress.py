@@ -3,10 +3,13 @@
 import contextlib
 import sys
 import time
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 
 # How the line of an evaluation shows each metric. Custom metrics follow, by their own names.
 _EVAL_FORMATS = {
@@ -23,7 +26,7 @@ _NOT_SHOWN = ("eval/loss/", "eval/rewards/", "eval/logps/")
 _LINE_SECONDS = 10  # the least time between two lines of a log file
 
 
-class Progress:
+class ProgressBar(Callback):
     """A bar with the loss, tokens/s and time left, and a line above it for each evaluation.
 
     If stderr is a log file, there are lines for log entries instead of a bar.
@@ -52,13 +55,21 @@ class Progress:
             dynamic_ncols=True,
         )
 
-    def show_entry(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the loss and the tokens/s of a log entry.
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.bar.update()
 
-        Args:
-            step: steps made so far.
-            metrics: the metrics of the entry.
-        """
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the log entry of a step or of an evaluation."""
+        if "train/loss" in metrics:
+            self._show_entry(step, metrics)
+        if "eval/loss" in metrics:
+            self._write_evaluation(step, metrics)
+
+    def on_train_end(self) -> None:
+        self.bar.close()
+
+    def _show_entry(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the loss and the tokens/s of a step."""
         loss = metrics["train/loss"]
         speed = metrics["train/tokens_per_second"]
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
@@ -83,10 +94,11 @@ class Progress:
                 flush=True,
             )
 
-    def write_evaluation(self, step: int, results: dict[str, float]) -> None:
+    def _write_evaluation(self, step: int, entry: Mapping[str, float]) -> None:
         """Write a line with the results of an evaluation."""
         if not self.is_shown:
             return
+        results = {name: value for name, value in entry.items() if name.startswith("eval/")}
         metrics = [
             text.format(results[name]) for name, text in _EVAL_FORMATS.items() if name in results
         ]

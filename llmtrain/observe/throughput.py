@@ -10,6 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.devices import DEVICES, known_device
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 
 
 @runtime_checkable
@@ -20,7 +22,7 @@ class CountsFlops(Protocol):
         """Return the FLOPs of a forward and backward pass for one token; 0 if they are unknown."""
 
 
-class Throughput:
+class Throughput(Callback):
     """Counts tokens and positions between two log entries. Time inside :meth:`paused` is left out.
 
     Args:
@@ -39,16 +41,17 @@ class Throughput:
         self.positions = 0
         self.started = time.perf_counter()
 
-    def add(self, tokens: int, positions: int) -> None:
-        """Count a step.
+    def on_train_begin(self) -> None:
+        self.restart()
 
-        Args:
-            tokens: target tokens of the global batch.
-            positions: positions that this process computed. In a conversation only some positions
-                have a target token. Positions that were trimmed from unpacked rows do not count.
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        """Count the target tokens of the global batch, and the positions of this process.
+
+        In a conversation only some positions have a target token. Positions that were trimmed from
+        unpacked rows do not count.
         """
-        self.tokens += tokens
-        self.positions += positions
+        self.tokens += result.target_tokens
+        self.positions += batch.positions
 
     def read(self, positions: float) -> dict[str, float]:
         """Return ``train/tokens_per_second`` since the last call.

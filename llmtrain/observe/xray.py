@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed import GradBucket
 
 from llmtrain.console import say
 from llmtrain.files import write_json
 from llmtrain.json_types import JsonObject
-from llmtrain.observe.phases import Mark, Phases
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.team import Team
 from llmtrain.phase_names import PHASES
+from llmtrain.phases import Mark, Phases, PhaseStart
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
 WARM_UP_PHASE = "the warm-up"
@@ -30,25 +30,31 @@ WARM_UP_PHASE = "the warm-up"
 _CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
 
 
-class _PhaseStart(NamedTuple):
-    """The beginning of a phase."""
-
-    phase: str
-    step: int
-    micro_batch: int
-    mark: Mark
-
-
 class _MarkedTransfer(NamedTuple):
     """A bucket of gradients that this process sent. Its times are still marks."""
 
-    step: int
-    micro_batch: int
+    phase_index: int  # of the recorded phase in which the bucket was full
     bucket: int
     sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
     ready: Mark  # when the bucket was full on this process
     blocked: float  # seconds of the backward pass that sending took
     end: Mark
+
+
+class _Place(NamedTuple):
+    """The part of a run to which a phase belongs."""
+
+    step: int
+    micro_batch: int  # -1 before the first forward pass of the step
+
+
+class _LocalRecording(NamedTuple):
+    """What one process has recorded."""
+
+    spans: list[JsonObject]
+    transfers: list[JsonObject]
+    sent_bytes: int  # by the machine, if this is its first process
+    cost: float  # seconds that recording took, per step
 
 
 class XRay:
@@ -91,12 +97,9 @@ class XRay:
         self._bytes_before = 0  # that this machine had sent when the recording began
         self._cost = 0.0  # seconds that recording itself took
 
-        self._step = -1
-        self._micro_batch = -1
-        self._phase_starts: list[_PhaseStart] = []
+        self._phase_starts: list[PhaseStart] = []
         self._transfers: list[_MarkedTransfer] = []
         self._buckets: dict[int, JsonObject] = {}
-        phases.on_change.append(self._on_phase)
 
     def at_step_boundary(self, step: int) -> None:
         """Begin or end the recording if it is time.
@@ -110,9 +113,11 @@ class XRay:
             self._clock_offset = _clock_offset(self.ranks)
             self._bytes_before = _bytes_sent(self.ranks)
             self._zero = self._clock.zero()
+            self._phase_starts = self.phases.record()
             self._is_recording = True
         elif self._is_recording and step == self.steps[-1]:
             self.phases.begin("other")  # ends the phase before it
+            self.phases.stop_recording()
             self._is_recording = False
             self._gather()
 
@@ -133,8 +138,7 @@ class XRay:
 
         start = time.perf_counter()
         number = bucket.index()
-        step = self._step
-        micro_batch = self._micro_batch
+        phase_index = len(self._phase_starts) - 1
         names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
         # DDP rebuilds its buckets after the first step of a run, and numbers them from 0 again. If
         # that step is recorded, too, the later bucket of each number replaces the earlier one here.
@@ -147,8 +151,7 @@ class XRay:
 
         def on_arrival(done: BucketFuture) -> torch.Tensor:
             transfer = _MarkedTransfer(
-                step=step,
-                micro_batch=micro_batch,
+                phase_index=phase_index,
                 bucket=number,
                 sent_bytes=sent_bytes,
                 ready=ready,
@@ -163,68 +166,77 @@ class XRay:
         self._cost += time.perf_counter() - start - send_seconds
         return future
 
-    def _on_phase(self, phase: str, mark: Mark) -> None:
-        """Record the beginning of a phase."""
-        if not self._is_recording:
-            return
-
-        start = time.perf_counter()
-        if phase == "data":
-            # `phases.step` counts the steps made so far. The data are those of the next one.
-            self._step = self.phases.step + 1
-            self._micro_batch = -1
-        if phase == "forward":
-            self._micro_batch += 1
-        self._phase_starts.append(_PhaseStart(phase, self._step, self._micro_batch, mark))
-        self._cost += time.perf_counter() - start
-
     def _gather(self) -> None:
         """Gather the recordings of all processes; all ranks call this."""
-        counted_bytes: list[int] = gather_object([_bytes_sent(self.ranks) - self._bytes_before])
-        costs: list[float] = gather_object([self._cost / len(self.steps)])
-        spans: list[JsonObject] = gather_object(self._local_spans())
-        transfers: list[JsonObject] = gather_object(self._local_transfers())
+        recordings = Team.everyone().on_all(self._local_recording)
         if not self.ranks.is_main:
             return
 
         self.recording = {
-            "processes": len(costs),
-            "spans": spans,
-            "transfers": transfers,
+            "processes": len(recordings),
+            "spans": [span for recording in recordings for span in recording.spans],
+            "transfers": [item for recording in recordings for item in recording.transfers],
             "buckets": self._buckets,
-            "counted_bytes": sum(counted_bytes),
-            "cost": max(costs),
+            "counted_bytes": sum(recording.sent_bytes for recording in recordings),
+            "cost": max(recording.cost for recording in recordings),
         }
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             write_json(self.folder / "recording.json", self.recording, durable=False)
             say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
-    def _local_spans(self) -> list[JsonObject]:
+    def _local_recording(self) -> _LocalRecording:
+        """Return what this process has recorded."""
+        places = self._places()
+        return _LocalRecording(
+            spans=self._local_spans(places),
+            transfers=self._local_transfers(places),
+            sent_bytes=_bytes_sent(self.ranks) - self._bytes_before,
+            cost=self._cost / len(self.steps),
+        )
+
+    def _places(self) -> list[_Place]:
+        """Return the step and the micro-batch of each recorded phase."""
+        step = self.steps.start - 1
+        micro_batch = -1
+        places = []
+        for phase, _ in self._phase_starts:
+            if phase == "data":  # a step begins
+                step += 1
+                micro_batch = -1
+            if phase == "forward":
+                micro_batch += 1
+            places.append(_Place(step, micro_batch))
+        return places
+
+    def _local_spans(self, places: list[_Place]) -> list[JsonObject]:
         """Return the phases of this process; each ends when the next one begins."""
+        phases = [start.phase for start in self._phase_starts]
         times = [self._seconds(start.mark) for start in self._phase_starts]
         return [
             {
                 "rank": self.ranks.rank,
-                "step": start.step,
-                "micro_batch": start.micro_batch,
-                "phase": start.phase,
-                "start": start_time,
-                "end": end_time,
+                "step": place.step,
+                "micro_batch": place.micro_batch,
+                "phase": phase,
+                "start": start,
+                "end": end,
             }
-            for start, start_time, end_time in zip(
-                self._phase_starts, times, times[1:], strict=False
-            )
-            if start.phase in PHASES
+            for phase, place, start, end in zip(phases, places, times, times[1:], strict=False)
+            if phase in PHASES
         ]
 
-    def _local_transfers(self) -> list[JsonObject]:
+    def _local_transfers(self, places: list[_Place]) -> list[JsonObject]:
         """Return the transfers of this process, with the times that their marks have."""
         return [
             {
-                **marked._asdict(),
                 "rank": self.ranks.rank,
+                "step": places[marked.phase_index].step,
+                "micro_batch": places[marked.phase_index].micro_batch,
+                "bucket": marked.bucket,
+                "sent_bytes": marked.sent_bytes,
                 "ready": self._seconds(marked.ready),
+                "blocked": marked.blocked,
                 "end": self._seconds(marked.end),
             }
             for marked in self._transfers
@@ -242,7 +254,8 @@ def _clock_offset(ranks: Ranks) -> float:
     Processes on one machine share a clock. Otherwise each reads its clock after a collective, when
     all are there. The result is the median over several collectives.
     """
-    hosts: list[str] = gather_object([platform.node()])
+    team = Team.everyone()
+    hosts = team.on_all(platform.node)
     if len(set(hosts)) == 1:
         return 0.0
 
@@ -250,7 +263,7 @@ def _clock_offset(ranks: Ranks) -> float:
     for _ in range(_CLOCK_ROUNDS):
         float(ranks.accelerator.reduce(torch.ones((), device=ranks.device)))
         times.append(time.perf_counter())
-    first_rank_times = gather_object(times)[:_CLOCK_ROUNDS]
+    first_rank_times = team.on_all(lambda: times)[0]
 
     differences = [
         local_time - first_rank_time

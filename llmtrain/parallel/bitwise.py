@@ -81,7 +81,7 @@ class BitwiseEngine(ReplicatedEngine):
         gradients = (self._gradient_of(batch, denominator, extra, metric_sums) for batch in batches)
         local_sum = tree_sum(gradients, len(batches))
 
-        self.set_phase("exchange")
+        self.phases.begin("exchange")
         total = all_reduce_by_doubling(local_sum, self.rank, self.world_size)
 
         sizes = [parameter.numel() for parameter in self.parameters]

@@ -21,6 +21,7 @@ from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.phases import Phases
 
 Result = TypeVar("Result")
 
@@ -51,18 +52,7 @@ class Engine(Ranks):
         self.unwrapped = unwrap(model)
         self.objective = objective or Objective()
         self.sync_each_batch = sync_each_batch
-        self._phase_listeners: list[Callable[[str], None]] = []
-
-    # --- phases
-
-    def on_phase(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener`` with the name of each phase of a step when the phase begins."""
-        self._phase_listeners.append(listener)
-
-    def set_phase(self, phase: str) -> None:
-        """Begin a phase of a step, such as ``count`` or ``norm``."""
-        for listener in self._phase_listeners:
-            listener(phase)
+        self.phases = Phases(self.device, model)
 
     # --- passes through the model
 
@@ -120,12 +110,12 @@ class Engine(Ranks):
             function: called with the unwrapped model and a micro-batch, inside ``model.forward``.
             batches: this rank's micro-batches.
         """
-        self.set_phase("forward")
+        self.phases.begin("forward")
         with self.fork_rng():
             results = [self.call_in_forward(function, batch) for batch in batches]
         local_sum = torch.stack(results).sum(0)
 
-        self.set_phase("exchange")
+        self.phases.begin("exchange")
         return self.sum_over_ranks(local_sum)
 
     def sum_of_micro_batches(self, values: Tensor) -> Tensor:

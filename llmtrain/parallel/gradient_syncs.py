@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback
 from llmtrain.parallel.fsdp import parameter_groups
 
 
-class GradientSyncs:
-    """Counts the backward passes whose gradients are reduced, while :meth:`counting` is open.
+class GradientSyncs(Callback):
+    """Counts the backward passes of a step whose gradients are reduced.
 
     A step should have one, however many micro-batches it has. If every micro-batch were reduced,
     losses and weights would still be right, but the step would take longer.
@@ -23,8 +25,8 @@ class GradientSyncs:
         self.fsdp_groups = parameter_groups(model)
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count while the block runs, with a hook on the model."""
+    def context(self) -> Iterator[None]:
+        """Keep a hook on the model, which counts, while the block runs."""
         hook = self.model.register_forward_pre_hook(self._before_forward)
         try:
             yield
@@ -41,6 +43,6 @@ class GradientSyncs:
         if ddp_reduces or fsdp_reduces:
             self.count += 1
 
-    def restart(self) -> None:
+    def on_step_begin(self, batch: LocalBatch) -> None:
         """Count from 0 again."""
         self.count = 0

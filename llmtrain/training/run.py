@@ -1,83 +1,36 @@
-"""A run from its start to its end: its fingerprint, its folder, and its checkpoints."""
+"""An open run: what it is made of, what it logs, and how it looks when it is printed."""
 
 import contextlib
-import os
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate import Accelerator
 
-from llmtrain.config.flags import resolved
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
-from llmtrain.launching.process import leave_group, seconds_since_start
-from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
-from llmtrain.record.history import History, as_numbers, read_lines
-from llmtrain.record.output import OUTPUT_FILE, copied_output
-from llmtrain.record.publish import publish
-from llmtrain.record.resume import ResumePoint, choose_folder
-from llmtrain.record.run_description import check_ranks_agree, run_description
-from llmtrain.record.run_record import run_record
+from llmtrain.record.history import as_numbers, read_lines
+from llmtrain.record.resume import ResumePoint
 from llmtrain.record.saver import Saver
-from llmtrain.record.stopping import Deadline, Patience, stop_signals
-from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.trackers.weights_and_biases import sweep_run_id
+from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
-from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
-from llmtrain.training.reference import with_reference
 from llmtrain.training.settings import AnySettings
-from llmtrain.training.steps import settle_steps, steps_per_epoch
+from llmtrain.training.status import EvalResult, RunStatus
+from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
 
 if TYPE_CHECKING:
     import pandas
-
-# Entries of a start in run.json that trackers get along with the settings.
-_TRACKED_KEYS = (
-    "versions",
-    "git_sha",
-    "code_sha256",
-    "processes",
-    "sharded",
-    "device",
-    "mixed_precision",
-)
-
-
-# Takes the step and the numbers of a log entry.
-LogListener: TypeAlias = Callable[[int, Mapping[str, float]], None]
-
-
-class Outcome(NamedTuple):
-    """How a run has ended. ``status.json`` records the state and the reason."""
-
-    state: str  # ``finished``, ``preempted`` or ``failed``
-    reason: str
-    sample: str = ""  # a text by the finished model, on rank 0
-
-
-_NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
-
-
-class EvalResult(NamedTuple):
-    """The metrics of an evaluation, and the step after which it was made."""
-
-    step: int
-    metrics: JsonObject
 
 
 class RunSummary(NamedTuple):
@@ -96,12 +49,15 @@ class RunSummary(NamedTuple):
     eval_loss: float | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """An open run.
 
     Pickling a run keeps only a :class:`RunSummary`, because its model and its open files cannot be
     pickled. Accelerate's ``notebook_launcher`` pickles the result of ``main``.
+
+    All of it is decided when the run is opened, except for :attr:`status`, and what the objects
+    behind the other attributes keep for themselves.
 
     Attributes:
         accelerator: the Accelerator of this run.
@@ -111,22 +67,13 @@ class Run:
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
-        folder: the path of the run folder.
+        resume_point: the checkpoint that this start resumes from, if there is one.
         writer: writes the run folder.
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
         patience: chooses the best evaluation, and decides about early stopping.
-        resume_point: the checkpoint that this start resumes from, if there is one.
-        step: steps made so far.
-        tokens: target tokens of these steps.
-        skipped: steps that were skipped because their gradient was not finite.
-        compiled: whether the model's blocks are compiled; ``None`` if not chosen yet.
-        stop_reason: why this rank wants to stop; empty if it does not.
-        stop_signal: the signal that asked this rank to stop, if there was one.
-        last_eval: the last evaluation.
-        outcome: how the run has ended.
-        log_listeners: called with the step and the numbers of each log entry, on all ranks.
+        status: how far the run is, and how it has ended.
     """
 
     accelerator: Accelerator
@@ -136,27 +83,28 @@ class Run:
     rows: Tokenized
     bundle: ModelBundle
     fingerprint: JsonObject
-    folder: Path
+    resume_point: ResumePoint
     writer: RunFolder
     saver: Saver
     metrics: Metrics
     deadline: Deadline
     patience: Patience
-    resume_point: ResumePoint
-    step: int
-    tokens: int
-    skipped: int = 0
-    compiled: bool | None = None
-    stop_reason: str = ""
-    stop_signal: signal.Signals | None = None
-    last_eval: EvalResult | None = None
-    outcome: Outcome = _NOT_TRAINED
-    log_listeners: list[LogListener] = field(default_factory=list)
+    status: RunStatus
+
+    @property
+    def folder(self) -> Path:
+        """The path of the run folder."""
+        return self.resume_point.folder
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return self.status.step
 
     @property
     def is_finished(self) -> bool:
         """Whether the run has made all its steps, or has stopped early."""
-        return self.outcome.state == "finished"
+        return self.status.outcome.state == "finished"
 
     @property
     def exit_status(self) -> int:
@@ -165,9 +113,10 @@ class Run:
         It is 0, or 128 plus the number of the signal that ended the run early, as in a shell.
         SIGUSR1 is a batch system's announcement of its time limit, and leaves 0.
         """
-        if self.stop_signal in (None, signal.SIGUSR1) or self.outcome.state != "preempted":
+        stop_signal = self.status.stop_signal
+        if stop_signal in (None, signal.SIGUSR1) or self.status.outcome.state != "preempted":
             return 0
-        return 128 + int(self.stop_signal)
+        return 128 + int(stop_signal)
 
     def __repr__(self) -> str:
         """Describe the run in one line: its folder, its state, its step and the last eval loss."""
@@ -175,13 +124,13 @@ class Run:
             return f"Run('{self.folder}', dry run)"
         state = read_object(self.folder / "status.json").get("state", "not started")
         parts = [f"'{self.folder}'", state, f"step {self.step}"]
-        if self.last_eval is not None:
-            parts.append(f"eval loss {self.last_eval.metrics['eval/loss']:.4f}")
+        if self.status.eval_loss is not None:
+            parts.append(f"eval loss {self.status.eval_loss:.4f}")
         return f"Run({', '.join(parts)})"
 
     def __reduce__(self) -> tuple[type[RunSummary], tuple[object, ...]]:
-        eval_loss = None if self.last_eval is None else self.last_eval.metrics["eval/loss"]
-        return RunSummary, (self.folder, self.outcome.state, self.step, eval_loss)
+        status = self.status
+        return RunSummary, (self.folder, status.outcome.state, status.step, status.eval_loss)
 
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
@@ -196,21 +145,20 @@ class Run:
         entries = read_lines(self.folder / "metrics.jsonl")
         return pandas.DataFrame([as_numbers(entry) for entry in entries])
 
-    def log(self, metrics: JsonObject) -> None:
-        """Write a log entry to ``metrics.jsonl`` and to the trackers."""
+    def log(self, metrics: JsonObject) -> JsonObject:
+        """Write a log entry to ``metrics.jsonl`` and to the trackers, and return it."""
         epoch = float(self.step / steps_per_epoch(self.settings, self.rows))
         entry = {
             "step": self.step,
             "epoch": round(epoch, 4),
-            "tokens": self.tokens,
+            "tokens": self.status.tokens,
             **metrics,
             "time": round(time.time(), 3),
         }
         self.metrics.write(entry)
         if "eval/loss" in metrics:
-            self.last_eval = EvalResult(self.step, metrics)
-        for listener in self.log_listeners:
-            listener(self.step, as_numbers(entry))
+            self.status.last_eval = EvalResult(self.step, metrics)
+        return entry
 
     def log_samples(self, samples: Sequence[JsonObject]) -> None:
         """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""
@@ -223,264 +171,18 @@ class Run:
         say(kind, text)
         self.writer.record_event(self.step, kind, text)
 
-    def ask_to_stop(self, reason: str, stop_signal: signal.Signals | None = None) -> None:
-        """Let all ranks save and stop after the current step."""
-        self.stop_reason = reason
-        self.stop_signal = stop_signal
-
     def wants_to_stop(self) -> bool:
         """Return whether this rank wants all ranks to save and stop after the current step."""
-        if not self.stop_reason and self.deadline.is_near():
-            self.stop_reason = self.deadline.reason
-        return bool(self.stop_reason) or self.saver.failed
+        if not self.status.stop_reason and self.deadline.is_near():
+            self.status.ask_to_stop(self.deadline.reason)
+        return bool(self.status.stop_reason) or self.saver.failed
 
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(self.folder, self.rows, self.outcome.sample)
+            show_result(self.folder, self.rows, self.status.outcome.sample)
 
     def record_failure(self, reason: str) -> None:
         """Record in ``status.json`` why this process is about to end."""
         with contextlib.suppress(OSError):
             self.writer.set_status("failed", self.step, redacted(reason))
-
-
-@contextlib.contextmanager
-def open_run(
-    accelerator: Accelerator,
-    settings: AnySettings,
-    rows: Tokenized,
-    bundle: ModelBundle,
-) -> Iterator[Run]:
-    """Open the run folder until the block ends: a new folder, or that of an unfinished run.
-
-    An unfinished run is resumed if its fingerprint is the same. After a block without an error, the
-    processes leave their group, and a finished model is uploaded if the settings ask for it. A dry
-    run makes no folder.
-
-    Raises:
-        UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
-            be used.
-    """
-    ranks = Ranks(accelerator)
-    layout = Layout.of(
-        settings.data,
-        ranks.world_size,
-        bitwise=settings.parallel.bitwise,
-    )
-    settle_steps(settings, rows)  # for a recipe that does not call `place`
-    if settings.eval.keeps_best and rows.eval is None:
-        raise UserError(
-            f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
-            "--eval_fraction, or name eval data with --eval_dataset."
-        )
-    if not settings.run.dry_run:
-        rows = with_reference(ranks, settings.optim.seed, rows, bundle)
-
-    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
-    team = Team.everyone()
-    resolved_settings = resolved(settings)
-    details = {**asdict(rows.metadata), "settings": resolved_settings}
-    check_ranks_agree(
-        team,
-        run_description(fingerprint, resolved_settings, accelerator.mixed_precision, details),
-    )
-
-    with contextlib.ExitStack() as contexts:
-
-        def choose() -> ResumePoint:
-            """Choose the folder, and hold its lock until the block ends."""
-            choosing = choose_folder(
-                settings.run.output_dir,
-                resume=settings.run.resume_from_checkpoint,
-                fingerprint=fingerprint,
-                record=details,
-                run_id=sweep_run_id() if "wandb" in settings.run.trackers else None,
-            )
-            return contexts.enter_context(choosing)
-
-        if settings.run.dry_run:
-            resume_point = ResumePoint(Path(settings.run.output_dir))
-        else:
-            resume_point = team.on_main(choose)
-            say("run", f"{resume_point.folder} ({resume_point.reason})")
-
-        run = _new_run(
-            ranks,
-            settings,
-            layout=layout,
-            rows=rows,
-            bundle=bundle,
-            fingerprint=fingerprint,
-            resume_point=resume_point,
-        )
-        if not settings.run.dry_run:
-            contexts.enter_context(_recorded(run, team))
-        yield run
-
-    leave_group()
-    if run.is_finished and run.ranks.is_main:
-        publish(run.folder / "model", settings.run.push_to_hub)
-
-
-def _new_run(
-    ranks: Ranks,
-    settings: AnySettings,
-    *,
-    layout: Layout,
-    rows: Tokenized,
-    bundle: ModelBundle,
-    fingerprint: JsonObject,
-    resume_point: ResumePoint,
-) -> Run:
-    """Make the run that starts at a resume point."""
-    saver = Saver(
-        resume_point.folder / "checkpoints",
-        bundle.files,
-        keep=settings.run.save_total_limit,
-        in_background=settings.run.async_save,
-    )
-    if resume_point.checkpoint:
-        saver.verified.append(resume_point.checkpoint)
-
-    deadline = Deadline()
-    if settings.log.replay_step is None:
-        # Tokenising, loading the model and the reference pass have taken part of the time.
-        deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
-    return Run(
-        accelerator=ranks.accelerator,
-        ranks=ranks,
-        settings=settings,
-        layout=layout,
-        rows=rows,
-        bundle=bundle,
-        fingerprint=fingerprint,
-        folder=resume_point.folder,
-        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
-        saver=saver,
-        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
-        deadline=deadline,
-        patience=Patience(
-            settings.eval.early_stopping_patience,
-            settings.eval.metric_for_best_model,
-            keeps_best=settings.eval.keeps_best,
-        ),
-        resume_point=resume_point,
-        step=resume_point.step,
-        tokens=resume_point.tokens,
-    )
-
-
-@contextlib.contextmanager
-def _recorded(run: Run, team: Team) -> Iterator[None]:
-    """Write a run's record and feed its trackers until the block ends.
-
-    However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
-    """
-    settings = resolved(run.settings)
-
-    def begin() -> TrackedRun:
-        run.writer.begin(run.step, run.resume_point.extended_run)
-        run.writer.write("run.json", _record_of(run, settings))
-        return _tracked(run)
-
-    tracked = team.on_main(begin)
-    if run.ranks.is_sharded:
-        # Ranks that share a model save it together.
-        timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
-
-    trackers = run.settings.run.trackers
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(stop_signals(run.ask_to_stop))
-        if run.ranks.is_main and "wandb" in trackers:
-            contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
-        contexts.enter_context(_failures_recorded(run))
-        run.metrics.start(trackers, tracked)
-        _record_addresses(run)
-        _record_loss(run)
-        yield
-
-        run.writer.set_status(run.outcome.state, run.step, run.outcome.reason)
-        model = run.folder / "model" if run.is_finished else None
-        run.metrics.close(exit_code=0, model=model)
-
-
-def _record_loss(run: Run) -> None:
-    """Record an event if the run starts again because none of its checkpoints is intact."""
-    damaged = run.resume_point.lost_checkpoints
-    if damaged:
-        last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
-        run.record_event(
-            "lost",
-            f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
-            f"checkpoint was intact ({', '.join(damaged)})",
-        )
-
-
-@contextlib.contextmanager
-def _failures_recorded(run: Run) -> Iterator[None]:
-    """Record an error that ends the block in ``status.json``, and end the trackers' runs."""
-    try:
-        yield
-    except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
-        run.record_failure("stopped at once by a second signal")
-        raise
-    except BaseException as error:
-        reason = explain(error) or first_line(error)
-        # Record it right away, because a launcher soon kills a process that has failed.
-        run.record_failure(reason)
-        with contextlib.suppress(Exception):  # the first error is the one to show
-            run.saver.wait()
-        # Record it again, because a save in the background may have written "running".
-        run.record_failure(reason)
-        run.metrics.close(exit_code=1)
-        raise
-
-
-def _tracked(run: Run) -> TrackedRun:
-    """Return what trackers are told about a run, whose ``run.json`` has this start."""
-    history = History.read(run.folder)
-    start = history.starts[-1]
-    parameters, trained_parameters = parameter_counts(run.bundle.model)
-    facts = {
-        "parameters": parameters,
-        "trained_parameters": trained_parameters,
-        "data_sha256": run.rows.metadata.data_sha256,
-        "layout": run.layout._asdict(),
-        **{key: start[key] for key in _TRACKED_KEYS},
-    }
-    return TrackedRun(
-        folder=run.folder,
-        name=run.settings.run.run_name or run.folder.name,
-        run_id=run.resume_point.run_id,
-        project=os.environ.get("WANDB_PROJECT", "llmtrain"),
-        config=redacted(history.settings | facts),
-        start_times=history.all_start_seconds(),
-    )
-
-
-def _record_addresses(run: Run) -> None:
-    """Record the addresses of the run's pages at its trackers in ``run.json``."""
-    if run.ranks.is_main and run.metrics.addresses:
-        record = read_object(run.folder / "run.json")
-        run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
-
-
-def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
-    """Return the content of ``run.json``, to which this start is added."""
-    ranks = run.ranks
-    start = {
-        "processes": ranks.world_size,
-        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
-        "device": ranks.device.type,
-        "mixed_precision": run.accelerator.mixed_precision,
-    }
-    return run_record(
-        run.folder,
-        fingerprint=run.fingerprint,
-        settings=settings,
-        details=asdict(run.rows.metadata),
-        resume_point=run.resume_point,
-        start=start,
-    )

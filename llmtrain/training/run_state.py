@@ -44,8 +44,7 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     restore_optimizer(model, optimizer.optimizer, tensors)
 
     state = Team.everyone().on_main(lambda: checkpoint.read_state(path))
-    run.skipped = state["skipped"]
-    run.compiled = state["compiled"]
+    run.status.restore(state)
     # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
     is_own = path.parent == run.folder / "checkpoints"
     if state["best"] and is_own:
@@ -103,16 +102,14 @@ def _on_commit(run: Run, step: int) -> None:
 def _state(run: Run, engine: Engine) -> JsonObject:
     """Return the content of ``state.json``, except for its format version."""
     eval_loss = None
-    if run.last_eval is not None and run.last_eval.step == run.step:
-        loss = run.last_eval.metrics["eval/loss"]
+    last_eval = run.status.last_eval
+    if last_eval is not None and last_eval.step == run.step:
+        loss = last_eval.metrics["eval/loss"]
         eval_loss = loss if math.isfinite(loss) else None
     scaler = engine.accelerator.scaler
 
     return {
-        "step": run.step,
-        "tokens": run.tokens,
-        "skipped": run.skipped,
-        "compiled": run.compiled,
+        **run.status.for_checkpoint(),
         "eval_loss": eval_loss,
         "best": run.patience.state if run.patience.keeps_best else None,
         "fingerprint": run.fingerprint,

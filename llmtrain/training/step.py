@@ -32,20 +32,20 @@ def train_step(
         stop_requested: whether this rank was asked to stop. The count carries the vote to all
             ranks.
     """
-    engine.set_phase("count")
+    engine.phases.begin("count")
     totals = engine.count(batches, stop_requested)
 
     extra = engine.objective.prepass(engine, batches, totals)
     sums = engine.forward_backward(batches, totals.denominator, extra)
 
-    engine.set_phase("norm")
+    engine.phases.begin("norm")
     norm = engine.clip_grad_norm(max_grad_norm)
     # One read from the device for all four numbers. Float64 holds any count; MPS lacks it.
     wide = torch.float32 if norm.device.type == "mps" else torch.float64
     numbers = torch.stack([number.to(engine.device, wide) for number in (norm, *totals)])
     grad_norm, target_tokens, denominator, stop_votes = numbers.tolist()
 
-    engine.set_phase("optimizer")
+    engine.phases.begin("optimizer")
     # The loss scaler of fp16 skips the step itself and lowers its scale.
     if math.isfinite(grad_norm) or engine.accelerator.scaler is not None:
         optimizer.step()

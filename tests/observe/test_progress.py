@@ -5,7 +5,7 @@ import io
 import pytest
 
 from llmtrain.observe import progress
-from llmtrain.observe.progress import Progress
+from llmtrain.observe.progress import ProgressBar
 
 ENTRY = {"train/loss": 2.5, "train/tokens_per_second": 1234.0}
 
@@ -25,12 +25,12 @@ def train(
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     monkeypatch.setattr("sys.stderr", stderr)
-    bar = Progress(shown=shown, step=10, max_steps=50, every_entry=every_entry)
+    bar = ProgressBar(shown=shown, step=10, max_steps=50, every_entry=every_entry)
     for step in range(11, 51):
         now += 3.0
         bar.bar.update()
-        bar.show_entry(step, ENTRY)
-    bar.bar.close()
+        bar.on_log(step, ENTRY)
+    bar.on_train_end()
     return stderr.getvalue()
 
 
@@ -61,5 +61,5 @@ def test_other_ranks_show_nothing(monkeypatch) -> None:
 
 def test_an_evaluation_is_a_line_in_a_log_file_too(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    Progress(shown=True, step=0, max_steps=5).write_evaluation(5, {"eval/loss": 2.0})
+    ProgressBar(shown=True, step=0, max_steps=5).on_log(5, {"epoch": 1.0, "eval/loss": 2.0})
     assert capsys.readouterr().out == "step      5  eval: loss 2.0000\n"

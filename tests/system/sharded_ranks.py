@@ -138,9 +138,10 @@ def measured(
     }
 
     syncs = GradientSyncs(prepared)
-    with syncs.counting():
+    unused: Any = None
+    with syncs.context():
         for step in range(steps):
-            syncs.restart()
+            syncs.on_step_begin(unused)
             COUNTS.clear()
             batches = batches_of(engine, step, accumulation)
             result = train_step(engine, optimizer, batches, max_grad_norm=1.0)

@@ -85,7 +85,7 @@ def where() -> str:
 
 def main() -> None:
     found_file, recipe, *flags = sys.argv[1:]
-    honest = loop._read_ahead
+    honest = loop.read_batches
     steps: list[dict[str, Any]] = []
     graphs: list[Any] = []
     compiles = "--torch_compile" in flags  # not under the modes that count
@@ -109,7 +109,7 @@ def main() -> None:
                 yield batch
             steps.append({"waits": found, "operations": operations.count, "graphs": len(graphs)})
 
-    loop._read_ahead = counted
+    loop.read_batches = counted
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe)["main"](flags)
     if os.environ.get("RANK", "0") == "0":

@@ -96,12 +96,12 @@ import os, signal, sys; sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
 from llmtrain.training import loop
-honest = loop._read_ahead
+honest = loop.read_batches
 def stopping(*arguments):
     for number, batch in enumerate(honest(*arguments)):
         if number == 7 and os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGSTOP)
         yield batch
-loop._read_ahead = stopping
+loop.read_batches = stopping
 if __name__ == "__main__": launch(gpt.main)
 """
 

@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.callback import StepInfo
 from llmtrain.models.config import GPTConfig, ModelConfig
-from llmtrain.training import callbacks
-from llmtrain.training.callbacks import LoopContext, MemoryAdvice, Samples
+from llmtrain.observe.throughput import Throughput
+from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.phase_names import PHASES
+from llmtrain.training import periodic
+from llmtrain.training.callbacks import MemoryAdvice
+from llmtrain.training.context import LoopContext
+from llmtrain.training.periodic import Samples
+from llmtrain.training.step_log import Logging
+from tests.engines import engine_of
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,7 @@ def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, exp
         layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model)
     )
     engine = SimpleNamespace(is_sharded=False)
-    context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
+    context: Any = SimpleNamespace(run=run, engine=engine)
     with (
         pytest.raises(
             UserError,
@@ -52,9 +60,10 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
         run=run,
         engine=unused,
         optimizer=unused,
+        batches=unused,
         eval_batches=None,
         metric=None,
-        timing=unused,
+        throughput=unused,
     )
     stopping = StepInfo(4, is_last=False, should_stop=True)
     assert context.evaluates_after(stopping) == evaluates
@@ -76,9 +85,10 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
         deadline=SimpleNamespace(reserve=reserved.__setitem__),
         log_samples=lambda samples: steps.append(samples[0]["text"]),
     )
-    engine: Any = SimpleNamespace(set_phase=lambda phase: None, model=nn.Linear(1, 1))
-    timing: Any = SimpleNamespace(throughput=SimpleNamespace(paused=contextlib.nullcontext))
-    context: Any = SimpleNamespace(run=run, engine=engine, timing=timing)
+    phases = SimpleNamespace(begin=lambda phase: None)
+    engine: Any = SimpleNamespace(phases=phases, model=nn.Linear(1, 1))
+    throughput = SimpleNamespace(paused=contextlib.nullcontext)
+    context: Any = SimpleNamespace(run=run, engine=engine, throughput=throughput)
     samples = Samples(context)
     unused: Any = None
     for info in (
@@ -87,7 +97,35 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
         StepInfo(5, is_last=True, should_stop=True),
     ):
         step = info.step
-        monkeypatch.setattr(callbacks, "sample", lambda *_, step=step, **__: [step])
+        monkeypatch.setattr(periodic, "sample", lambda *_, step=step, **__: [step])
         samples.on_step_end(unused, unused, info)
     assert steps == [2, 5]
     assert reserved["samples"] >= 0
+
+
+def test_a_late_rank_is_an_event_but_not_in_the_first_step() -> None:
+    events: list[str] = []
+    run: Any = SimpleNamespace(settings=SimpleNamespace(loop=None))
+    run.record_event = lambda kind, text: events.append(kind)
+    accelerator = Accelerator(cpu=True)
+    engine = engine_of(accelerator, nn.Linear(1, 1))
+    unused: Any = None
+    context = LoopContext(
+        run=run,
+        engine=engine,
+        optimizer=unused,
+        batches=unused,
+        eval_batches=None,
+        metric=None,
+        throughput=Throughput(accelerator, engine.unwrapped),
+    )
+    logging = Logging(context, GradientSyncs(engine.model))
+    late = {phase: [1.0, 1.0] for phase in PHASES} | {"data": [0.0, 90.0]}
+    for _ in range(3):
+        logging._record_if_a_rank_is_late(late)
+    assert events == []
+
+    engine.phases.has_dropped_first_step = True
+    for _ in range(3):
+        logging._record_if_a_rank_is_late(late)
+    assert events == ["late"]

@@ -17,7 +17,8 @@ from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import loop
-from llmtrain.training.loop import check_wrapping
+from llmtrain.training.checks import check_wrapping
+from llmtrain.training.periodic import Finish
 from tests.launching import read_json
 
 SETTINGS = lt.Settings(
@@ -157,6 +158,17 @@ def test_a_callback_gets_what_is_logged(train: Callable, tmp_path: Path) -> None
         keys |= metrics.keys()
     assert {"epoch", "train/loss", "train/grad_norm", "train/learning_rate"} <= keys
     assert "phases" not in keys
+
+
+def test_the_loops_own_callbacks_get_what_is_logged_too(
+    train: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(Finish, "on_log", lambda self, step, metrics: steps.append(step))
+    recorder = LogRecorder()
+    train("run", [recorder])
+    assert steps == [step for step, _ in recorder.entries]
+    assert steps
 
 
 def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:

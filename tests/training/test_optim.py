@@ -21,7 +21,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.record.resume import ResumePoint
-from llmtrain.training.loop import _say_changed_settings
+from llmtrain.training.checks import say_changed_settings
 from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import lr_at, make_optimizer
 from llmtrain.training.settings import LogConfig, OptimConfig
@@ -310,5 +310,5 @@ def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
         settings=settings,
         resume_point=ResumePoint(Path(), named_fingerprint={"optimizer": before}),
     )
-    _say_changed_settings(run)
+    say_changed_settings(run)
     assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

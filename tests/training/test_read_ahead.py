@@ -15,6 +15,7 @@ from torch import nn
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.training import loop
+from llmtrain.training.read_ahead import read_ahead, read_batches
 from recipes import gpt
 from tests.engines import engine_of
 from tests.launching import TINY
@@ -29,7 +30,7 @@ def prepared_loader(accelerator: Accelerator, first_step: int = 0) -> DataLoader
 
 def reading_ahead(accelerator: Accelerator, loader: DataLoaderShard) -> Generator[LocalBatch]:
     """Read a loader as the loop does."""
-    return loop._read_ahead(engine_of(accelerator, nn.Linear(1, 1)), loader)
+    return read_batches(loader, engine_of(accelerator, nn.Linear(1, 1)))
 
 
 def rows_of(batches: Iterable[LocalBatch]) -> list[list[int]]:
@@ -38,6 +39,13 @@ def rows_of(batches: Iterable[LocalBatch]) -> list[list[int]]:
 
 def prefetching_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_items_come_in_their_order_and_the_last_one_is_known(count: int) -> None:
+    items = list(read_ahead(iter(range(count))))
+    assert items == [(item, item == count - 1) for item in range(count)]
+    assert not prefetching_threads()
 
 
 def test_batches_are_those_of_the_loader_in_its_order(accelerator: Accelerator) -> None:

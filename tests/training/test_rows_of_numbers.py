@@ -17,7 +17,9 @@ from llmtrain.cli import main as command
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.training.loop import training_steps
+from llmtrain.observe.throughput import Throughput
+from llmtrain.training.context import LoopContext
+from llmtrain.training.loop import make_engine, training_steps
 from llmtrain.training.run import Run
 
 NUMBERS = 12
@@ -161,8 +163,24 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     with lt.open_run(accelerator, settings, rows, bundle) as run:
-        steps = training_steps(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
-        made = [next(steps).run.step for _ in range(3)]
+        model, optimizer, batches, _ = accelerator.prepare(
+            bundle.model, optimizer, *lt.loaders(run)
+        )
+        engine = make_engine(run, model)
+        context = LoopContext(
+            run=run,
+            engine=engine,
+            optimizer=optimizer,
+            batches=batches,
+            eval_batches=None,
+            metric=None,
+            throughput=Throughput(accelerator, engine.unwrapped),
+        )
+        steps = training_steps(context)
+        made = []
+        for _ in range(3):
+            next(steps)
+            made.append(run.step)
         steps.close()
         assert made == [0, 1, 2]  # before the first step, and after each
     assert run.step == 2

@@ -18,11 +18,13 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.record import resume, saver
 from llmtrain.record.history import History
+from llmtrain.record.stopping import Deadline
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.tracking import Metrics
-from llmtrain.training import run as running
+from llmtrain.training import opening
+from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.run import RunSummary, open_run
+from llmtrain.training.run import RunSummary
 from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
 from tests.engines import engine_of, finish
@@ -53,7 +55,7 @@ def opened(
     """Open a run in ``tmp_path/run`` of an fingerprint that the test chooses."""
 
     def go(fingerprint: dict = FINGERPRINT, **flags: object):
-        monkeypatch.setattr(running, "run_fingerprint", lambda *_: fingerprint)
+        monkeypatch.setattr(opening, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
         settings = Settings(DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
         return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
@@ -79,7 +81,7 @@ def begin(accelerator: Accelerator, opened):
             with opened(fingerprint, **flags) as run:
                 started = run.step
                 for step in steps:
-                    run.step, run.tokens = step, step * 100
+                    run.status.step, run.status.tokens = step, step * 100
                     run.log({"train/loss": 1.0})
                     save(run, engine, optimizer)
                 if crash:
@@ -232,9 +234,9 @@ def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
     def go(count: int, **flags: str) -> list[str]:
         context = multiprocessing.get_context("fork")
         have_chosen, outcomes = context.Barrier(count), context.SimpleQueue()
-        deadline_of = running.Deadline.of
+        deadline_of = Deadline.of
 
-        def wait_for_the_others(*arguments: object) -> running.Deadline:
+        def wait_for_the_others(*arguments: object) -> Deadline:
             have_chosen.wait(60)
             return deadline_of(*arguments)
 
@@ -247,7 +249,7 @@ def start_at_once(opened, monkeypatch: pytest.MonkeyPatch):
                 outcomes.put(repr(error))
                 have_chosen.abort()
 
-        monkeypatch.setattr(running.Deadline, "of", wait_for_the_others)
+        monkeypatch.setattr(Deadline, "of", wait_for_the_others)
         children = [context.Process(target=start) for _ in range(count)]
         for child in children:
             child.start()
@@ -429,7 +431,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     with opened(report_to=["tensorboard"]) as run:
         monkeypatch.setattr(accelerator.trackers[0], "log", lambda *_, **__: 1 / 0)
         for step in (1, 2, 3):
-            run.step = step
+            run.status.step = step
             run.log({"train/loss": 1.0})
         finish(run, torch.nn.Linear(2, 2))
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == 3
@@ -443,7 +445,7 @@ def test_tensorboard_holds_what_the_file_holds(
 
     with opened(report_to=["tensorboard"]) as run:
         for step in (1, 2):
-            run.step = step
+            run.status.step = step
             run.log({"train/loss": step / 4})
         finish(run, torch.nn.Linear(2, 2))
     (events,) = [
@@ -522,7 +524,7 @@ def test_where_wandb_does_not_answer_the_run_is_logged_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
     with opened(report_to=["wandb"]) as run:
-        run.step = 1
+        run.status.step = 1
         run.log({"train/loss": 0.5})
         finish(run, torch.nn.Linear(2, 2))
     said = capsys.readouterr()
@@ -540,11 +542,11 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
-        run.step = 1
+        run.status.step = 1
         save(run, engine, optimizer)
         status = read_json(tmp_path / "run/status.json")
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "start_id": "another"}))
-        run.step = 2
+        run.status.step = 2
         with pytest.raises(
             UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
@@ -563,7 +565,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
         for step, loss in enumerate([3.0, 1.0, 2.0, None, 2.5, None], start=1):
-            run.step = step
+            run.status.step = step
             if loss is not None:
                 run.log({"eval/loss": loss})
             save(run, engine, optimizer)
@@ -582,7 +584,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened(async_save=True) as run:
-        run.step = 1
+        run.status.step = 1
         save(run, engine, optimizer)
         run.saver.wait()
         assert not run.wants_to_stop()
@@ -591,7 +593,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(saver, "write_tensors", full)
-        run.step = 2
+        run.status.step = 2
         save(run, engine, optimizer)
         while not run.wants_to_stop():
             pass
@@ -607,14 +609,14 @@ def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
     engine = engine_of(accelerator, model)
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with contextlib.suppress(CrashError), opened() as run:
-        run.compiled, run.skipped = True, 3
-        run.step, run.tokens = 1, 10
+        run.status.compiled, run.status.skipped = True, 3
+        run.status.step, run.status.tokens = 1, 10
         save(run, engine, optimizer)
         raise CrashError
     with opened() as run:
-        assert run.compiled is None
+        assert run.status.compiled is None
         restore(run, engine, optimizer)
-        assert (run.compiled, run.skipped) == (True, 3)
+        assert (run.status.compiled, run.status.skipped) == (True, 3)
         finish(run, model)
 
 
@@ -629,7 +631,7 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
     )
     with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
-        run.step, run.tokens = 1, 10
+        run.status.step, run.status.tokens = 1, 10
         save(run, engine, optimizer)
         raise CrashError
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
@@ -645,7 +647,7 @@ def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: 
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     with opened() as run:
         assert repr(run) == f"Run('{folder}', running, step 0)"
-        run.step = 3
+        run.status.step = 3
         run.log({"eval/loss": 2.5})
         finish(run, model)
     assert repr(run) == f"Run('{folder}', finished, step 3, eval loss 2.5000)"
@@ -658,7 +660,7 @@ def test_a_run_is_shown_in_one_line(opened, accelerator: Accelerator, tmp_path: 
 def test_a_run_reaches_another_process_as_a_summary(opened, accelerator: Accelerator) -> None:
     """As accelerate's notebook_launcher sends the result of ``main``."""
     with opened() as run:
-        run.step = 3
+        run.status.step = 3
         run.log({"eval/loss": 2.5})
         finish(run, accelerator.prepare(torch.nn.Linear(3, 2)))
     summary = pickle.loads(pickle.dumps(run))
@@ -669,9 +671,9 @@ def test_the_history_of_a_run_has_a_row_for_each_log_entry(opened, accelerator) 
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     with opened() as run:
         assert len(run.history()) == 0
-        run.step = 1
+        run.status.step = 1
         run.log({"train/loss": 3.0, "phases": {"forward": [0.25, 0.5]}, "batch": "a-b"})
-        run.step = 2
+        run.status.step = 2
         run.log({"train/loss": float("nan")})
         run.log({"eval/loss": 2.5})
         finish(run, model)
@@ -722,7 +724,7 @@ def test_the_end_says_that_the_initial_weights_were_better_and_are_not_kept(
     with opened() as run:
         run.patience.keeps_best = True
         run.patience.record(0, {"eval/loss": 1.5})
-        run.step = 1
+        run.status.step = 1
         run.patience.record(1, {"eval/loss": 2.5})
         finish(run, torch.nn.Linear(2, 2))
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").open()]

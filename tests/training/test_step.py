@@ -17,7 +17,7 @@ from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import Engine, unwrap
-from llmtrain.training.loop import check_wrapping
+from llmtrain.training.checks import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step

@@ -1,17 +1,9 @@
-"""How long each process spends in each phase of a step, and which process keeps the others waiting.
-
-This is cheap and always on.
-
-Processes wait for each other at two places of a step: to count its tokens, and to add their
-gradients. If one is late, the others wait, so waiting shows up on the processes where nothing is
-wrong. The time that a process spends in its own phases shows which one is late.
-"""
+"""The phases of a step, and how long each process spends in them. This is cheap and always on."""
 
 import contextlib
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -19,28 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from llmtrain.phase_names import OWN_PHASES, PHASES
+from llmtrain.phase_names import PHASES
 
 # The phases in which a pass through the model is part of a step.
 _PHASES_WITH_PASSES = ("count", "forward", "backward", "exchange")
-
-# A process is late if it takes longer than the others by more than this share of a step.
-_LATE_SHARE = 0.2
-
-
-class Straggler(NamedTuple):
-    """A process that the others wait for."""
-
-    rank: int
-    phase: str  # in which it is furthest behind the others
-    seconds: float  # per step, by which its own phases exceed the median of the others
-    share: float  # of the time of a step
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} takes {1000 * self.seconds:.1f} ms longer per step than the others, "
-            f"most of it in {PHASES[self.phase]}; they wait for {self.share:.0%} of each step"
-        )
 
 
 class Mark(NamedTuple):
@@ -94,7 +68,7 @@ class Clock:
         return start.event.elapsed_time(end.event) / 1000
 
 
-class _PhaseStart(NamedTuple):
+class PhaseStart(NamedTuple):
     """The beginning of a phase."""
 
     phase: str
@@ -104,9 +78,12 @@ class _PhaseStart(NamedTuple):
 class Phases:
     """The phase that the main thread is in, and how long each phase took.
 
-    The loop names the phases that it begins (:meth:`begin`). Hooks on the model, which
-    :meth:`watching` keeps, find the forward and backward passes, and the moment from which this
-    process only waits for the gradients of the others.
+    :meth:`begin` begins each phase. Hooks on the model, which :meth:`watching` keeps, call it for
+    the forward and backward passes, and at the moment from which this process only waits for the
+    gradients of the others.
+
+    The seconds of the first step are dropped, because it takes longer for many reasons: it
+    allocates memory, for example.
 
     Args:
         device: the device of this process.
@@ -116,8 +93,7 @@ class Phases:
         phase: the current phase.
         step: steps made so far.
         since: when the phase began, in seconds of ``time.monotonic``.
-        has_dropped_first_step: whether :meth:`drop_first_step` was called.
-        on_change: functions that are called with each new phase and when it began.
+        has_dropped_first_step: whether the second step of this start has begun.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -127,17 +103,14 @@ class Phases:
         self.step = 0
         self.since = time.monotonic()
         self.has_dropped_first_step = False
-        self.on_change: list[Callable[[str, Mark], None]] = []
+        self._first_step = 0  # steps made before this start
+        self._recording: list[PhaseStart] | None = None
 
         # Since the last call of `read`: seconds of each phase, and the number of steps.
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps = 0
         # Phases whose end has not been added to the seconds yet.
-        self._starts: deque[_PhaseStart] = deque()
-
-        # Rank and phase of the straggler in the last log entry, and those that were reported.
-        self._suspect: tuple[int, str] | None = None
-        self._reported: set[tuple[int, str]] = set()
+        self._starts: deque[PhaseStart] = deque()
 
         # Every parameter has a hook during the first step. It finds the parameter whose gradient
         # comes last, which then is the only one with a hook.
@@ -145,8 +118,14 @@ class Phases:
         self._gradient_hooks: list[RemovableHandle] = []
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Keep hooks on the model while the block runs."""
+    def watching(self, first_step: int = 0) -> Iterator[None]:
+        """Keep hooks on the model while the block runs.
+
+        Args:
+            first_step: steps made before the block.
+        """
+        self._first_step = first_step
+        self.step = first_step
         pass_hooks = [
             self.model.register_forward_pre_hook(lambda *_: self._begin_pass("forward")),
             self.model.register_forward_hook(lambda *_: self._begin_pass("backward")),
@@ -174,20 +153,30 @@ class Phases:
             self._watch_only(self._last_parameter)
             self._last_parameter = None
 
-        mark = self.clock.now()
-        self._starts.append(_PhaseStart(phase, mark))
-        self.phase = phase
-        self.since = time.monotonic()
         if step is not None:
             self.step = step
-        for listener in self.on_change:
-            listener(phase, mark)
+        # Every step begins with the phase `data`.
+        is_after_first_step = phase == "data" and self.step > self._first_step
+        if is_after_first_step and not self.has_dropped_first_step:
+            self._forget()
+            self.has_dropped_first_step = True
+
+        start = PhaseStart(phase, self.clock.now())
+        self._starts.append(start)
+        if self._recording is not None:
+            self._recording.append(start)
+        self.phase = phase
+        self.since = time.monotonic()
         self._add_up()
 
-    def drop_first_step(self) -> None:
-        """Forget the seconds of the first step, which takes longer for many reasons."""
-        self._forget()
-        self.has_dropped_first_step = True
+    def record(self) -> list[PhaseStart]:
+        """Return a list to which each phase is appended, until :meth:`stop_recording`."""
+        self._recording = []
+        return self._recording
+
+    def stop_recording(self) -> None:
+        """Append no more phases to the list that :meth:`record` has returned."""
+        self._recording = None
 
     def read(self) -> dict[str, float]:
         """Return the mean seconds of a step in each phase, since the last call."""
@@ -199,28 +188,6 @@ class Phases:
         seconds = {phase: self._seconds[phase] / max(self._steps, 1) for phase in PHASES}
         self._forget()
         return seconds
-
-    def new_straggler(self, phase_seconds: dict[str, list[float]]) -> Straggler | None:
-        """Return the process that keeps the others waiting, when that is news.
-
-        It must be the straggler of two log entries in a row, in the same phase, because one may be
-        chance. Each rank and phase is returned once.
-
-        Args:
-            phase_seconds: mean seconds of a step by phase, with a number for each rank.
-        """
-        straggler = find_straggler(phase_seconds) if self.has_dropped_first_step else None
-        previous_suspect = self._suspect
-        if straggler is None:
-            self._suspect = None
-            return None
-
-        suspect = (straggler.rank, straggler.phase)
-        self._suspect = suspect
-        if suspect != previous_suspect or suspect in self._reported:
-            return None
-        self._reported.add(suspect)
-        return straggler
 
     def _begin_pass(self, phase: str) -> None:
         """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
@@ -257,40 +224,6 @@ class Phases:
     def _forget(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._steps = 0
-
-
-def find_straggler(phase_seconds: dict[str, list[float]]) -> Straggler | None:
-    """Return the process whose own phases take longest, with the phase in which it lags most.
-
-    Args:
-        phase_seconds: mean seconds of a step by phase, with a number for each rank.
-
-    Returns:
-        ``None`` unless the process takes longer than the median of the others, by more than a fifth
-        of a step.
-    """
-    own_phases = [phase_seconds[phase] for phase in OWN_PHASES]
-    own_seconds = [sum(rank_seconds) for rank_seconds in zip(*own_phases, strict=True)]
-    if len(own_seconds) < 2:
-        return None
-
-    rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
-    lag = _lag(own_seconds, rank)
-    step_seconds = sum(phase_seconds[phase][rank] for phase in PHASES)
-    if lag <= _LATE_SHARE * step_seconds:
-        return None
-    return Straggler(
-        rank=rank,
-        phase=max(OWN_PHASES, key=lambda phase: _lag(phase_seconds[phase], rank)),
-        seconds=lag,
-        share=lag / step_seconds,
-    )
-
-
-def _lag(seconds: Sequence[float], rank: int) -> float:
-    """Return how much longer one rank takes than the median of the others."""
-    others = [*seconds[:rank], *seconds[rank + 1 :]]
-    return seconds[rank] - statistics.median(others)
 
 
 def _on_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

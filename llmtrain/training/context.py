@@ -1,0 +1,87 @@
+"""What the callbacks of the training loop work with, and their base class."""
+
+from dataclasses import dataclass, field
+
+from accelerate.data_loader import DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+
+from llmtrain.interfaces.callback import Callback, StepInfo
+from llmtrain.interfaces.objective import Metric
+from llmtrain.json_types import JsonObject
+from llmtrain.observe.throughput import Throughput
+from llmtrain.parallel.engine import Engine
+from llmtrain.record.history import as_numbers
+from llmtrain.training.run import Run
+
+
+@dataclass
+class LoopContext:
+    """The objects that a training loop and its callbacks work with.
+
+    Attributes:
+        run: the open run.
+        engine: how this process computes, with the model and the objective.
+        optimizer: the optimizer that ``accelerator.prepare`` returned.
+        batches: the loader of training batches that ``accelerator.prepare`` returned.
+        eval_batches: the loader of eval batches, if there are any.
+        metric: a custom metric of the user.
+        throughput: counts tokens between two log entries.
+        callbacks: all callbacks in the order in which they are called: the loop's own, then the
+            user's. The loop sets them when it begins.
+    """
+
+    run: Run
+    engine: Engine
+    optimizer: AcceleratedOptimizer
+    batches: DataLoaderShard
+    eval_batches: DataLoaderShard | None
+    metric: Metric | None
+    throughput: Throughput
+    callbacks: list[Callback] = field(default_factory=list)
+
+    def log(self, metrics: JsonObject) -> None:
+        """Write a log entry, and pass its numbers to all callbacks."""
+        entry = self.run.log(metrics)
+        for callback in self.callbacks:
+            callback.on_log(self.run.step, as_numbers(entry))
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
+        return self.run.settings.log.replay_step is not None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether evaluations choose the best checkpoint."""
+        return self.run.patience.keeps_best
+
+    def evaluates_after(self, info: StepInfo) -> bool:
+        """Return whether the model is evaluated after a step.
+
+        After the last step it always is. A run that is about to stop skips an evaluation, to stop
+        sooner, unless evaluations choose its best checkpoint. A resume does not make up for it.
+        """
+        if info.is_last:
+            return True
+        may_skip = info.should_stop and not self.keeps_best
+        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
+
+    def saves_after(self, info: StepInfo) -> bool:
+        """Return whether a checkpoint is made after a step.
+
+        That is the case when ``--save_steps`` is due, which the last step always is; after any step
+        if the run was asked to stop; and at each evaluation that may choose the best checkpoint.
+        """
+        settings = self.run.settings
+        may_become_best = self.keeps_best and info.is_due(settings.eval.eval_steps)
+        return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
+
+
+class LoopCallback(Callback):
+    """A callback of the loop's own, which works with its context."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self.loop_context = context
+        self.run = context.run
+        self.engine = context.engine
+        self.settings = context.run.settings

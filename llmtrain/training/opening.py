@@ -1,0 +1,289 @@
+"""Open a run: choose its folder and its resume point, record its start, and how it has ended."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from llmtrain.config.flags import resolved
+from llmtrain.console import say
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.errors import UserError, explain, first_line
+from llmtrain.files import read_object
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.json_types import JsonObject
+from llmtrain.launching.process import leave_group, seconds_since_start
+from llmtrain.parallel.placement import parameter_counts
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.team import Team
+from llmtrain.record.folder import RunFolder
+from llmtrain.record.history import History
+from llmtrain.record.output import OUTPUT_FILE, copied_output
+from llmtrain.record.publish import publish
+from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_description import check_ranks_agree, run_description
+from llmtrain.record.run_record import run_record
+from llmtrain.record.saver import Saver
+from llmtrain.record.stopping import Deadline, Patience, stop_signals
+from llmtrain.record.trackers.tracker import TrackedRun
+from llmtrain.record.trackers.weights_and_biases import sweep_run_id
+from llmtrain.record.tracking import Metrics
+from llmtrain.redaction import redacted
+from llmtrain.training.fingerprint import run_fingerprint
+from llmtrain.training.layout import Layout
+from llmtrain.training.reference import with_reference
+from llmtrain.training.run import Run
+from llmtrain.training.settings import AnySettings
+from llmtrain.training.status import RunStatus
+from llmtrain.training.steps import settle_steps
+
+# Entries of a start in run.json that trackers get along with the settings.
+_TRACKED_KEYS = (
+    "versions",
+    "git_sha",
+    "code_sha256",
+    "processes",
+    "sharded",
+    "device",
+    "mixed_precision",
+)
+
+
+@contextlib.contextmanager
+def open_run(
+    accelerator: Accelerator,
+    settings: AnySettings,
+    rows: Tokenized,
+    bundle: ModelBundle,
+) -> Iterator[Run]:
+    """Open the run folder until the block ends: a new folder, or that of an unfinished run.
+
+    An unfinished run is resumed if its fingerprint is the same. After a block without an error, the
+    processes leave their group, and a finished model is uploaded if the settings ask for it. A dry
+    run makes no folder.
+
+    Raises:
+        UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
+            be used.
+    """
+    ranks = Ranks(accelerator)
+    layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
+    settle_steps(settings, rows)  # for a recipe that does not call `place`
+    if settings.eval.keeps_best and rows.eval is None:
+        raise UserError(
+            f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
+            "--eval_fraction, or name eval data with --eval_dataset."
+        )
+    if not settings.run.dry_run:
+        rows = with_reference(ranks, settings.optim.seed, rows, bundle)
+
+    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
+    team = Team.everyone()
+    resolved_settings = resolved(settings)
+    details = {**asdict(rows.metadata), "settings": resolved_settings}
+    check_ranks_agree(
+        team,
+        run_description(fingerprint, resolved_settings, accelerator.mixed_precision, details),
+    )
+
+    with contextlib.ExitStack() as contexts:
+
+        def choose() -> ResumePoint:
+            """Choose the folder on rank 0, and hold its lock until ``contexts`` closes."""
+            choosing = choose_folder(
+                settings.run.output_dir,
+                resume=settings.run.resume_from_checkpoint,
+                fingerprint=fingerprint,
+                record=details,
+                run_id=sweep_run_id() if "wandb" in settings.run.trackers else None,
+            )
+            return contexts.enter_context(choosing)
+
+        if settings.run.dry_run:
+            resume_point = ResumePoint(Path(settings.run.output_dir))
+        else:
+            resume_point = team.on_main(choose)
+            say("run", f"{resume_point.folder} ({resume_point.reason})")
+
+        run = _new_run(
+            ranks,
+            settings,
+            layout=layout,
+            rows=rows,
+            bundle=bundle,
+            fingerprint=fingerprint,
+            resume_point=resume_point,
+        )
+        if not settings.run.dry_run:
+            contexts.enter_context(_recorded(run, team))
+        yield run
+
+    leave_group()
+    if run.is_finished and run.ranks.is_main:
+        publish(run.folder / "model", settings.run.push_to_hub)
+
+
+def _new_run(
+    ranks: Ranks,
+    settings: AnySettings,
+    *,
+    layout: Layout,
+    rows: Tokenized,
+    bundle: ModelBundle,
+    fingerprint: JsonObject,
+    resume_point: ResumePoint,
+) -> Run:
+    """Make the run that starts at a resume point."""
+    saver = Saver(
+        resume_point.folder / "checkpoints",
+        bundle.files,
+        keep=settings.run.save_total_limit,
+        in_background=settings.run.async_save,
+    )
+    if resume_point.checkpoint:
+        saver.verified.append(resume_point.checkpoint)
+
+    deadline = Deadline()
+    if settings.log.replay_step is None:
+        # Tokenising, loading the model and the reference pass have taken part of the time.
+        deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
+    return Run(
+        accelerator=ranks.accelerator,
+        ranks=ranks,
+        settings=settings,
+        layout=layout,
+        rows=rows,
+        bundle=bundle,
+        fingerprint=fingerprint,
+        resume_point=resume_point,
+        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
+        saver=saver,
+        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
+        deadline=deadline,
+        patience=Patience(
+            settings.eval.early_stopping_patience,
+            settings.eval.metric_for_best_model,
+            keeps_best=settings.eval.keeps_best,
+        ),
+        status=RunStatus(step=resume_point.step, tokens=resume_point.tokens),
+    )
+
+
+@contextlib.contextmanager
+def _recorded(run: Run, team: Team) -> Iterator[None]:
+    """Write a run's record and feed its trackers until the block ends.
+
+    However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
+    """
+    settings = resolved(run.settings)
+
+    def begin() -> TrackedRun:
+        run.writer.begin(run.step, run.resume_point.extended_run)
+        run.writer.write("run.json", _record_of(run, settings))
+        return _tracked(run)
+
+    tracked = team.on_main(begin)
+    if run.ranks.is_sharded:
+        # Ranks that share a model save it together.
+        timeout = run.settings.parallel.ddp_timeout + 60
+        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
+
+    trackers = run.settings.run.trackers
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(stop_signals(run.status.ask_to_stop))
+        if run.ranks.is_main and "wandb" in trackers:
+            contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
+        contexts.enter_context(_failures_recorded(run))
+        run.metrics.start(trackers, tracked)
+        _record_addresses(run)
+        _record_loss(run)
+        yield
+
+        outcome = run.status.outcome
+        run.writer.set_status(outcome.state, run.step, outcome.reason)
+        model = run.folder / "model" if run.is_finished else None
+        run.metrics.close(exit_code=0, model=model)
+
+
+def _record_loss(run: Run) -> None:
+    """Record an event if the run starts again because none of its checkpoints is intact."""
+    damaged = run.resume_point.lost_checkpoints
+    if damaged:
+        last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
+        run.record_event(
+            "lost",
+            f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
+            f"checkpoint was intact ({', '.join(damaged)})",
+        )
+
+
+@contextlib.contextmanager
+def _failures_recorded(run: Run) -> Iterator[None]:
+    """Record an error that ends the block in ``status.json``, and end the trackers' runs."""
+    try:
+        yield
+    except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
+        run.record_failure("stopped at once by a second signal")
+        raise
+    except BaseException as error:
+        reason = explain(error) or first_line(error)
+        # Record it right away, because a launcher soon kills a process that has failed.
+        run.record_failure(reason)
+        with contextlib.suppress(Exception):  # the first error is the one to show
+            run.saver.wait()
+        # Record it again, because a save in the background may have written "running".
+        run.record_failure(reason)
+        run.metrics.close(exit_code=1)
+        raise
+
+
+def _tracked(run: Run) -> TrackedRun:
+    """Return what trackers are told about a run, whose ``run.json`` has this start."""
+    history = History.read(run.folder)
+    start = history.starts[-1]
+    parameters, trained_parameters = parameter_counts(run.bundle.model)
+    facts = {
+        "parameters": parameters,
+        "trained_parameters": trained_parameters,
+        "data_sha256": run.rows.metadata.data_sha256,
+        "layout": run.layout._asdict(),
+        **{key: start[key] for key in _TRACKED_KEYS},
+    }
+    return TrackedRun(
+        folder=run.folder,
+        name=run.settings.run.run_name or run.folder.name,
+        run_id=run.resume_point.run_id,
+        project=os.environ.get("WANDB_PROJECT", "llmtrain"),
+        config=redacted(history.settings | facts),
+        start_times=history.all_start_seconds(),
+    )
+
+
+def _record_addresses(run: Run) -> None:
+    """Record the addresses of the run's pages at its trackers in ``run.json``."""
+    if run.ranks.is_main and run.metrics.addresses:
+        record = read_object(run.folder / "run.json")
+        run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
+
+
+def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
+    """Return the content of ``run.json``, to which this start is added."""
+    ranks = run.ranks
+    start = {
+        "processes": ranks.world_size,
+        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
+        "device": ranks.device.type,
+        "mixed_precision": run.accelerator.mixed_precision,
+    }
+    return run_record(
+        run.folder,
+        fingerprint=run.fingerprint,
+        settings=settings,
+        details=asdict(run.rows.metadata),
+        resume_point=run.resume_point,
+        start=start,
+    )

@@ -1,0 +1,145 @@
+"""Callbacks that use the model between steps and at the end: to evaluate, to sample, to save it."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+from llmtrain.console import say
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.launching.launcher import has_launcher
+from llmtrain.models.generation import Sampling
+from llmtrain.training.compiling import eager_code
+from llmtrain.training.context import LoopCallback
+from llmtrain.training.evaluate import eval_extra, evaluate, sample
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
+from llmtrain.training.status import Outcome
+from llmtrain.training.summary import final_sample
+
+_SAMPLE_TOKENS = 64
+
+
+class Evaluation(LoopCallback):
+    """Measures the eval loss."""
+
+    def on_train_begin(self) -> None:
+        if self.run.step == 0:
+            self._evaluate()
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if self.loop_context.evaluates_after(info):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        run = self.run
+        start = time.monotonic()
+        with self.loop_context.throughput.paused(), eager_code(self.engine.model):
+            # Some objectives need a pass over all eval batches before the loss, such as KTO for its
+            # baseline. For the others this makes no pass and returns nothing.
+            extra = eval_extra(self.engine, self._batches)
+            results = evaluate(
+                self.engine,
+                self._batches(),
+                text_bytes=run.rows.metadata.eval_bytes,
+                metric=self.loop_context.metric,
+                sources=run.rows.eval_sources,
+                extra=extra,
+            )
+            # A run with a time limit stops early enough to make another evaluation.
+            run.deadline.reserve("evaluation", time.monotonic() - start)
+            self.loop_context.log(results)
+        if run.patience.keeps_best:
+            run.patience.record(run.step, results)
+
+    def _batches(self) -> Iterator[LocalBatch]:
+        eval_batches = self.loop_context.eval_batches
+        assert eval_batches is not None
+        for batch in eval_batches:
+            # A long phase could be taken for a hang, so it begins again with each batch.
+            self.engine.phases.begin("an evaluation")
+            yield batch
+
+
+class Samples(LoopCallback):
+    """Writes samples of the model's text to ``samples.jsonl``, every ``--eval_steps`` steps."""
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A run that was asked to stop makes no samples, to stop sooner.
+        if info.should_stop and not info.is_last:
+            return
+        if not info.is_due(self.settings.eval.eval_steps):
+            return
+        start = time.monotonic()
+        prompts = self.settings.eval.sample_prompts
+        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.optim.seed)
+
+        self.engine.phases.begin("a sample")
+        with self.loop_context.throughput.paused(), eager_code(self.engine.model):
+            texts = sample(
+                self.engine,
+                self.run.rows.tokenizer,
+                prompts,
+                sampling,
+                stop_token_ids=self.run.rows.stop_token_ids,
+            )
+        # A run with a time limit stops early enough to make samples once more.
+        self.run.deadline.reserve("samples", time.monotonic() - start)
+        pairs = zip(prompts, texts, strict=True)
+        self.run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
+
+
+class Checkpoints(LoopCallback):
+    """Saves checkpoints."""
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if not self.loop_context.saves_after(info):
+            return
+        self.engine.phases.begin("a save")
+        with self.loop_context.throughput.paused():
+            save(self.run, self.engine, self.loop_context.optimizer)
+
+
+class Finish(LoopCallback):
+    """Records how the run has ended, and writes the model if it is finished."""
+
+    def on_train_end(self) -> None:
+        self.run.status.outcome = self._outcome()
+
+    def _outcome(self) -> Outcome:
+        """Write the model if the run is finished; return how the run has ended."""
+        run = self.run
+        if self.loop_context.is_replay:
+            # The run has more steps to make, so it is not finished.
+            return Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
+
+        wait_for_saves(run)
+        if run.patience.is_over:
+            return self._finished(run.patience.reason)
+        if run.step == run.settings.optim.max_steps:
+            return self._finished("all steps are done")
+
+        reason = run.status.stop_reason or "asked to stop"
+        self._say_how_to_resume(reason)
+        return Outcome("preempted", f"{reason}; step {run.step} is saved")
+
+    def _finished(self, reason: str) -> Outcome:
+        """Write the best weights if the run keeps them, and the last ones otherwise."""
+        run = self.run
+        load_best(run, self.engine)
+        write_model(run, self.engine)
+        self.engine.phases.begin("a sample")
+        text = final_sample(self.engine, run.rows, run.folder / "model")
+        return Outcome("finished", reason, sample=text)
+
+    def _say_how_to_resume(self, reason: str) -> None:
+        folder = self.run.folder
+        flags = ""
+        if self.run.settings.run.resume_from_checkpoint == "never":
+            flags = f" and --resume_from_checkpoint auto --output_dir {folder}"
+        say(
+            "stopped",
+            f"{reason}: step {self.run.step} is saved in {folder}; "
+            f"resume with the same command{flags}",
+        )
+        if has_launcher() and self.run.status.stop_signal in (signal.SIGTERM, signal.SIGINT):
+            say("launcher", "a traceback of the launcher may follow; it only reports the signal")
