@@ -81,7 +81,8 @@ def test_a_run_stays_with_what_it_has_chosen(
         parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
         optim=SimpleNamespace(max_steps=10),
     )
-    run = SimpleNamespace(settings=settings, status=SimpleNamespace(compiled=earlier_choice))
+    status = SimpleNamespace(compiled=earlier_choice)
+    run = SimpleNamespace(settings=settings, status=status, step=0)
     engine = SimpleNamespace(device=torch.device("cuda"))
     context: Any = SimpleNamespace(run=run, engine=engine)
     assert WarmUp(context)._should_compile(shapes=1) is expected
