@@ -14,7 +14,7 @@ from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.identity import METADATA, flat_record, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
+from llmtrain.record.tolerances import QUANTITIES, Tolerance, step_differences
 from llmtrain.training.settings import effects_of_flags
 
 
@@ -196,7 +196,7 @@ def compare(run_a: History, run_b: History) -> Comparison:
     divergences = [candidate for candidate in candidates if candidate is not None]
     first = min(divergences, key=lambda divergence: divergence.step, default=None)
 
-    losses = differences(QUANTITIES["loss"], run_a, run_b)
+    losses = step_differences(QUANTITIES["loss"], run_a, run_b)
     causes, other_differences = _split_by_cause(
         first,
         metadata_differences(run_a, run_b),
@@ -240,7 +240,7 @@ def _divergence(
     quantity = QUANTITIES[key]
     limit = quantity.limit(tolerance)
     previous = 0.0
-    for difference in differences(quantity, run_a, run_b):
+    for difference in step_differences(quantity, run_a, run_b):
         if difference.relative <= limit:
             previous = difference.relative
             continue
