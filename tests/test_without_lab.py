@@ -1,9 +1,10 @@
-"""The trainer works without the lab. import-linter cannot see what `import_module` imports."""
+"""The trainer works without the lab and its extra. import-linter cannot see what `import_module` imports."""
 
 import sys
+from pathlib import Path
 
 from llmtrain.cli import COMMANDS
-from tests.launching import run
+from tests.launching import BIN, GPT, ROOT, TINY, metrics, run
 
 BLOCKED = """
 import sys
@@ -11,10 +12,15 @@ from importlib.abc import MetaPathFinder
 
 class Blocked(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.startswith("llmtrain.lab"):
-            raise ImportError(f"{name} is blocked")
+        if name.startswith(BLOCKED_NAMES):
+            raise ModuleNotFoundError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
+"""
+WITHOUT_LAB = 'BLOCKED_NAMES = ("llmtrain.lab", "plotly")\n' + BLOCKED
+WITHOUT_PLOTLY = 'BLOCKED_NAMES = ("plotly",)\n' + BLOCKED
+
+START_COMMANDS = """
 from llmtrain.cli import main
 
 for name in sys.argv[1:]:
@@ -26,6 +32,26 @@ for name in sys.argv[1:]:
 
 
 def test_every_command_of_the_trainer_starts_without_the_lab() -> None:
+    code = WITHOUT_LAB + START_COMMANDS
     names = [name for name, command in COMMANDS.items() if ".lab." not in command.module]
-    run([sys.executable, "-c", BLOCKED, *names]).assert_ok()
-    assert run([sys.executable, "-c", BLOCKED, "report"]).status, "the lab is blocked"
+    run([sys.executable, "-c", code, *names]).assert_ok()
+    assert run([sys.executable, "-c", code, "report"]).status, "the lab is blocked"
+
+
+def test_a_run_trains_without_the_lab_and_a_report_without_plotly_names_the_extra(
+    tmp_path: Path,
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    folder = tmp_path / "run"
+    (site / "sitecustomize.py").write_text(WITHOUT_LAB)
+    env = {"PYTHONPATH": f"{site}:{ROOT}"}
+    flags = [*TINY, "--eval_fraction", "0", "--output_dir", str(folder)]
+    run([sys.executable, GPT, *flags], env).assert_ok()
+    assert [entry["step"] for entry in metrics(folder) if "train/loss" in entry] == [*range(1, 7)]
+
+    (site / "sitecustomize.py").write_text(WITHOUT_PLOTLY)
+    ended = run([str(BIN / "llmtrain"), "report", str(folder)], env)
+    assert ended.status == 2
+    assert ended.out == ""
+    assert ended.err == "error: llmtrain report needs plotly: pip install 'llmtrain[lab]'.\n"

@@ -14,7 +14,7 @@ from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.identity import METADATA, flat_record, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import QUANTITIES, Tolerance, differences
+from llmtrain.record.tolerances import QUANTITIES, Tolerance, step_differences
 from llmtrain.training.settings import effects_of_flags
 
 
@@ -71,7 +71,7 @@ class FinalLoss(NamedTuple):
     value_b: float
 
 
-class Comparison(NamedTuple):
+class RunDifference(NamedTuple):
     """The result of comparing two runs.
 
     Attributes:
@@ -184,7 +184,7 @@ assert [*CHAIN] == [*QUANTITIES]
 _LARGEST_GROWTH = 30
 
 
-def compare(run_a: History, run_b: History) -> Comparison:
+def diff_runs(run_a: History, run_b: History) -> RunDifference:
     """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
     tolerance = tolerance_between(run_a, run_b)
     has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
@@ -196,13 +196,13 @@ def compare(run_a: History, run_b: History) -> Comparison:
     divergences = [candidate for candidate in candidates if candidate is not None]
     first = min(divergences, key=lambda divergence: divergence.step, default=None)
 
-    losses = differences(QUANTITIES["loss"], run_a, run_b)
+    losses = step_differences(QUANTITIES["loss"], run_a, run_b)
     causes, other_differences = _split_by_cause(
         first,
         metadata_differences(run_a, run_b),
         logged_steps=[loss.step for loss in losses],
     )
-    return Comparison(
+    return RunDifference(
         final_losses=_final_losses(run_a, run_b),
         first=first,
         divergences=divergences,
@@ -240,7 +240,7 @@ def _divergence(
     quantity = QUANTITIES[key]
     limit = quantity.limit(tolerance)
     previous = 0.0
-    for difference in differences(quantity, run_a, run_b):
+    for difference in step_differences(quantity, run_a, run_b):
         if difference.relative <= limit:
             previous = difference.relative
             continue
@@ -400,16 +400,16 @@ def shorten_hash(value: Json) -> str:
     return f"{text[:12]}...{match[2] or ''}"
 
 
-def comparison_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
-    """Return a comparison as lines of text.
+def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]:
+    """Return the difference of two runs as lines of text.
 
     Args:
-        comparison: what :func:`compare` returned.
+        difference: what :func:`diff_runs` returned.
         name_a: the name of the first run.
         name_b: the name of the second run.
     """
-    losses = [_final_loss_line(loss, name_a, name_b) for loss in comparison.final_losses]
-    return losses + _difference_lines(comparison, name_a, name_b)
+    losses = [_final_loss_line(loss, name_a, name_b) for loss in difference.final_losses]
+    return losses + _difference_lines(difference, name_a, name_b)
 
 
 def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
@@ -422,25 +422,25 @@ def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
     return labelled(loss.name, text)
 
 
-def _difference_lines(comparison: Comparison, name_a: str, name_b: str) -> list[str]:
-    others = [labelled("also", text) for text in comparison.other_differences]
-    if comparison.first is not None:
-        causes = [labelled("cause", cause) for cause in comparison.causes]
+def _difference_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]:
+    others = [labelled("also", text) for text in difference.other_differences]
+    if difference.first is not None:
+        causes = [labelled("cause", cause) for cause in difference.causes]
         return [
-            _first_divergence_line(comparison.first, name_a, name_b),
-            *_later_divergence_lines(comparison),
+            _first_divergence_line(difference.first, name_a, name_b),
+            *_later_divergence_lines(difference),
             *causes,
             *others,
         ]
 
-    if comparison.common_entries == 0:
+    if difference.common_entries == 0:
         text = "the runs have no logged step in common: nothing can be compared"
         return [labelled("unknown", text)]
 
     agreement = "to the last bit"
-    if comparison.largest_loss_difference > 0:
-        agreement = f"within {comparison.largest_loss_difference:.0e}, which rounding explains"
-    quantities = f"rows, losses, norms and weights of {comparison.common_entries} log entries"
+    if difference.largest_loss_difference > 0:
+        agreement = f"within {difference.largest_loss_difference:.0e}, which rounding explains"
+    quantities = f"rows, losses, norms and weights of {difference.common_entries} log entries"
     return [labelled("same", f"{quantities}, {agreement}"), *others]
 
 
@@ -453,9 +453,9 @@ def _first_divergence_line(first: Divergence, name_a: str, name_b: str) -> str:
     return labelled("differs", text)
 
 
-def _later_divergence_lines(comparison: Comparison) -> list[str]:
+def _later_divergence_lines(difference: RunDifference) -> list[str]:
     """Return a line about the divergences that follow from the first, if there are any."""
-    later = [divergence for divergence in comparison.divergences if divergence != comparison.first]
+    later = [divergence for divergence in difference.divergences if divergence != difference.first]
     if not later:
         return []
 

@@ -169,7 +169,7 @@ class StepDifference(NamedTuple):
     relative: float
 
 
-def differences(quantity: Quantity, first: History, second: History) -> list[StepDifference]:
+def step_differences(quantity: Quantity, first: History, second: History) -> list[StepDifference]:
     """Compare one quantity at each step that both runs have logged, in order."""
     first_series = quantity.read(first)
     second_series = quantity.read(second)
@@ -201,7 +201,9 @@ def deviation(quantity: Quantity, first: History, second: History) -> Deviation:
     """Compare two runs that must have logged the same steps."""
     unmatched_steps = quantity.read(first).keys() ^ quantity.read(second).keys()
     nonzero = [
-        difference for difference in differences(quantity, first, second) if difference.relative > 0
+        difference
+        for difference in step_differences(quantity, first, second)
+        if difference.relative > 0
     ]
     steps = [*unmatched_steps, *(difference.step for difference in nonzero)]
     if unmatched_steps:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.lab.diff import Comparison, compare, comparison_lines
+from llmtrain.lab.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.lab.identity import may_bits_differ, tolerance_between
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import tolerance_of
@@ -34,17 +34,17 @@ def history(
     return History.of_run(folder)
 
 
-def compared(tmp_path: Path, relative: dict[int, float]) -> Comparison:
+def compared(tmp_path: Path, relative: dict[int, float]) -> RunDifference:
     """Compare a run with one on two processes, whose losses are off by these factors."""
     a = history(tmp_path / "a", dict.fromkeys(relative, 2.0))
     losses = {step: 2.0 * (1 - off) for step, off in relative.items()}
     b = history(tmp_path / "b", losses, {"processes": 2})
-    return compare(a, b)
+    return diff_runs(a, b)
 
 
 def test_nothing_above_the_tolerance_is_called_rounding(tmp_path: Path) -> None:
     comparison = compared(tmp_path, {1: 1e-6, 2: 1e-5, 3: 1.2e-5, 4: 2e-5, 5: 0.5})
-    text = "\n".join(comparison_lines(comparison, "a", "b"))
+    text = "\n".join(diff_lines(comparison, "a", "b"))
     assert comparison.first is not None, text
     assert comparison.first.step == 3
     assert "differs   at step 3: loss" in text
@@ -67,7 +67,7 @@ def test_a_jump_has_not_grown_from_rounding(tmp_path: Path) -> None:
 def test_a_setting_is_named_once(tmp_path: Path) -> None:
     a = history(tmp_path / "a", {1: 2.0}, tokenizer="byte")
     b = history(tmp_path / "b", {1: 1.0}, tokenizer="char")
-    text = "\n".join(comparison_lines(compare(a, b), "a", "b"))
+    text = "\n".join(diff_lines(diff_runs(a, b), "a", "b"))
     assert text.count("--tokenizer byte and char") == 1, text
 
 

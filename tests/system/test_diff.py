@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llmtrain.lab.diff import Comparison, compare, comparison_lines
+from llmtrain.lab.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
 from tests.forked import run_forked
@@ -120,8 +120,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compared(runs: Path, name: str) -> Comparison:
-    return compare(History.of_run(runs / "reference"), History.of_run(runs / name))
+def compared(runs: Path, name: str) -> RunDifference:
+    return diff_runs(History.of_run(runs / "reference"), History.of_run(runs / name))
 
 
 @pytest.mark.parametrize("name", PAIRS if LONG else SHORT)
@@ -129,7 +129,7 @@ def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
     name: str, runs: Path, score: Callable
 ) -> None:
     found, pair = compared(runs, name), PAIRS[name]
-    said = "\n".join(comparison_lines(found, "a", "b"))
+    said = "\n".join(diff_lines(found, "a", "b"))
     assert found.first is not None, said
     score(
         f"diff: {name}: {QUANTITIES[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
@@ -144,7 +144,7 @@ def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
 def test_of_runs_that_are_the_same_nothing_parts(name: str, runs: Path, score: Callable) -> None:
     found = compared(runs, name)
     score(f"diff: equal: {name}: losses within {found.largest_loss_difference:.0e}")
-    assert found.first is None, "\n".join(comparison_lines(found, "a", "b"))
+    assert found.first is None, "\n".join(diff_lines(found, "a", "b"))
     assert found.common_entries == (4 if name == "gone on" else 12)
 
 

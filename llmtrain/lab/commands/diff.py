@@ -15,7 +15,7 @@ from llmtrain.files import json_text
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
-    from llmtrain.lab.diff import Comparison, Divergence
+    from llmtrain.lab.diff import Divergence, RunDifference
 
 EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.lab.diff import compare, comparison_lines
+    from llmtrain.lab.diff import diff_lines, diff_runs
 
     if len(arguments.runs) != 2:
         raise UserError(
@@ -35,26 +35,26 @@ def run(arguments: argparse.Namespace) -> None:
             "llmtrain compare FOLDER tells which settings differ by more than noise."
         )
     name_a, name_b = arguments.runs
-    comparison = compare(History.of_run(Path(name_a)), History.of_run(Path(name_b)))
+    difference = diff_runs(History.of_run(Path(name_a)), History.of_run(Path(name_b)))
     if arguments.json:
-        print(json_text(_as_json(comparison), indent=1))
+        print(json_text(_as_json(difference), indent=1))
     else:
-        print("\n".join(comparison_lines(comparison, name_a, name_b)))
+        print("\n".join(diff_lines(difference, name_a, name_b)))
 
-    are_same = comparison.first is None and comparison.common_entries > 0
+    are_same = difference.first is None and difference.common_entries > 0
     sys.exit(0 if are_same else 1)
 
 
-def _as_json(comparison: "Comparison") -> dict[str, object]:
-    first = comparison.first
+def _as_json(difference: "RunDifference") -> dict[str, object]:
+    first = difference.first
     return {
-        "final_losses": [loss._asdict() for loss in comparison.final_losses],
+        "final_losses": [loss._asdict() for loss in difference.final_losses],
         "first": None if first is None else _divergence_as_json(first),
-        "all": [_divergence_as_json(divergence) for divergence in comparison.divergences],
-        "causes": comparison.causes,
-        "other_differences": comparison.other_differences,
-        "largest_loss_difference": comparison.largest_loss_difference,
-        "common_entries": comparison.common_entries,
+        "all": [_divergence_as_json(divergence) for divergence in difference.divergences],
+        "causes": difference.causes,
+        "other_differences": difference.other_differences,
+        "largest_loss_difference": difference.largest_loss_difference,
+        "common_entries": difference.common_entries,
     }
 
 

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from llmtrain.json_types import JsonObject
 from llmtrain.lab.plan.speed import Compute
-from llmtrain.launching.children import gpu_count, recipe_command, run_command, short_run_flags
+from llmtrain.launching.children import (
+    has_too_few_gpus,
+    recipe_command,
+    run_command,
+    short_run_flags,
+)
 from llmtrain.phase_names import OWN_PHASES
 from llmtrain.record.history import read_lines
 
@@ -52,7 +57,7 @@ def calibrate(
     phases = _run_steps(recipe, flags, processes, precision, forced)
 
     compute = compute_from_phases(phases, rows)
-    if processes == 1 or gpu_count() >= processes:
+    if processes == 1 or not has_too_few_gpus(processes):
         return compute
 
     # The threads of gloo share the cores with those that compute. All that a step takes beyond
@@ -113,7 +118,7 @@ def _run_steps(
             "output_dir": output_dir,
         }
         command = recipe_command([recipe, *flags], forced, processes)
-        on_cpu = processes > gpu_count()
+        on_cpu = has_too_few_gpus(processes)
         run_command(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
         entries = [line for line in read_lines(output_dir / "metrics.jsonl") if "phases" in line]
     return dict(entries[-1]["phases"])

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from llmtrain.config.flags import Config, flag
-from llmtrain.lab.diff import compare, metadata_differences
+from llmtrain.lab.diff import diff_runs, metadata_differences
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
@@ -415,7 +415,7 @@ def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_no
     fine = History.of_run(make(tmp_path / "fine", lines, starts))
     lines[1] |= {"train/grad_norm": None}
     bad = History.of_run(make(tmp_path / "bad", lines, starts))
-    found = compare(fine, bad).first
+    found = diff_runs(fine, bad).first
     assert found is not None
     assert (found.link, found.step) == ("grad_norm", 2)
-    assert compare(bad, bad).first is None
+    assert diff_runs(bad, bad).first is None
