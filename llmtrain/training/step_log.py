@@ -3,11 +3,11 @@
 import statistics
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.observe.memory import memory_used
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.context import LoopCallback, LoopContext
@@ -72,7 +72,7 @@ class Logging(LoopCallback):
     def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
         """Gather what every rank has measured since the last log entry."""
         phase_seconds = self.engine.phases.read()
-        memory_kind, bytes_held = memory_used(self.engine.device)
+        memory_kind, bytes_held = _memory_used(self.engine.device)
         gathered = self.engine.gather_numbers(
             {
                 **phase_seconds,
@@ -95,6 +95,19 @@ class Logging(LoopCallback):
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
+
+
+def _memory_used(device: torch.device) -> tuple[str, int]:
+    """Return the kind of memory, ``gpu`` or ``host``, and how many bytes this process uses.
+
+    On a GPU, these are the most bytes that were allocated since the last call. Otherwise they are
+    the bytes of host memory that the process uses now.
+    """
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return "gpu", peak_bytes
+    return "host", psutil.Process().memory_info().rss
 
 
 class _ByRank(NamedTuple):
