@@ -132,7 +132,9 @@ class WeightsAndBiases(Tracker):
     def _say_where(self) -> None:
         """Print the address of the run's page, or how to upload the run later."""
         if self.is_offline:
-            reason = "offline" if _is_logged_in() else "not logged in, so logging offline"
+            reason = "offline"
+            if not _is_logged_in():
+                reason = "not logged in, so logging offline"
             folder = os.path.relpath(self.wandb_run.settings.sync_dir)
             say("wandb", f"{reason}; to upload it later: wandb login && wandb sync {folder}")
         elif self.wandb_run.url:
