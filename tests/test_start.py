@@ -13,7 +13,7 @@ from llmtrain.launching import launcher as launched
 from llmtrain.launching import process
 from llmtrain.launching.launcher import Launcher, check_launch
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 
 
 @pytest.fixture

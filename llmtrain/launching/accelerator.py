@@ -24,7 +24,7 @@ from llmtrain.launching.launcher import (
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 

@@ -10,7 +10,7 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.sharding import sharding_of
 
 
 def engine_for(
