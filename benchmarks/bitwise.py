@@ -17,6 +17,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.training.step import train_step
@@ -26,7 +27,7 @@ UNCOUNTED = 3
 
 
 def main() -> None:
-    accelerator = start_accelerator(bitwise=True)
+    accelerator = start_accelerator(ParallelConfig(bitwise=True))
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128), 2048)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)

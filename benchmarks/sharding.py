@@ -70,7 +70,6 @@ def main() -> None:
         model,
         objective=bundle.objective,
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=1,
     )
     train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], max_grad_norm=1.0)

@@ -12,7 +12,8 @@ from llmtrain.launching import accelerator as start
 from llmtrain.launching import launcher as launched
 from llmtrain.launching import process
 from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.sharding import Sharding
 
 
 @pytest.fixture
@@ -258,7 +259,7 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("accelerator", "arithmetic")
 def test_each_start_sets_precision_and_determinism_whatever_an_earlier_run_had(monkeypatch) -> None:
     def settings_after_start(bitwise: bool) -> tuple[str, bool, str | None]:
-        start.start_accelerator(bitwise=bitwise)
+        start.start_accelerator(ParallelConfig(bitwise=bitwise))
         return (
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),

@@ -24,13 +24,11 @@ from llmtrain.launching.launcher import (
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 
-def start_accelerator(
-    parallel: ParallelConfig | None = None, bitwise: bool = False
-) -> TrainingAccelerator:
+def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAccelerator:
     """Join the process group and make the Accelerator of this run.
 
     The accelerate config says whether models are sharded. Without a GPU the processes communicate
@@ -41,9 +39,8 @@ def start_accelerator(
     collective fails. In that minute the heartbeat reports which process is missing.
 
     Args:
-        parallel: how ranks exchange gradients.
-        bitwise: use one thread for each CPU process unless the user set a number, because sums over
-            more threads round differently.
+        parallel: how ranks exchange gradients. With ``--bitwise`` each CPU process uses one thread
+            unless the user set a number, because sums over more threads round differently.
 
     Raises:
         UserError: if the processes were not started as the user asked, or if the run is not
@@ -55,6 +52,7 @@ def start_accelerator(
         GradientState._reset_state()
 
     parallel = parallel or ParallelConfig()
+    bitwise = parallel.bitwise
     check_launch()
     launcher = Launcher.find()
     world = _world_size()
@@ -71,7 +69,7 @@ def start_accelerator(
     sharding = requested_sharding(world)
     precision = _precision(launcher, cpu, sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
-    _check_exchange(parallel, sharding, bitwise)
+    _check_exchange(parallel, sharding)
     if is_sharding_requested() and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
@@ -318,12 +316,12 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         )
 
 
-def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool) -> None:
+def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None) -> None:
     """Raise :class:`UserError` if gradients cannot be compressed in this run."""
     if parallel.approximation is None:
         return
     hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    if bitwise:
+    if parallel.bitwise:
         raise UserError(f"{hook} is approximate, but --bitwise is exact; leave one of them out.")
     if sharding is not None:
         raise UserError(

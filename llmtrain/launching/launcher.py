@@ -18,7 +18,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.shipped import shipped_config
 
 if TYPE_CHECKING:
-    from llmtrain.parallel.mesh import Sharding
+    from llmtrain.parallel.sharding import Sharding
 
 _ACCELERATE = (
     "accelerate",
@@ -358,7 +358,7 @@ def requested_sharding(processes: int) -> "Sharding | None":
         )
     if shards == 1:
         return None
-    from llmtrain.parallel.mesh import Sharding  # it loads torch
+    from llmtrain.parallel.sharding import Sharding  # it loads torch
 
     return Sharding(replicas=replicas, shards=shards, cpu_offload=_is_on("FSDP_OFFLOAD_PARAMS"))
 

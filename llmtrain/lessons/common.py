@@ -130,7 +130,6 @@ def prepare(
         model,
         objective=Objective(),
         config=parallel or ParallelConfig(),
-        bitwise=False,
         accumulation=1,
     )
     return engine, optimizer

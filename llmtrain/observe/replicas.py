@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.sharding import sharding_of
 from llmtrain.parallel.shards import local_shard
 
 _BLOCK_SIZE = 1 << 22  # values that are summed at a time; each of them needs 24 bytes

@@ -10,7 +10,7 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.sharding import sharding_of
 
 
 def engine_for(
@@ -18,7 +18,6 @@ def engine_for(
     model: nn.Module,
     objective: Objective,
     config: ParallelConfig,
-    bitwise: bool,
     accumulation: int,
 ) -> Engine:
     """Return the engine for the parallel method that the accelerate config asks for.
@@ -28,10 +27,9 @@ def engine_for(
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
         config: how ranks exchange gradients.
-        bitwise: whether the bits must not depend on the number of ranks.
         accumulation: how many micro-batches a step has.
     """
-    if bitwise:
+    if config.bitwise:
         return BitwiseEngine(accelerator, model, objective=objective)
 
     if not sharding_of(accelerator).is_sharded:

@@ -13,7 +13,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.parallel.fsdp import parameter_groups, shard
-from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.sharding import Sharding, sharding_of
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.shipped import shipped_config
 

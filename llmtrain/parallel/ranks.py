@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.sharding import Sharding, sharding_of
 
 
 class Ranks:

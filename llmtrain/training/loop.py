@@ -97,7 +97,6 @@ def make_engine(run: Run, model: nn.Module) -> Engine:
         model,
         objective=run.bundle.objective,
         config=run.settings.parallel,
-        bitwise=run.settings.parallel.bitwise,
         accumulation=run.layout.accumulation,
     )
 

@@ -33,7 +33,7 @@ def start(settings: AnySettings) -> Accelerator:
         UserError: if the launched processes do not fit the settings, or if the global batch cannot
             be divided among them.
     """
-    accelerator = start_accelerator(settings.parallel, settings.parallel.bitwise)
+    accelerator = start_accelerator(settings.parallel)
     layout = Layout.of(
         settings.data,
         Ranks(accelerator).world_size,

@@ -21,8 +21,8 @@ from llmtrain.training.evaluate import sample
 _RULE = "-" * 40
 
 
-# The tokens of a text by the finished model.
-_SAMPLE_TOKENS = 64
+# The most tokens of a text by the model, during a run and after it.
+SAMPLE_TOKENS = 64
 
 
 def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
@@ -49,7 +49,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
     prompt = question or _first_tokens(rows)
     # The likelier tokens answer a question best.
     temperature = 0.3 if question else 0.8
-    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, temperature=temperature)
+    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=temperature)
     try:
         with eager_code(engine.model):
             texts = sample(

@@ -5,7 +5,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_replicas, weight_checksums
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 
 class TwoRanks(TrainingAccelerator):

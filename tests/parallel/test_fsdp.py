@@ -6,7 +6,7 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.launching.launcher import requested_sharding
 from llmtrain.parallel.fsdp import sharding_settings
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 

@@ -92,7 +92,6 @@ def main(file: str) -> None:
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0],
         objective=bundle.objective,
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=2,
     )
 

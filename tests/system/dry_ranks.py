@@ -47,7 +47,6 @@ def main() -> None:
         model,
         objective=Objective(),
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=1,
     )
     ids = torch.zeros(2, 33, dtype=torch.int64)

@@ -123,7 +123,6 @@ def measured(
         prepared,
         objective=bundle.objective,
         config=ParallelConfig(sync_each_batch="-each" in name),
-        bitwise=False,
         accumulation=accumulation,
     )
     found: dict[str, Any] = {

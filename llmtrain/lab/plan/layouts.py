@@ -29,7 +29,7 @@ from llmtrain.lab.plan.speed import (
     step_time,
 )
 from llmtrain.launching.children import gpu_count
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
 
 # Numbers of processes for which a plan shows the efficiency.

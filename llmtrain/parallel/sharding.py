@@ -1,4 +1,4 @@
-"""How a run shards its model over the ranks."""
+"""How a run shards its model over the ranks, and the Accelerator that knows it."""
 
 from dataclasses import dataclass
 from typing import NoReturn
