@@ -17,8 +17,7 @@ from llmtrain.devices import (
     known_device,
 )
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.calibration import calibrate
-from llmtrain.lab.plan.peak import measured_peak
+from llmtrain.lab.plan.calibration import calibrate, measured_peak
 from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
