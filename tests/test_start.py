@@ -11,6 +11,7 @@ from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
 from llmtrain.launching import launch_checks, process
 from llmtrain.launching.launch_checks import check_launch
+from llmtrain.launching.launcher import Launched
 from llmtrain.parallel.mesh import Sharding
 
 
@@ -62,17 +63,51 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     start.torch.set_num_threads(before)
 
 
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables of a single process whose address accelerate, or the user, has set."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, by_launcher: bool, processes: int | None) -> None:
+    launched = Launched(
+        by_launcher=by_launcher, precision=None, threads=None, on_cpu=False, processes=processes
+    )
+    monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+
+
+@pytest.mark.usefixtures("address")
 def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    says = r"several processes were requested, but accelerate started one .* --multi_gpu "
+    pretend(monkeypatch, by_launcher=True, processes=2)
+    says = r"^2 processes were requested, .* accelerate launch --multi_gpu --num_processes 2 "
+    with pytest.raises(UserError, match=says) as visible:
+        check_launch()
+    assert "MASTER_ADDR" not in str(visible.value)
+
+    pretend(monkeypatch, by_launcher=False, processes=None)  # behind a wrapper script
+    says = r"^several processes were requested, but accelerate started one .*unset MASTER_ADDR\)$"
     with pytest.raises(UserError, match=says):
         check_launch()
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    check_launch()
+
+
+@pytest.mark.usefixtures("address")
+def test_one_process_with_an_address_that_the_user_exported_is_fine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for processes in (None, 1):
+        pretend(monkeypatch, by_launcher=True, processes=processes)
+        check_launch()
+
+    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by the user of plain python
+    pretend(monkeypatch, by_launcher=False, processes=None)
     check_launch()
 
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 
 from llmtrain.errors import UserError
+from llmtrain.launching.launcher import launched_by
 from llmtrain.launching.sharding_request import is_on, requested_sharding
 from llmtrain.shipped import shipped_config
 
@@ -62,10 +63,18 @@ def _check_unsupported(recipe: str) -> None:
 
 def _check_process_count(recipe: str) -> None:
     """Check that accelerate did not start a single process although the user wanted several."""
-    # Accelerate sets an address if the user wanted several processes.
-    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
-        raise UserError(
-            "several processes were requested, but accelerate started one (as it does for CPU "
-            f"configs); use: accelerate launch --multi_gpu --num_processes N {recipe}; "
-            "for one process, unset MASTER_ADDR."
-        )
+    # Accelerate's launcher always sets the first, and the second if it was asked for several
+    # processes. The user may have set the second too.
+    if not {"ACCELERATE_DYNAMO_MODE", "MASTER_ADDR"} <= os.environ.keys():
+        return
+    launched = launched_by()
+    if launched.by_launcher and launched.processes in (None, 1):
+        return
+
+    # Behind a wrapper script, the launcher's command line is hidden.
+    remedy = "" if launched.by_launcher else " (for one process, unset MASTER_ADDR)"
+    raise UserError(
+        f"{launched.processes or 'several'} processes were requested, but accelerate started one "
+        "(as it does for CPU configs); use: accelerate launch --multi_gpu "
+        f"--num_processes {launched.processes or 2} {recipe}{remedy}"
+    )

@@ -30,12 +30,15 @@ class Launched:
         precision: the mixed precision, if the user set it.
         threads: the number of threads of a CPU process, if the user set it.
         on_cpu: whether the user chose the CPU, even if there is a GPU.
+        processes: the number of processes that ``accelerate launch`` was asked for, if the user set
+            it. A run has as many as the launcher started, which may be fewer.
     """
 
     by_launcher: bool
     precision: str | None
     threads: int | None
     on_cpu: bool
+    processes: int | None
 
 
 def launched_by() -> Launched:
@@ -72,7 +75,7 @@ def _settings(
         by_launcher: whether there is a launcher.
     """
 
-    def chosen(flag: str, variable: str) -> str | int | bool | None:
+    def chosen(flag: str, variable: str = "") -> str | int | bool | None:
         typed = _value_of_flag(words, flag)
         if typed is not None:
             return typed
@@ -82,14 +85,17 @@ def _settings(
     precision = chosen("mixed_precision", "ACCELERATE_MIXED_PRECISION")
     if precision is False:
         precision = "no"  # YAML reads a bare `no` as False
-    threads = chosen("num_cpu_threads_per_process", "OMP_NUM_THREADS")
+    threads = str(chosen("num_cpu_threads_per_process", "OMP_NUM_THREADS"))
     has_cpu_flag = _value_of_flag(words, "cpu") is not None
     cpu = str(chosen("use_cpu", "ACCELERATE_USE_CPU")).lower()
+    processes = chosen("num_processes")
     return Launched(
         by_launcher=by_launcher,
         precision=None if precision is None else str(precision).lower(),
-        threads=int(threads) if threads else None,
+        # OpenMP also takes a list with a number for each level of nesting.
+        threads=int(threads) if threads.isdigit() else None,
         on_cpu=has_cpu_flag or cpu in ("true", "1", "yes"),
+        processes=int(processes) if processes else None,
     )
 
 

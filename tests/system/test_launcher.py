@@ -14,7 +14,8 @@ import pytest
 from tests.launching import BIN, PYTHON, begin, run, stop_group, torchrun
 
 SCRIPT = "tests/system/launched.py"
-NOTHING = {"precision": None, "threads": None, "on_cpu": False}
+NOTHING = {"precision": None, "threads": None, "on_cpu": False, "processes": None}
+COMMANDS = ["python", "accelerate", "torchrun"]
 PLAIN_ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "1"]
 
 
@@ -22,7 +23,8 @@ PLAIN_ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "1"]
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return where accelerate looks for its default config; the user has set no variable."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+    settings = ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+    for name in (*settings, "MASTER_ADDR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "accelerate"
     folder.mkdir()
@@ -47,29 +49,35 @@ def test_plain_python_has_no_launcher_and_reads_variables(home: Path) -> None:
     nobody = {"by_launcher": False, "has_launcher": False}
     assert chosen(command) == nobody | NOTHING
     variables = {"ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": "3"}
-    settings = {"precision": "bf16", "threads": 3, "on_cpu": True}
+    settings = {"precision": "bf16", "threads": 3, "on_cpu": True, "processes": None}
     assert chosen(command, variables | {"ACCELERATE_USE_CPU": "true"}) == nobody | settings
 
 
 def test_accelerate_without_a_config_exports_defaults_that_nobody_chose(home: Path) -> None:
     launcher = {"by_launcher": True, "has_launcher": True}
-    assert chosen([*PLAIN_ACCELERATE, SCRIPT]) == launcher | NOTHING
+    assert chosen([*PLAIN_ACCELERATE, SCRIPT]) == launcher | NOTHING | {"processes": 1}
     flags = ["--mixed-precision=no", "--num_cpu_threads_per_process", "2", "--cpu"]
-    settings = {"precision": "no", "threads": 2, "on_cpu": True}
+    settings = {"precision": "no", "threads": 2, "on_cpu": True, "processes": 1}
     assert chosen([*PLAIN_ACCELERATE, *flags, SCRIPT, "--cpu"]) == launcher | settings
     assert chosen([*PLAIN_ACCELERATE, SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
 
 
-def test_a_flag_of_accelerate_comes_before_its_config(home: Path) -> None:
-    config = (
-        "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: no\nnum_cpu_threads_per_process: 5\nuse_cpu: true\n"
+@pytest.mark.parametrize("is_default", [False, True], ids=["--config_file", "default config"])
+def test_a_flag_of_accelerate_comes_before_its_config(is_default: bool, home: Path) -> None:
+    path = home / ("default_config.yaml" if is_default else "mine.yaml")
+    path.write_text(
+        "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
     )
-    (home / "default_config.yaml").write_text(config)
-    settings = {"precision": "no", "threads": 5, "on_cpu": True}
+    command = [str(BIN / "accelerate"), "launch"]
+    if not is_default:
+        command += ["--config_file", str(path)]
+
+    settings = {"precision": "no", "threads": None, "on_cpu": True, "processes": 1}
     launcher = {"by_launcher": True, "has_launcher": True}
-    assert chosen([*PLAIN_ACCELERATE, SCRIPT]) == launcher | settings
-    found = chosen([*PLAIN_ACCELERATE, "--mixed_precision", "bf16", SCRIPT])
-    assert found["precision"] == "bf16"
+    assert chosen([*command, SCRIPT]) == launcher | settings
+    flags = ["--mixed_precision", "bf16", "--num_cpu_threads_per_process", "5"]
+    changed = {"precision": "bf16", "threads": 5}
+    assert chosen([*command, *flags, SCRIPT]) == launcher | settings | changed
 
 
 def test_torchrun_chooses_nothing(home: Path) -> None:
@@ -94,7 +102,30 @@ def test_two_processes_requested_and_one_started_is_one_line(
     command = wrapper(tmp_path / "wrapper.py", launcher) if wrapped else [*launcher, SCRIPT]
     ended = run(command)
     assert ended.status != 0
-    assert ended.err.count("error: several processes were requested, but accelerate started one")
+    number = "several" if wrapped else "2"
+    says = f"error: {number} processes were requested, but accelerate started one"
+    assert ended.err.count(says) == 1
+
+
+@pytest.mark.parametrize("command", [PYTHON, PLAIN_ACCELERATE, torchrun(1)], ids=COMMANDS)
+def test_one_process_may_have_an_address(command: list[str], home: Path) -> None:
+    exported = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert chosen([*command, SCRIPT], exported)["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("command", [PYTHON, PLAIN_ACCELERATE, torchrun(1)], ids=COMMANDS)
+def test_a_stopped_run_has_its_exit_status_only_without_a_launcher(
+    command: list[str], home: Path
+) -> None:
+    assert run([*command, SCRIPT, "130"]).status == (130 if command is PYTHON else 0)
+
+
+def test_behind_a_wrapper_script_torchrun_still_counts_as_a_launcher(
+    home: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrapper.py"
+    assert run([*wrapper(path, torchrun(1)), "130"]).status == 0
+    assert run([*wrapper(path, PYTHON), "130"]).status == 130
 
 
 SLEEPER = """
