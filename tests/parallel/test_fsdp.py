@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.launching.launcher import requested_sharding
+from llmtrain.launching.sharding_request import requested_sharding
 from llmtrain.parallel.fsdp import sharding_settings
 from llmtrain.parallel.sharding import Sharding
 
