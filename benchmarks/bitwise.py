@@ -20,6 +20,7 @@ from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 PAIRS = 16
@@ -38,8 +39,8 @@ def main() -> None:
         train_step(engine, optimizer, batches, max_grad_norm=1.0)
 
     actions: dict[str, Callable[[], None]] = {
-        "plain": partial(step, ReplicatedEngine(accelerator, model)),
-        "bitwise": partial(step, BitwiseEngine(accelerator, model)),
+        "plain": partial(step, ReplicatedEngine(Ranks(accelerator), model)),
+        "bitwise": partial(step, BitwiseEngine(Ranks(accelerator), model)),
         "check": partial(check_replicas, accelerator, model),
     }
     seconds: dict[str, list[float]] = {name: [] for name in actions}

@@ -19,6 +19,7 @@ from llmtrain.lessons.common import (
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 
 PROCESSES = 2
 
@@ -27,7 +28,7 @@ def main() -> None:
     """Reduce one gradient in three ways, and count the collectives of each."""
     accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1))
     model = accelerator.prepare(small_gpt())
-    engine = ReplicatedEngine(accelerator, model)
+    engine = ReplicatedEngine(Ranks(accelerator), model)
 
     tokens = rank_rows(accelerator, 16)
     one_batch = [batch(tokens)]

@@ -23,6 +23,7 @@ from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.shipped import shipped_folder
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
@@ -126,7 +127,7 @@ def prepare(
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     engine = engine_for(
-        accelerator,
+        Ranks(accelerator),
         model,
         objective=Objective(),
         config=parallel or ParallelConfig(),

@@ -63,7 +63,7 @@ def _show(
                 sent.extend(_average_weights(engine.model))
 
     kib = sum(sent) / STEPS / 1024
-    nll = engine.sum_over_ranks(result.sums.loss)
+    nll = engine.ranks.sum_over_ranks(result.sums.loss)
     loss = float(nll / result.denominator)  # nats per token
     show(f"{name}: {kib:.0f} KiB per step to add up; loss after {STEPS} steps {loss:.1f}")
     assert loss < 2.5  # from 4.2

@@ -23,6 +23,7 @@ from llmtrain.lessons.common import (
 )
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.placement import parameter_bytes, place_sharded
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 
@@ -40,7 +41,7 @@ def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     """Train a sharded model on all ranks, and the full model in each rank by itself."""
     with torch.device("meta"):
         sharded_model = small_gpt()
-    place_sharded(accelerator, sharded_model, sharded_model.initial_weights(0))
+    place_sharded(Ranks(accelerator), sharded_model, sharded_model.initial_weights(0))
     engine, optimizer = prepare(accelerator, sharded_model)
     rank_bytes, model_bytes = parameter_bytes(engine.model)
     share = rank_bytes / model_bytes
@@ -63,7 +64,7 @@ def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
         full_optimizer.step()
         full_optimizer.zero_grad()
 
-        loss = float(engine.sum_over_ranks(result.sums.loss))
+        loss = float(engine.ranks.sum_over_ranks(result.sums.loss))
         are_same &= abs(loss - full_loss.item()) < 1e-4 * full_loss.item()
     claim(
         "5 steps of a sharded model, or of the full model in one process: the losses are the same",

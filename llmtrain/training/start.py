@@ -17,7 +17,6 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
@@ -36,7 +35,7 @@ def start(settings: AnySettings) -> Accelerator:
     accelerator = start_accelerator(settings.parallel)
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).world_size,
+        accelerator.sharding.processes,
         bitwise=settings.parallel.bitwise,
     )
     line = str(layout)

@@ -55,7 +55,7 @@ class Logging(LoopCallback):
         """
         loss, metrics = result.sums
         local_sums = torch.stack([loss, *(value.to(loss.dtype) for value in metrics.values())])
-        loss_sum, *totals = self.engine.sum_over_ranks(local_sums)
+        loss_sum, *totals = self.engine.ranks.sum_over_ranks(local_sums)
         metric_sums = {name: float(total) for name, total in zip(metrics, totals, strict=True)}
         mean_loss = float(loss_sum / max(result.denominator, 1))
         # `extra` is what the loss depended on besides the micro-batch, such as KTO's baseline.
@@ -73,7 +73,7 @@ class Logging(LoopCallback):
         """Gather what every rank has measured since the last log entry."""
         phase_seconds = self.engine.phases.read()
         memory_kind, bytes_held = _memory_used(self.engine.device)
-        gathered = self.engine.gather_numbers(
+        gathered = self.engine.ranks.gather_numbers(
             {
                 **phase_seconds,
                 "gib": bytes_held / 2**30,
@@ -127,8 +127,8 @@ class RowLedger(LoopCallback):
     """
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        rows = self.engine.gather_rows(batch.rows)
-        targets = self.engine.gather_rows(batch.targets)
+        rows = self.engine.ranks.gather_rows(batch.rows)
+        targets = self.engine.ranks.gather_rows(batch.targets)
         self.run.writer.append(
             "rows.jsonl", {"step": info.step, "rows": rows.tolist(), "targets": targets.tolist()}
         )
