@@ -158,7 +158,7 @@ def unshifted_count(
     return totals._replace(target_tokens=count, denominator=count)
 
 
-ALWAYS_ONE = property(lambda engine: 1)  # in the place of `world_size`
+ALWAYS_ONE = property(lambda ranks: 1)  # in the place of `world_size`
 
 
 # --- bugs around an engine
@@ -190,7 +190,7 @@ def main() -> None:
     found = {"nothing planted": what_shows()}
     with patched(Engine, "forward_backward", mean_of_means):
         found["a mean of means"] = what_shows()
-    with patched(Engine, "world_size", ALWAYS_ONE):
+    with patched(Ranks, "world_size", ALWAYS_ONE):
         found["a forgotten data-parallel factor"] = what_shows()
     with patched(Engine, "forward_backward", never_synced):
         found["a missing sync"] = what_shows()
