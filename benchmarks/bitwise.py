@@ -17,8 +17,10 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 PAIRS = 16
@@ -26,7 +28,7 @@ UNCOUNTED = 3
 
 
 def main() -> None:
-    accelerator = start_accelerator(bitwise=True)
+    accelerator = start_accelerator(ParallelConfig(bitwise=True))
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128), 2048)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -37,8 +39,8 @@ def main() -> None:
         train_step(engine, optimizer, batches, max_grad_norm=1.0)
 
     actions: dict[str, Callable[[], None]] = {
-        "plain": partial(step, ReplicatedEngine(accelerator, model)),
-        "bitwise": partial(step, BitwiseEngine(accelerator, model)),
+        "plain": partial(step, ReplicatedEngine(Ranks(accelerator), model)),
+        "bitwise": partial(step, BitwiseEngine(Ranks(accelerator), model)),
         "check": partial(check_replicas, accelerator, model),
     }
     seconds: dict[str, list[float]] = {name: [] for name in actions}

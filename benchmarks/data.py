@@ -19,6 +19,7 @@ from llmtrain.data.loader import train_loader
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 MEGABYTES, BLOCK, ROWS = 100, 256, 32
@@ -62,7 +63,7 @@ def loading(folder: Path) -> list[Row]:
     model = GPT(GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128), 2048)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
-    engine = ReplicatedEngine(accelerator, model)
+    engine = ReplicatedEngine(Ranks(accelerator), model)
     tokens = ROWS * 128
 
     def load(cold: bool) -> float:

@@ -31,7 +31,7 @@ from benchmarks.runs import (
 from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
 from llmtrain.data.loader import GlobalBatchSampler, train_loader
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.peak import measured_peak
+from llmtrain.lab.plan.calibration import measured_peak
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 

@@ -22,6 +22,7 @@ from llmtrain.launching.process import launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import parameter_bytes, place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team
 from llmtrain.record.saver import Saver
@@ -66,11 +67,10 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(VOCABULARY, (1, 33))
     engine = engine_for(
-        accelerator,
+        Ranks(accelerator),
         model,
         objective=bundle.objective,
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=1,
     )
     train_step(engine, optimizer, [{"input_ids": ids, "labels": ids}], max_grad_norm=1.0)

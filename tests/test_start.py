@@ -9,87 +9,29 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
-from llmtrain.launching import launcher as launched
-from llmtrain.launching import process
-from llmtrain.launching.launcher import Launcher, check_launch
-from llmtrain.parallel.mesh import Sharding
-
-
-@pytest.fixture
-def launcher(monkeypatch: pytest.MonkeyPatch):
-    def pretend(words: list[str], config: dict, environment: dict[str, str]) -> Launcher:
-        found = Launcher(words, config, environment)
-        monkeypatch.setattr(Launcher, "find", classmethod(lambda cls: found))
-        return found
-
-    return pretend
+from llmtrain.launching import launch_checks, process
+from llmtrain.launching.launch_checks import check_launch
+from llmtrain.launching.launcher import Launched
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.sharding import Sharding
 
 
 @pytest.mark.parametrize(
-    ("words", "config", "environment", "expected"),
+    ("chosen", "gpu", "expected"),
     [
-        (
-            ["accelerate", "launch", "--mixed_precision", "fp16"],
-            {"mixed_precision": "no"},
-            {},
-            "fp16",
-        ),
-        (["accelerate", "launch", "--mixed-precision=fp16"], {}, {}, "fp16"),
-        (
-            ["accelerate", "launch"],
-            {"mixed_precision": "bf16"},
-            {"ACCELERATE_MIXED_PRECISION": "fp16"},
-            "bf16",
-        ),
-        ([], {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
-        (["accelerate", "launch"], {}, {}, None),
-    ],
-)
-def test_what_was_said_to_the_launcher_is_told_from_its_defaults(
-    words, config, environment, expected
-) -> None:
-    said = Launcher(words, config, environment).option(
-        "mixed_precision", "ACCELERATE_MIXED_PRECISION"
-    )
-    assert said == expected
-
-
-def test_a_flag_that_takes_no_value_has_not_the_next_one_for_a_value() -> None:
-    launcher = Launcher(["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--debug"])
-    assert (
-        launcher.option("multi_gpu"),
-        launcher.option("num_processes"),
-        launcher.option("debug"),
-    ) == (
-        True,
-        "2",
-        True,
-    )
-    assert (
-        Launcher(["accelerate", "launch", "--num_processes", "2", "--num_processes=3"]).option(
-            "num_processes"
-        )
-        == "3"
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "config", "gpu", "expected"),
-    [
-        ([], {}, True, "bf16"),
-        ([], {}, False, "no"),
-        (["accelerate", "launch"], {"mixed_precision": "no"}, True, "no"),
-        (["accelerate", "launch"], {"mixed_precision": False}, True, "no"),
-        (["accelerate", "launch"], {"mixed_precision": "fp16"}, True, "fp16"),
-        (["accelerate", "launch"], {"mixed_precision": "bf16"}, False, "bf16"),
+        (None, True, "bf16"),
+        (None, False, "no"),
+        ("no", True, "no"),
+        ("fp16", True, "fp16"),
+        ("bf16", False, "bf16"),
     ],
 )
 def test_bf16_is_the_default_of_a_gpu_that_has_it(
-    words, config, gpu, expected, monkeypatch
+    chosen: str | None, gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation: gpu)
-    assert start._precision(Launcher(words, config, {}), cpu=not gpu, sharded=False) == expected
+    assert start._precision(chosen, cpu=not gpu, sharded=False) == expected
 
 
 @pytest.mark.parametrize(("sharded", "expected"), [(False, "fp16"), (True, "no")])
@@ -100,14 +42,7 @@ def test_a_gpu_that_emulates_bf16_does_not_use_it(
     monkeypatch.setattr(
         start.torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
-    assert start._precision(Launcher([], {}, {}), cpu=False, sharded=sharded) == expected
-
-
-def test_the_cpu_can_be_asked_for_in_every_place() -> None:
-    assert Launcher(["accelerate", "launch", "--cpu"], {}, {}).wants_cpu()
-    assert Launcher([], {"use_cpu": True}, {}).wants_cpu()
-    assert Launcher([], {}, {"ACCELERATE_USE_CPU": "true"}).wants_cpu()
-    assert not Launcher([], {"use_cpu": False}, {}).wants_cpu()
+    assert start._precision(None, cpu=False, sharded=sharded) == expected
 
 
 def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,39 +51,68 @@ def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
     monkeypatch.setattr(start, "_SHARED_THREADS", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
-    assert start._share_threads(Launcher([], {}, {})) == 2
+    assert start._share_threads(None) == 2
     for bitwise, threads in (
         (True, 1),
         (False, 2),
     ):  # other runs of one process, which find what the last one wrote
-        assert start._share_threads(Launcher([], {}, dict(start.os.environ)), bitwise) == threads
-    assert start._share_threads(Launcher([], {}, {"OMP_NUM_THREADS": "3"})) == 3
-    assert start._share_threads(Launcher([], {"num_cpu_threads_per_process": 5}, {})) == 5
+        written = int(start.os.environ["OMP_NUM_THREADS"])
+        assert start._share_threads(written, bitwise) == threads
+    assert start._share_threads(3) == 3
+    assert start._share_threads(5) == 5
     assert start.torch.get_num_threads() == 5
     start.torch.set_num_threads(before)
 
 
-def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(
-    launcher, monkeypatch
-) -> None:
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables of a single process whose address accelerate, or the user, has set."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    launcher(["accelerate", "launch"], {"num_processes": 2}, {})
-    with pytest.raises(UserError, match=r"accelerate launch --multi_gpu --num_processes 2 "):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, by_launcher: bool, processes: int | None) -> None:
+    launched = Launched(
+        by_launcher=by_launcher, precision=None, threads=None, on_cpu=False, processes=processes
+    )
+    monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+
+
+@pytest.mark.usefixtures("address")
+def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, by_launcher=True, processes=2)
+    says = r"^2 processes were requested, .* accelerate launch --multi_gpu --num_processes 2 "
+    with pytest.raises(UserError, match=says) as visible:
         check_launch()
-    launcher([], {}, {})  # a launcher that is hidden from us: behind a wrapper script, or python -u
-    with pytest.raises(
-        UserError, match=r"several processes were requested, but accelerate started one"
-    ):
+    assert "MASTER_ADDR" not in str(visible.value)
+
+    pretend(monkeypatch, by_launcher=False, processes=None)  # behind a wrapper script
+    says = r"^several processes were requested, but accelerate started one .*unset MASTER_ADDR\)$"
+    with pytest.raises(UserError, match=says):
         check_launch()
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     check_launch()
 
 
-def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) -> None:
-    launcher([], {}, {})
+@pytest.mark.usefixtures("address")
+def test_one_process_with_an_address_that_the_user_exported_is_fine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for processes in (None, 1):
+        pretend(monkeypatch, by_launcher=True, processes=processes)
+        check_launch()
+
+    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by the user of plain python
+    pretend(monkeypatch, by_launcher=False, processes=None)
+    check_launch()
+
+
+def test_a_world_size_that_no_launcher_set_is_one_line(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
         UserError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR or MASTER_PORT is not set; unset"
@@ -156,10 +120,9 @@ def test_a_world_size_that_no_launcher_set_is_one_line(launcher, monkeypatch) ->
         check_launch()
 
 
-def test_a_command_to_use_instead_keeps_its_quotes(launcher, monkeypatch) -> None:
-    launcher([], {}, {})
+def test_a_command_to_use_instead_keeps_its_quotes(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(launched.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
+    monkeypatch.setattr(launch_checks.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
     with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
         check_launch()
 
@@ -180,10 +143,10 @@ def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(
         with pytest.raises(
             UserError, match=r"2 processes were started on a machine with 1 GPU; start one per GPU"
         ):
-            start.use_cpu(Launcher())
+            start.use_cpu(is_chosen=False)
     else:
-        assert start.use_cpu(Launcher()) is (kind == "mps")
-    assert start.use_cpu(Launcher(["accelerate", "launch", "--cpu"]))
+        assert start.use_cpu(is_chosen=False) is (kind == "mps")
+    assert start.use_cpu(is_chosen=True)
 
 
 def test_fp16_on_a_cpu_is_refused() -> None:
@@ -198,18 +161,14 @@ def test_what_sharding_does_not_do_is_refused() -> None:
         start._check_precision("no", True, Sharding(1, 2), True)
 
 
-def test_accumulation_in_the_accelerate_config_is_refused(launcher, monkeypatch) -> None:
-    launcher([], {}, {})
+def test_accumulation_in_the_accelerate_config_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(UserError, match="gradient_accumulation_steps to 4"):
         check_launch()
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
-def test_what_the_loop_does_not_support_is_refused_with_a_command(
-    name, launcher, monkeypatch
-) -> None:
-    launcher([], {}, {})
+def test_what_the_loop_does_not_support_is_refused_with_a_command(name, monkeypatch) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(
         UserError,
@@ -220,13 +179,10 @@ def test_what_the_loop_does_not_support_is_refused_with_a_command(
     check_launch()
 
 
-def test_a_group_of_another_size_than_the_launcher_started_is_refused(
-    launcher, monkeypatch
-) -> None:
+def test_a_group_of_another_size_than_the_launcher_started_is_refused(monkeypatch) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    launcher([], {}, {})
     alone = SimpleNamespace(num_processes=1)
     monkeypatch.setattr(start, "TrainingAccelerator", lambda **_: alone)
     for name, value in {
@@ -258,19 +214,19 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("accelerator", "arithmetic")
 def test_each_start_sets_precision_and_determinism_whatever_an_earlier_run_had(monkeypatch) -> None:
     def settings_after_start(bitwise: bool) -> tuple[str, bool, str | None]:
-        start.start_accelerator(bitwise=bitwise)
+        start.start_accelerator(ParallelConfig(bitwise=bitwise))
         return (
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         )
 
-    monkeypatch.setattr(start, "use_cpu", lambda launcher: False)
+    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: False)
     for _ in range(2):
         assert settings_after_start(bitwise=False) == ("high", False, None)
         assert settings_after_start(bitwise=True) == ("highest", True, ":4096:8")
 
-    monkeypatch.setattr(start, "use_cpu", lambda launcher: True)
+    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: True)
     assert settings_after_start(bitwise=False) == ("highest", False, None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert settings_after_start(bitwise=False) == ("highest", False, ":16:8")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmtrain.commands import verify
-from llmtrain.commands._trial import RequestedLayout
+from llmtrain.commands.trial import RequestedLayout
 from llmtrain.errors import UserError
 
 

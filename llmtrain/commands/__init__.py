@@ -6,6 +6,6 @@ A module has:
 - ``EXAMPLES``, command lines that ``--help`` shows;
 - ``add_arguments(parser)`` and ``run(arguments)``.
 
-It imports nothing heavy until it runs, so that ``--help`` is fast. Modules that several commands
-use begin with an underscore.
+It imports nothing heavy until it runs, so that ``--help`` is fast. ``verify`` has two more modules:
+``trial`` starts its runs, and ``finished_run`` compares them.
 """

@@ -8,7 +8,7 @@ With --json, each answer is one line of JSON.
 import argparse
 import sys
 
-from llmtrain.commands._sampling import add_model_arguments, load
+from llmtrain.commands.generate import add_model_arguments, load_model
 from llmtrain.console import note
 from llmtrain.files import json_text
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    model, sampling = load(arguments)
+    model, sampling = load_model(arguments)
     model.check_chats()
     system_messages = []
     if arguments.system:

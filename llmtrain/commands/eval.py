@@ -75,13 +75,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Score the model; rank 0 stores and prints the scores."""
-    from accelerate.utils import broadcast_object_list
-
     from llmtrain.errors import UserError
     from llmtrain.files import append_json_line
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.model_folders import model_folder
     from llmtrain.parallel.ranks import Ranks
+    from llmtrain.parallel.team import Team
     from llmtrain.record.history import is_run
 
     _check(arguments)
@@ -102,7 +101,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         ranks = Ranks(start_accelerator())
         # If the run is still training, it may save a newer model now. So all ranks take the model
         # that rank 0 has found.
-        [source] = broadcast_object_list([model_folder(arguments.model)])
+        source = Team.everyone().on_main(lambda: model_folder(arguments.model))
         step = _step_of(source, arguments.model)
         answers = _answers_path(source, arguments, options, ranks)
         results = evaluate_tasks(

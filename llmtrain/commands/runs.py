@@ -21,7 +21,7 @@ from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
 
 if TYPE_CHECKING:
-    from llmtrain.record.saved_checkpoints import SavedCheckpoint
+    from llmtrain.record.checkpoint import SavedCheckpoint
 
 EXAMPLES = (
     "llmtrain runs",
@@ -293,8 +293,7 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
         target: the checkpoints to read.
         fingerprint: the fingerprint of the run that the checkpoints must belong to.
     """
-    from llmtrain.record.checkpoint import find_fault
-    from llmtrain.record.saved_checkpoints import saved_checkpoints
+    from llmtrain.record.checkpoint import find_fault, saved_checkpoints
 
     resumable: Path | None = None
     for saved in saved_checkpoints(target.checkpoints):

@@ -9,14 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands._trial import (
-    ComparedRun,
-    FinishedRun,
-    RequestedLayout,
-    Trial,
-    last_step,
-    table,
-)
+from llmtrain.commands.finished_run import ComparedRun, FinishedRun, table
+from llmtrain.commands.trial import RequestedLayout, Trial, last_step
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags

@@ -96,7 +96,10 @@ class FlagParser:
             except UserError as error:
                 problems.append(str(error))
                 continue
-            if name in self._negated and value is not None:
+            if name in self._negated:
+                if value is None:
+                    problems.append(f"{name} takes no auto; use --{flag.name} auto.")
+                    continue
                 value = not value
             values[flag.name] = value
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from llmtrain.console import pluralize
 from llmtrain.files import cache_folder, json_text
-from llmtrain.lab.tokenizer import load_tokenizer
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
     import pyarrow
+    from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_A_TIME = 4096
 _COMPARED_COLUMNS = ("input_ids", "labels")
@@ -123,6 +123,16 @@ def _text_at(run: History, tokens: list[int], position: int) -> str:
         raise ValueError(f"{_entry(run)} holds no tokenizer")
     text = tokenizer.decode(tokens[position : position + _SHOWN_TOKENS])
     return json_text(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer in a folder; ``None`` if there is none."""
+    from transformers import AutoTokenizer
+
+    # Without this file, AutoTokenizer makes an empty tokenizer for some families.
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _source_of(run: History, split: str, row: int) -> str:

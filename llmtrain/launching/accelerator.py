@@ -14,23 +14,17 @@ from torch.distributed import PrefixStore, TCPStore
 from llmtrain.console import pluralize, say
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
-from llmtrain.launching.launcher import (
-    Launcher,
-    check_launch,
-    is_sharding_requested,
-    requested_sharding,
-    value_of_flag,
-)
+from llmtrain.launching.launch_checks import check_launch
+from llmtrain.launching.launcher import Launched, launched_by
+from llmtrain.launching.sharding_request import is_sharding_requested, requested_sharding
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 
-def start_accelerator(
-    parallel: ParallelConfig | None = None, bitwise: bool = False
-) -> TrainingAccelerator:
+def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAccelerator:
     """Join the process group and make the Accelerator of this run.
 
     The accelerate config says whether models are sharded. Without a GPU the processes communicate
@@ -41,9 +35,8 @@ def start_accelerator(
     collective fails. In that minute the heartbeat reports which process is missing.
 
     Args:
-        parallel: how ranks exchange gradients.
-        bitwise: use one thread for each CPU process unless the user set a number, because sums over
-            more threads round differently.
+        parallel: how ranks exchange gradients. With ``--bitwise`` each CPU process uses one thread
+            unless the user set a number, because sums over more threads round differently.
 
     Raises:
         UserError: if the processes were not started as the user asked, or if the run is not
@@ -55,23 +48,24 @@ def start_accelerator(
         GradientState._reset_state()
 
     parallel = parallel or ParallelConfig()
+    bitwise = parallel.bitwise
     check_launch()
-    launcher = Launcher.find()
+    launched = launched_by()
     world = _world_size()
-    cpu = use_cpu(launcher)
+    cpu = use_cpu(launched.on_cpu)
     # The heartbeat has another minute to report which process is missing.
     timeout = timedelta(seconds=parallel.ddp_timeout + 60)
 
     _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
-    threads = _share_threads(launcher, bitwise) if cpu else torch.get_num_threads()
+    threads = _share_threads(launched.threads, bitwise) if cpu else torch.get_num_threads()
     has_malloc_options = any(name.startswith("MALLOC_") for name in os.environ)
     if cpu and not has_malloc_options:
         _keep_freed_memory()
 
     sharding = requested_sharding(world)
-    precision = _precision(launcher, cpu, sharded=sharding is not None)
+    precision = _precision(launched.precision, cpu, sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
-    _check_exchange(parallel, sharding, bitwise)
+    _check_exchange(parallel, sharding)
     if is_sharding_requested() and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
@@ -91,7 +85,7 @@ def start_accelerator(
             f"accelerate {accelerate_version} did not shard as its config says; "
             "install accelerate 1.15, or use a DDP config."
         )
-    say("device", _device_line(accelerator, launcher, threads, bitwise))
+    say("device", _device_line(accelerator, launched, threads, bitwise))
     return accelerator
 
 
@@ -120,19 +114,15 @@ def _backend(cpu: bool, sharding: Sharding | None) -> str:
     return "nccl"
 
 
-def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bitwise: bool) -> str:
+def _device_line(accelerator: Accelerator, launched: Launched, threads: int, bitwise: bool) -> str:
     """Return the line of the start-up log with the devices and the precision."""
     world = int(accelerator.num_processes)
     is_cuda = accelerator.device.type == "cuda"
     is_cpu = accelerator.device.type == "cpu"
     device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
 
-    gpus_requested = (
-        launcher.config.get("distributed_type") in ("MULTI_GPU", "FSDP")
-        or value_of_flag(launcher.words, "multi_gpu") is not None
-    )
     backend = ""
-    if is_cpu and world > 1 and gpus_requested and not launcher.option("use_cpu"):
+    if is_cpu and world > 1 and not launched.on_cpu:
         backend = " over gloo (no GPU here)"
 
     float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
@@ -141,7 +131,7 @@ def _device_line(accelerator: Accelerator, launcher: Launcher, threads: int, bit
     remark = ""
     if is_cpu and precision == "bf16" and not cpu_has_bfloat16():
         remark = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    elif precision != float32 and not launcher.option(*_PRECISION_NAMES):
+    elif precision != float32 and launched.precision is None:
         remark = " (default)"
     return (
         f"{pluralize(world, 'process')} on {device}{backend}, {pluralize(threads, 'thread')} each, "
@@ -174,14 +164,17 @@ def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
-def use_cpu(launcher: Launcher) -> bool:
+def use_cpu(is_chosen: bool) -> bool:
     """Return whether this process runs on the CPU.
+
+    Args:
+        is_chosen: whether the user chose the CPU.
 
     Raises:
         UserError: if this machine has fewer GPUs than processes.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or launcher.wants_cpu():
+    if device is None or is_chosen:
         return True
     if device.type == "mps" and _world_size() > 1:
         return True  # the GPUs of Macs cannot form a process group
@@ -210,19 +203,18 @@ def cpu_has_bfloat16() -> bool:
 _SHARED_THREADS = "LLMTRAIN_SHARED_THREADS"
 
 
-def _share_threads(launcher: Launcher, bitwise: bool = False) -> int:
+def _share_threads(users_number: int | None, bitwise: bool = False) -> int:
     """Set the number of threads of a CPU process, and return it.
 
     It is the user's number. If the user set none, the processes of this machine share its cores, or
     each has one thread if the run is ``bitwise``. Sums over more threads round differently, so the
     number is always set, and recorded.
     """
-    users_number = launcher.option("num_cpu_threads_per_process", "OMP_NUM_THREADS")
-    if users_number == os.environ.get(_SHARED_THREADS):
+    if str(users_number) == os.environ.get(_SHARED_THREADS):
         users_number = None  # written by an earlier run of this process
 
     if users_number:
-        threads = int(users_number)
+        threads = users_number
     elif bitwise:
         threads = 1
     else:
@@ -253,17 +245,10 @@ def _keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
 
 
-# The names of the precision: as a flag or in a config file, and in the environment.
-_PRECISION_NAMES = ("mixed_precision", "ACCELERATE_MIXED_PRECISION")
-
-
-def _precision(launcher: Launcher, cpu: bool, sharded: bool) -> str:
+def _precision(users_precision: str | None, cpu: bool, sharded: bool) -> str:
     """Return the mixed precision that the user set, or the default of this device."""
-    users_precision = launcher.option(*_PRECISION_NAMES)
-    if users_precision is False:
-        return "no"  # YAML reads a bare `no` as False
     if users_precision is not None:
-        return str(users_precision).lower()
+        return users_precision
 
     if cpu or not torch.cuda.is_available():
         return "no"
@@ -318,12 +303,12 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         )
 
 
-def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None, bitwise: bool) -> None:
+def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None) -> None:
     """Raise :class:`UserError` if gradients cannot be compressed in this run."""
     if parallel.approximation is None:
         return
     hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    if bitwise:
+    if parallel.bitwise:
         raise UserError(f"{hook} is approximate, but --bitwise is exact; leave one of them out.")
     if sharding is not None:
         raise UserError(

@@ -1,24 +1,16 @@
-"""The options that the user passed to the launcher, and a check that they took effect."""
+"""Find out whether a launcher started this process, and which of its settings the user chose."""
 
 import contextlib
 import os
-import re
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import yaml
 
-from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.shipped import shipped_config
-
-if TYPE_CHECKING:
-    from llmtrain.parallel.mesh import Sharding
 
 _ACCELERATE = (
     "accelerate",
@@ -30,103 +22,90 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """The options that the user passed to the launcher, as far as this process can see them.
-
-    Launchers pass their defaults on in the environment, where they look like the user's options:
-    ``accelerate launch`` sets precision "no" and 1 thread if the user set neither. Only the command
-    line of the launcher, the config file that it read, and the environment that it was started in
-    show what the user chose.
+class Launched:
+    """Whether the parent is a launcher, and the settings that the user chose.
 
     Attributes:
-        words: the launcher's command line, without the recipe and its flags. Empty if this process
-            has no launcher.
-        command: the launcher's whole command line, with the recipe and its flags.
-        config: the content of the accelerate config.
-        environment: the environment that the launcher was started in. Without a launcher, that of
-            this process.
-        config_file: the path of the accelerate config, if there is one.
+        by_launcher: whether the parent process is ``accelerate launch`` or ``torchrun``.
+        precision: the mixed precision, if the user set it.
+        threads: the number of threads of a CPU process, if the user set it.
+        on_cpu: whether the user chose the CPU, even if there is a GPU.
+        processes: the number of processes that ``accelerate launch`` was asked for, if the user set
+            it. A run has as many as the launcher started, which may be fewer.
     """
 
-    words: list[str] = field(default_factory=list)
-    config: JsonObject = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    config_file: Path | None = None
-    command: list[str] = field(default_factory=list)
+    by_launcher: bool
+    precision: str | None
+    threads: int | None
+    on_cpu: bool
+    processes: int | None
 
-    @classmethod
-    def find(cls) -> "Launcher":
-        """Return the launcher that started this process.
 
-        The launcher is the parent process, if that is ``accelerate launch`` or ``torchrun``.
-        Otherwise the result holds only the environment of this process.
-        """
-        no_launcher = cls(environment=dict(os.environ))
-        try:
-            parent = psutil.Process().parent()
-            if parent is None:
-                return no_launcher
-            command = parent.cmdline()
-            program = _program_of(command)
-            is_accelerate = program in _ACCELERATE and (
-                program != "accelerate" or "launch" in command
-            )
-            if not is_accelerate and program not in _TORCHRUN:
-                return no_launcher
+def launched_by() -> Launched:
+    """Return whether the parent is a launcher, and which settings the user chose.
 
+    ``accelerate launch`` always exports a precision ("no") and a number of threads (1), also if the
+    user set neither. Only its command line, its config file and the environment that it was started
+    in tell them apart. A flag takes precedence over the config file, and that over the environment.
+
+    If the parent is no launcher, as behind a wrapper script, the variables of this process count.
+    """
+    # Psutil fails for another user's process, and for one that has ended.
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent is not None else []
+        program = _program_of(command)
+        is_accelerate = program in _ACCELERATE and (program != "accelerate" or "launch" in command)
+        if parent is not None and (is_accelerate or program in _TORCHRUN):
             words = _without_recipe(command)
-            config: JsonObject = {}
-            config_file: Path | None = None
-            if is_accelerate:
-                config, config_file = _accelerate_config(words, parent.cwd())
-            return cls(
-                words=words,
-                config=config,
-                environment=parent.environ(),
-                config_file=config_file,
-                command=command,
-            )
-        except (psutil.Error, OSError):  # another user's process, or one that has ended
-            return no_launcher
+            config = _accelerate_config(words, parent.cwd()) if is_accelerate else {}
+            return _settings(words, config, parent.environ(), by_launcher=True)
+    return _settings([], {}, dict(os.environ), by_launcher=False)
 
-    @classmethod
-    def from_flags(cls, words: list[str]) -> "Launcher":
-        """Return what :meth:`find` would return after ``accelerate launch`` with these flags."""
-        config, config_file = _accelerate_config(words, ".")
-        return cls(
-            words=words,
-            config=config,
-            environment=dict(os.environ),
-            config_file=config_file,
-        )
 
-    def option(self, flag: str, variable: str = "") -> str | int | bool | None:
-        """Return the user's value of an option, or ``None`` if the user did not set it.
+def _settings(
+    words: list[str], config: JsonObject, environment: dict[str, str], by_launcher: bool
+) -> Launched:
+    """Return the settings that the user chose.
 
-        A flag on the command line takes precedence over the config file, and the config file over
-        the environment. If a flag is repeated, the last value counts.
+    Args:
+        words: the launcher's command line, without the recipe and its flags.
+        config: the content of its config file.
+        environment: the environment that it was started in.
+        by_launcher: whether there is a launcher.
+    """
 
-        Args:
-            flag: the name of a flag of ``accelerate launch``, which is also its key in the config.
-            variable: the name of the environment variable.
-
-        Returns:
-            The value; ``True`` for a flag that takes no value.
-        """
-        typed = value_of_flag(self.words, flag)
+    def chosen(flag: str, variable: str = "") -> str | int | bool | None:
+        typed = _value_of_flag(words, flag)
         if typed is not None:
             return typed
-        configured: str | int | bool | None = self.config.get(flag)
-        return self.environment.get(variable) if configured is None else configured
+        configured: str | int | bool | None = config.get(flag)
+        return environment.get(variable) if configured is None else configured
 
-    def wants_cpu(self) -> bool:
-        """Return whether the user chose the CPU, even if there is a GPU."""
-        if value_of_flag(self.words, "cpu") is not None:
-            return True
-        return str(self.option("use_cpu", "ACCELERATE_USE_CPU")).lower() in ("true", "1", "yes")
+    precision = chosen("mixed_precision", "ACCELERATE_MIXED_PRECISION")
+    if precision is False:
+        precision = "no"  # YAML reads a bare `no` as False
+    threads = str(chosen("num_cpu_threads_per_process", "OMP_NUM_THREADS"))
+    has_cpu_flag = _value_of_flag(words, "cpu") is not None
+    cpu = str(chosen("use_cpu", "ACCELERATE_USE_CPU")).lower()
+    processes = chosen("num_processes")
+    return Launched(
+        by_launcher=by_launcher,
+        precision=None if precision is None else str(precision).lower(),
+        # OpenMP also takes a list with a number for each level of nesting.
+        threads=int(threads) if threads.isdigit() else None,
+        on_cpu=has_cpu_flag or cpu in ("true", "1", "yes"),
+        processes=int(processes) if processes else None,
+    )
 
 
-def value_of_flag(words: Sequence[str], name: str) -> str | bool | None:
+def has_launcher() -> bool:
+    """Return whether a launcher started this process, which waits for its exit status."""
+    is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or launched_by().by_launcher
+
+
+def _value_of_flag(words: Sequence[str], name: str) -> str | bool | None:
     """Return the value of a flag in a command line, however it is spelled.
 
     A flag may be written with dashes or underscores, and its value after ``=`` or as the next word.
@@ -152,12 +131,6 @@ def value_of_flag(words: Sequence[str], name: str) -> str | bool | None:
     return None
 
 
-def has_launcher() -> bool:
-    """Return whether a launcher started this process, which waits for its exit status."""
-    is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or bool(Launcher.find().words)
-
-
 def _program_of(words: list[str]) -> str:
     """Return the name of the script or module that a Python command line runs."""
     if len(words) > 2 and words[1] == "-m":
@@ -178,10 +151,8 @@ def _without_recipe(words: list[str]) -> list[str]:
     return remaining
 
 
-def _accelerate_config(words: list[str], folder: str) -> tuple[JsonObject, Path | None]:
-    """Return the content and the path of the config that ``accelerate launch`` reads.
-
-    The content is empty if the file cannot be read. The path is ``None`` if accelerate reads none.
+def _accelerate_config(words: list[str], folder: str) -> JsonObject:
+    """Return the content of the config that ``accelerate launch`` reads; empty if there is none.
 
     Args:
         words: the command line of the launcher.
@@ -189,211 +160,14 @@ def _accelerate_config(words: list[str], folder: str) -> tuple[JsonObject, Path 
     """
     from accelerate.commands.config.config_args import default_config_file
 
-    named_file = Launcher(words).option("config_file")
-    path = Path(folder, str(named_file or default_config_file))
+    named_file = _value_of_flag(words, "config_file")
     # With --cpu, accelerate does not read its default config.
-    wants_cpu = value_of_flag(words, "cpu") is not None
-    if not named_file and (wants_cpu or not path.is_file()):
-        return {}, None
+    if named_file is None and _value_of_flag(words, "cpu") is not None:
+        return {}
 
+    path = Path(folder, str(named_file or default_config_file))
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
         config = yaml.safe_load(path.read_text())
         if isinstance(config, dict):
-            return config, path
-    return {}, path
-
-
-# What an accelerate config can enable and llmtrain does not support, by the launcher's variable.
-_UNSUPPORTED = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-}
-
-
-def check_launch() -> None:
-    """Check that this process was started as the user asked, before any work is done.
-
-    Raises:
-        UserError: if the number of processes is not as requested, or if the accelerate config asks
-            for something unsupported.
-    """
-    launcher = Launcher.find()
-    world_size = os.environ.get("WORLD_SIZE")
-    recipe = shlex.join(sys.argv)
-
-    requested_sharding(int(world_size or 1))
-    _check_unsupported(recipe)
-    if world_size is None:
-        _check_process_count(launcher, recipe)
-    if int(world_size or 1) > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise UserError(
-            f"WORLD_SIZE is {world_size}, but RANK, MASTER_ADDR or MASTER_PORT is not set; "
-            "unset WORLD_SIZE, or use: "
-            f"accelerate launch --multi_gpu --num_processes {world_size} {recipe}"
-        )
-    accumulation_steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation_steps not in ("1", ""):
-        raise UserError(
-            f"the accelerate config sets gradient_accumulation_steps to {accumulation_steps}; "
-            "leave it out: llmtrain derives it from --global_batch_size and "
-            "--per_device_train_batch_size."
-        )
-
-
-def _check_unsupported(recipe: str) -> None:
-    for variable, name in _UNSUPPORTED.items():
-        if not _is_on(variable):
-            continue
-        import torch  # not earlier: mistakes in flags are reported without loading torch
-
-        ignored = ""
-        if not torch.accelerator.is_available():
-            ignored = " (which accelerate silently ignores on a CPU)"
-        config_file = shlex.quote(str(shipped_config("multi_gpu")))
-        raise UserError(
-            f"the accelerate config enables {name}{ignored}, which llmtrain does not support yet; "
-            f"use: accelerate launch --config_file {config_file} {recipe}"
-        )
-
-
-def _check_process_count(launcher: Launcher, recipe: str) -> None:
-    """Check that accelerate did not start a single process although the user wanted several."""
-    # Accelerate sets an address if the user wanted several processes.
-    if not {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys():
-        return
-    # The launcher's command line may be hidden, behind a wrapper script for example.
-    processes = None
-    if launcher.words:
-        processes = int(launcher.option("num_processes") or 1)
-    if processes == 1:
-        return
-    raise UserError(
-        f"{processes or 'several'} processes were requested, but accelerate started one (as it "
-        "does for CPU configs); use: "
-        f"accelerate launch --multi_gpu --num_processes {processes or 2} {recipe}"
-    )
-
-
-# --- how the accelerate config shards a model
-
-
-class _Supported(NamedTuple):
-    """The values that one setting of an accelerate config may have."""
-
-    values: str  # a regular expression
-    otherwise: str  # the end of the message for any other value
-
-
-_OWN_BLOCKS = "; leave it out: llmtrain finds the blocks in the model"
-_ROW_SHARDING = (
-    ": rows are not sharded over processes (torch can do so only on GPUs); leave it out, and use "
-    "--gradient_checkpointing for long rows"
-)
-# The values that an accelerate config may have for sharding, by the launcher's variable.
-_SUPPORTED = {
-    "FSDP_VERSION": _Supported(
-        values="2",
-        otherwise=", which is not supported; set fsdp_version: 2 in its fsdp_config",
-    ),
-    "FSDP_AUTO_WRAP_POLICY": _Supported(
-        values="|TRANSFORMER_BASED_WRAP",
-        otherwise=_OWN_BLOCKS,
-    ),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": _Supported(values="", otherwise=_OWN_BLOCKS),
-    "FSDP_IGNORED_MODULES": _Supported(values="", otherwise=_OWN_BLOCKS),
-    "FSDP_RESHARD_AFTER_FORWARD": _Supported(
-        values="true|false",
-        otherwise=", which is a value of FSDP 1; write true or false",
-    ),
-    # Accelerate's checkpointing would not repeat the same dropout.
-    "FSDP_ACTIVATION_CHECKPOINTING": _Supported(
-        values="false",
-        otherwise="; leave it out, and use --gradient_checkpointing",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": _Supported(
-        values="false",
-        otherwise=", which is not supported; leave it out",
-    ),
-    "PARALLELISM_CONFIG_TP_SIZE": _Supported(
-        values="1",
-        otherwise=(
-            ", but tensor parallelism is not supported; shard the model with FSDP2 instead: "
-            f"accelerate launch --config_file {shipped_config('fsdp2')}"
-        ),
-    ),
-    "PARALLELISM_CONFIG_CP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
-    "PARALLELISM_CONFIG_SP_SIZE": _Supported(values="1", otherwise=_ROW_SHARDING),
-}
-
-
-def requested_sharding(processes: int) -> "Sharding | None":
-    """Return how to shard the model, as the launcher passes it on from the accelerate config.
-
-    Args:
-        processes: the number of processes of the run.
-
-    Returns:
-        ``None`` if every process holds the full model.
-
-    Raises:
-        UserError: if the sharding is not supported, or does not fit the number of processes.
-    """
-    uses_fsdp = is_sharding_requested()
-    if not uses_fsdp and not _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return None
-    _check_supported(uses_fsdp)
-    if not uses_fsdp:
-        raise _config_error(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
-    if processes == 1:
-        return None
-
-    replicas = _size("DP_REPLICATE")
-    shards = _size("DP_SHARD")
-    if replicas == shards == 1:
-        shards = processes  # by default FSDP shards over all processes
-    if replicas * shards != processes:
-        raise _config_error(
-            f"has {replicas} replicas (parallelism_config_dp_replicate_size) of {shards} processes "
-            f"(parallelism_config_dp_shard_size), but {processes} processes were started"
-        )
-    if shards == 1:
-        return None
-    from llmtrain.parallel.mesh import Sharding  # it loads torch
-
-    return Sharding(replicas=replicas, shards=shards, cpu_offload=_is_on("FSDP_OFFLOAD_PARAMS"))
-
-
-def _check_supported(uses_fsdp: bool) -> None:
-    """Raise :class:`UserError` if a setting has a value that llmtrain does not support."""
-    settings = {"FSDP_VERSION": "1"} | os.environ
-    for variable, supported in _SUPPORTED.items():
-        # The launcher always sets the defaults of FSDP, even if FSDP is not used.
-        is_unused = variable.startswith("FSDP") and not uses_fsdp
-        if is_unused or variable not in settings:
-            continue
-        value = settings[variable]
-        if not re.fullmatch(supported.values, value, re.IGNORECASE):
-            raise _config_error(f"has {_config_key(variable)} {value}{supported.otherwise}")
-
-
-def _config_key(variable: str) -> str:
-    """Return the key of an accelerate config that sets an environment variable."""
-    key = variable.lower().removeprefix("parallelism_config_")
-    return key.replace("transformer_cls", "transformer_layer_cls")
-
-
-def is_sharding_requested() -> bool:
-    """Return whether the accelerate config asks for FSDP."""
-    return _is_on("ACCELERATE_USE_FSDP")
-
-
-def _config_error(problem: str) -> UserError:
-    return UserError(f"the accelerate config {problem}.")
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
-
-
-def _size(name: str) -> int:
-    return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
+            return config
+    return {}

@@ -18,6 +18,8 @@ from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, mak
 from llmtrain.errors import UserError
 from llmtrain.launching.children import start_command
 from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.placement import place_sharded
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.shipped import shipped_folder
 
 # The columns of a micro-batch.
@@ -90,6 +92,14 @@ def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
     return GPT(config, VOCABULARY, seed=0)
 
 
+def sharded_gpt(accelerator: Accelerator) -> GPT:
+    """Return the model of :func:`small_gpt`, of whose weights each rank holds only a shard."""
+    with torch.device("meta"):
+        model = small_gpt()
+    place_sharded(Ranks(accelerator), model, model.initial_weights(0))
+    return model
+
+
 def rows(count: int, step: int = 0) -> torch.Tensor:
     """Return rows that a model can learn, as int64 [count, BLOCK + 1].
 
@@ -133,11 +143,10 @@ class Training:
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.engine = engine_for(
-            accelerator,
+            Ranks(accelerator),
             self.model,
             objective=Objective(),
             config=parallel or ParallelConfig(),
-            bitwise=False,
             accumulation=1,
         )
 

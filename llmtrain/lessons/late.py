@@ -21,14 +21,14 @@ def main() -> None:
     stragglers = Stragglers()
 
     def load(step: int) -> torch.Tensor:
-        time.sleep(SLEEP_SECONDS * engine.rank)
+        time.sleep(SLEEP_SECONDS * engine.ranks.rank)
         return rank_rows(accelerator, 16, step)
 
     late_ranks = []
     for step in training.steps(STEPS, load):
         if step % 4 != 0:
             continue
-        seconds_by_rank = engine.gather_numbers(engine.phases.read())
+        seconds_by_rank = engine.ranks.gather_numbers(engine.phases.read())
         late_ranks.append(stragglers.find_new(seconds_by_rank))
         if step == 8:
             _show_phases(seconds_by_rank)

@@ -75,7 +75,7 @@ def _xray(
     accelerator.ddp_handler.bucket_mib = bucket_mib
     training = Training(accelerator, small_gpt(n_layer=6, n_embd=128))
     engine = training.engine
-    xray = XRay(engine, engine.phases, engine.model, steps=XRAYED_STEPS)
+    xray = XRay(engine.ranks, engine.phases, engine.model, steps=XRAYED_STEPS)
 
     def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
         send = _delaying_last_bucket(average) if delays_last_bucket else average

@@ -38,5 +38,5 @@ def main() -> None:
         are_same,
         expected=False,
     )
-    error = error_of(check_replicas, accelerator, training.model)
+    error = error_of(check_replicas, training.engine.ranks, training.model)
     show(f"llmtrain compares them regularly, and would stop: {error.partition(';')[0]}")

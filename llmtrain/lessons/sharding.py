@@ -20,10 +20,10 @@ from llmtrain.lessons.common import (
     claim,
     rank_rows,
     rows,
+    sharded_gpt,
     show,
     small_gpt,
 )
-from llmtrain.parallel.placement import place_sharded
 
 PROCESSES = 2
 
@@ -37,10 +37,7 @@ def main() -> None:
 
 def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     """Train a sharded model on all ranks, and the full model in each rank by itself."""
-    with torch.device("meta"):
-        sharded_model = small_gpt()
-    place_sharded(accelerator, sharded_model, sharded_model.initial_weights(0))
-    training = Training(accelerator, sharded_model)
+    training = Training(accelerator, sharded_gpt(accelerator))
     model_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
     rank_bytes = sum(parameter.to_local().nbytes for parameter in training.model.parameters())
     share = rank_bytes / model_bytes

@@ -71,7 +71,11 @@ def build_model(
         UserError: if there is no such model, or if it cannot be used this way.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GenerationConfig,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -99,7 +103,8 @@ def build_model(
         if is_reward_model:
             if tokenizer is None:
                 raise UserError("--loss_type reward needs a tokenizer: answers end at its tokens.")
-            model_class = _reward_model_class(model_config, tokenizer)
+            _configure_scores(model_config, tokenizer)
+            model_class: Any = AutoModelForSequenceClassification
         else:
             model_class = AutoModelForCausalLM
         with init_empty_weights(include_buffers=False):
@@ -183,22 +188,19 @@ def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig
     return loaded
 
 
-def _reward_model_class(
+def _configure_scores(
     model_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast"
-) -> Any:
-    """Return the Auto class that builds a reward model, and complete the configuration for it.
+) -> None:
+    """Complete the configuration of a reward model, in place: a token has one score.
 
     Raises:
         UserError: if the family has no class for sequence classification.
     """
-    from transformers import AutoModelForSequenceClassification
-
     check_reward_family(type(model_config))
     model_config.num_labels = 1
     model_config.pad_token_id = tokenizer.pad_token_id
     if model_config.pad_token_id is None:
         model_config.pad_token_id = tokenizer.eos_token_id
-    return AutoModelForSequenceClassification
 
 
 def _load_quantized(

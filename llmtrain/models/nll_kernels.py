@@ -407,20 +407,6 @@ def _blocks(vocabulary: int, hidden: Tensor) -> list[slice]:
     return [slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
-class _BlockLogits(NamedTuple):
-    """The logits of a block of the vocabulary, and where the targets are in it.
-
-    Attributes:
-        logits: [N, block], in float32 or wider. They may be overwritten.
-        columns: int64 [N, 1], the column of each target, or of another token if it is outside.
-        is_inside: bool [N, 1], whether the target is in the block.
-    """
-
-    logits: Tensor
-    columns: Tensor
-    is_inside: Tensor
-
-
 def _block_logits(
     hidden: Tensor,
     weight: Tensor,
@@ -429,7 +415,14 @@ def _block_logits(
     *,
     softcap: float | None,
     block: slice,
-) -> _BlockLogits:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the logits of a block of the vocabulary, and find the targets in it.
+
+    Returns:
+        The logits [N, block], in float32 or wider, which may be overwritten. The column of each
+        target, or of another token if the target is outside: int64 [N, 1]. And whether the target
+        is in the block, bool [N, 1].
+    """
     dtype = hidden.dtype
     block_bias = None if bias is None else bias[block]
     product = F.linear(hidden, weight[block].to(dtype), _cast(block_bias, dtype))
@@ -438,4 +431,4 @@ def _block_logits(
     size = block.stop - block.start
     columns = targets[:, None] - block.start
     is_inside = (columns >= 0) & (columns < size)
-    return _BlockLogits(logits, columns.clamp(0, size - 1), is_inside)
+    return logits, columns.clamp(0, size - 1), is_inside

@@ -1,7 +1,7 @@
 """The objective of a run that compares answers: the mean loss per preference pair."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +16,6 @@ from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.preference import Answers, losses
 from llmtrain.models.probe import shares_prompts
-
-
-class _Pairs(NamedTuple):
-    """The pairs of a micro-batch. Each tensor is [P, 2]; padding has no target tokens.
-
-    Attributes:
-        values: log-probabilities in nats, or scores.
-        tokens: the number of target tokens.
-        reference: log-probabilities under the reference model.
-        is_undesirable: whether an answer is undesirable.
-    """
-
-    values: Tensor
-    tokens: Tensor
-    reference: Tensor
-    is_undesirable: Tensor
 
 
 class PreferenceObjective(Objective):
@@ -51,20 +35,14 @@ class PreferenceObjective(Objective):
         self.reference_size = rows.answers_per_row if config.uses_reference else 0
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
-        pairs = self._pairs(model, batch)
-        is_pair = pairs.tokens[:, 0] > 0
+        answers = self._answers(model, batch)
+        is_pair = answers.tokens[:, 0] > 0
 
-        values = pairs.values
+        # The formulas need numbers for a missing answer, too.
         if not self.rows.are_scored:
-            # The formulas need a number for a missing answer, too.
-            values = values.where(pairs.tokens > 0, -1)
-        answers = Answers(
-            logps=values,
-            tokens=pairs.tokens.clamp(min=1),
-            reference=pairs.reference,
-            desirable=~pairs.is_undesirable[:, 0],
-        )
-        baseline = extra.get("kl_baseline", values.new_zeros(()))
+            answers = answers._replace(logps=answers.logps.where(answers.tokens > 0, -1))
+        answers = answers._replace(tokens=answers.tokens.clamp(min=1))
+        baseline = extra.get("kl_baseline", answers.logps.new_zeros(()))
         pair_losses, rewards = losses(self.config, answers, baseline)
         return LossSums(
             loss=(pair_losses * is_pair).sum(),
@@ -93,7 +71,7 @@ class PreferenceObjective(Objective):
 
     def reference(self, model: Any, batch: Batch) -> Tensor:
         """Return the log-probabilities of the answers, float [B, answers_per_row]."""
-        return self._pairs(model, batch).values.view(-1, self.rows.answers_per_row)
+        return self._answers(model, batch).logps.view(-1, self.rows.answers_per_row)
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
         """Return means over the answers, by TRL's names. Log-probabilities are in nats.
@@ -138,8 +116,12 @@ class PreferenceObjective(Objective):
 
     # --- log-probabilities and scores
 
-    def _pairs(self, model: Any, batch: Batch) -> _Pairs:
-        """Run the model on a micro-batch, and sort the results by pairs."""
+    def _answers(self, model: Any, batch: Batch) -> Answers:
+        """Run the model on a micro-batch, and sort the results by pairs.
+
+        A missing answer has no target tokens, and both answers of a pair that is padding are
+        missing.
+        """
         labels = self.rows.unfold(batch["labels"])
         answers = batch.get("answers")
         if answers is None:  # a memory plan has none: every token belongs to the first answer
@@ -164,11 +146,11 @@ class PreferenceObjective(Objective):
         reference = batch.get("reference")
         if reference is None:
             reference = zeros
-        return _Pairs(
-            values=values.view(-1, 2),
+        return Answers(
+            logps=values.view(-1, 2),
             tokens=tokens.view(-1, 2),
             reference=reference.to(values.dtype).view(-1, 2),
-            is_undesirable=(undesirable_tokens > 0).view(-1, 2),
+            desirable=undesirable_tokens.view(-1, 2)[:, 0] == 0,
         )
 
     def _documents(self, batch: Batch, answers: Tensor) -> Documents | None:
@@ -254,12 +236,12 @@ class PreferenceObjective(Objective):
 
     def _log_ratio_of_mismatched(self, model: Any, batch: Batch) -> Tensor:
         """Return the sum of log-ratios of mismatched answers, and their number, float64 [2]."""
-        pairs = self._pairs(model, batch)
-        has_both = (pairs.tokens > 0).all(1)
+        answers = self._answers(model, batch)
+        has_both = (answers.tokens > 0).all(1)
 
         # MPS has no float64.
-        wide = torch.float32 if pairs.values.device.type == "mps" else torch.float64
-        log_ratios = ((pairs.values - pairs.reference)[:, 1] * has_both).to(wide)
+        wide = torch.float32 if answers.logps.device.type == "mps" else torch.float64
+        log_ratios = ((answers.logps - answers.reference)[:, 1] * has_both).to(wide)
         # Multiples of 2^-30 whose sum is below 2^23 nats add up exactly, in any order.
         log_ratios = (log_ratios * 2**30).round() / 2**30
         return torch.stack([log_ratios.sum(), has_both.sum().to(wide)])

@@ -347,18 +347,6 @@ def _model_files(
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
     """
-    return ModelFiles(
-        config=_config_to_write(model),
-        tokenizer=rows.tokenizer,
-        trained_on=rows.metadata.dataset,
-        base=name,
-        loss=loss,
-        generation=_generation_config(model, rows),
-    )
-
-
-def _config_to_write(model: "PreTrainedModel") -> JsonObject:
-    """Return ``config.json`` of the finished model."""
     config = {
         **model.config.to_dict(),
         "architectures": [type(model).__name__],
@@ -366,7 +354,15 @@ def _config_to_write(model: "PreTrainedModel") -> JsonObject:
     }
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
-    return config
+
+    return ModelFiles(
+        config=config,
+        tokenizer=rows.tokenizer,
+        trained_on=rows.metadata.dataset,
+        base=name,
+        loss=loss,
+        generation=_generation_config(model, rows),
+    )
 
 
 def _start(

@@ -67,16 +67,14 @@ def keep_documents_apart(model: nn.Module) -> bool:
 
     Each gets the ``forward`` of :class:`ShortConvolution`.
     """
-    convolutions = [module for module in model.modules() if _is_short_convolution(module)]
-    for convolution in convolutions:
-        put_in_front(ShortConvolution, convolution)
-    return bool(convolutions)
-
-
-def _is_short_convolution(module: nn.Module) -> bool:
-    own_class = type(module)
-    is_of_transformers = own_class.__module__.startswith("transformers.")
-    return is_of_transformers and own_class.__name__ in _CLASS_NAMES
+    has_short_convolutions = False
+    for module in model.modules():
+        own_class = type(module)
+        is_of_transformers = own_class.__module__.startswith("transformers.")
+        if is_of_transformers and own_class.__name__ in _CLASS_NAMES:
+            put_in_front(ShortConvolution, module)
+            has_short_convolutions = True
+    return has_short_convolutions
 
 
 def _convolve(x: Tensor, *, weight: Tensor, bias: Tensor | None, documents: Documents) -> Tensor:

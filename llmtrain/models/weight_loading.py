@@ -7,7 +7,7 @@ part.
 ``from_pretrained`` needs no more memory. Two CPU ranks with FSDP2 loaded a Llama with 271 million
 parameters as float32, of which each holds 517 MiB. The peak was 519 MiB with ``from_pretrained``
 and ``distributed_config``, 649 MiB with this module, and 1,059 MiB if every rank loads the full
-model before it is sharded (``benchmarks/weight_loading.py``; mapped files are not counted).
+model before it is sharded (mapped files are not counted).
 
 But ``from_pretrained`` (transformers 5.23) cannot do the following:
 

@@ -258,8 +258,7 @@ class Heartbeat(Callback):
         if time.monotonic() - first_look.time < _SILENCE_SECONDS:
             return False
         return any(
-            rank not in beats or beats[rank].number == first_beat.number
-            for rank, first_beat in first_look.beats.items()
+            _is_silent(first_beat, beats.get(rank)) for rank, first_beat in first_look.beats.items()
         )
 
     def _end_process(self, reason: str) -> None:

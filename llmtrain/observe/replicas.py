@@ -4,11 +4,10 @@ DDP compares shapes, once. This check compares values.
 """
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import local_shard
 
 _BLOCK_SIZE = 1 << 22  # values that are summed at a time; each of them needs 24 bytes
@@ -44,29 +43,29 @@ def _block_sum(bits: torch.Tensor, start: int) -> torch.Tensor:
     return (integers * weights).sum()
 
 
-def check_replicas(accelerator: Accelerator, model: nn.Module) -> None:
+def check_replicas(ranks: Ranks, model: nn.Module) -> None:
     """Compare the weights of all ranks that should have the same values. All ranks call this.
 
     If every rank has another shard, there is nothing to compare.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks of this run.
         model: the model that ``accelerator.prepare`` returned.
 
     Raises:
         UserError: on every rank, with the first parameter that differs and the ranks that have it.
     """
-    sharding = sharding_of(accelerator)
+    sharding = ranks.sharding
     if sharding.replicas == 1:
         return
 
-    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    local_checksums = weight_checksums(unwrapped)[None].to(accelerator.device)
-    checksums = accelerator.gather(local_checksums)  # [ranks, parameters]
+    unwrapped = ranks.accelerator.unwrap_model(model, keep_torch_compile=False)
+    local_checksums = weight_checksums(unwrapped)[None].to(ranks.device)
+    checksums = ranks.accelerator.gather(local_checksums)  # [ranks, parameters]
 
     # A rank should have the values of the rank with the same shards in the first replica.
-    ranks = torch.arange(len(checksums), device=checksums.device)
-    differs = checksums != checksums[ranks % sharding.shards]
+    rank_numbers = torch.arange(len(checksums), device=checksums.device)
+    differs = checksums != checksums[rank_numbers % sharding.shards]
     if not differs.any():
         return
 

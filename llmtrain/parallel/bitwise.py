@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.interfaces.batches import Batch
@@ -24,6 +23,7 @@ from llmtrain.interfaces.objective import LossSums
 from llmtrain.parallel.collectives import swap_with
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import add_metrics
+from llmtrain.parallel.ranks import Ranks
 
 
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
@@ -64,8 +64,8 @@ def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) 
 class BitwiseEngine(ReplicatedEngine):
     """Data parallelism whose gradients and losses have the same bits on 1, 2, 4, ... ranks."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, **settings: Any) -> None:
-        super().__init__(accelerator, model, **settings)
+    def __init__(self, ranks: Ranks, model: nn.Module, **settings: Any) -> None:
+        super().__init__(ranks, model, **settings)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def forward_backward(
@@ -82,18 +82,20 @@ class BitwiseEngine(ReplicatedEngine):
         local_sum = tree_sum(gradients, len(batches))
 
         self.phases.begin("exchange")
-        total = all_reduce_by_doubling(local_sum, self.rank, self.world_size)
+        total = all_reduce_by_doubling(local_sum, self.ranks.rank, self.ranks.world_size)
 
         sizes = [parameter.numel() for parameter in self.parameters]
         *gradients_of_parameters, loss_sum = total.split_with_sizes([*sizes, 1])
         for parameter, gradient in zip(self.parameters, gradients_of_parameters, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        loss = loss_sum[0] if self.is_main else torch.zeros_like(loss_sum[0])
+        loss = loss_sum[0] if self.ranks.is_main else torch.zeros_like(loss_sum[0])
         return LossSums(loss, metric_sums)
 
     def sum_of_micro_batches(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over the micro-batches of all ranks, added in a binary tree."""
-        sums_over_ranks = all_reduce_by_doubling(values.clone(), self.rank, self.world_size)
+        sums_over_ranks = all_reduce_by_doubling(
+            values.clone(), self.ranks.rank, self.ranks.world_size
+        )
 
         # Zeros change no sum. They fill the tree up, and with more ranks some are in `values`.
         count = 1 << (len(values) - 1).bit_length()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed import GradBucket
@@ -19,6 +18,7 @@ from llmtrain.console import say
 from llmtrain.interfaces.batches import Batch
 from llmtrain.parallel.collectives import BucketFuture, BucketWatcher
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 
 
 def average_exactly(state: None, bucket: GradBucket) -> BucketFuture:
@@ -73,9 +73,9 @@ class ReplicatedEngine(Engine):
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, comm_hook: str = "none", **settings: Any
+        self, ranks: Ranks, model: nn.Module, comm_hook: str = "none", **settings: Any
     ) -> None:
-        super().__init__(accelerator, model, **settings)
+        super().__init__(ranks, model, **settings)
         self.comm_hook = comm_hook
         self.watcher: BucketWatcher | None = None
         if comm_hook in COMPRESSED_TO:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,14 +25,14 @@ from llmtrain.phases import Phases
 Result = TypeVar("Result")
 
 
-class Engine(Ranks):
-    """The model, its parallel method, and sums over the ranks.
+class Engine:
+    """The model and its parallel method.
 
     Several methods take ``extra``: inputs of the loss that depend on the whole global batch, which
     :meth:`llmtrain.interfaces.objective.Objective.prepass` has computed.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks that train the model.
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
         sync_each_batch: reduce the gradient after every micro-batch. A rank of a sharded model then
@@ -42,12 +41,14 @@ class Engine(Ranks):
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        ranks: Ranks,
         model: nn.Module,
         objective: Objective | None = None,
         sync_each_batch: bool = False,
     ) -> None:
-        super().__init__(accelerator)
+        self.ranks = ranks
+        self.accelerator = ranks.accelerator
+        self.device = ranks.device
         self.model = model
         self.unwrapped = unwrap(model)
         self.objective = objective or Objective()
@@ -94,7 +95,7 @@ class Engine(Ranks):
         )
         # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its
         # fields.
-        totals = self.sum_over_ranks(torch.stack(local_counts))
+        totals = self.ranks.sum_over_ranks(torch.stack(local_counts))
         return StepTotals(*totals)
 
     @torch.no_grad()
@@ -116,7 +117,7 @@ class Engine(Ranks):
         local_sum = torch.stack(results).sum(0)
 
         self.phases.begin("exchange")
-        return self.sum_over_ranks(local_sum)
+        return self.ranks.sum_over_ranks(local_sum)
 
     def sum_of_micro_batches(self, values: Tensor) -> Tensor:
         """Return the sum over the micro-batches of all ranks; all ranks call this.
@@ -128,7 +129,7 @@ class Engine(Ranks):
         Returns:
             The sum, [N].
         """
-        return self.sum_over_ranks(values.sum(0))
+        return self.ranks.sum_over_ranks(values.sum(0))
 
     def forward_backward(
         self, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
@@ -147,7 +148,7 @@ class Engine(Ranks):
             This rank's sums.
         """
         # DDP and FSDP2 average over the ranks. Multiplying by their number undoes that.
-        scale = self.world_size
+        scale = self.ranks.world_size
         loss_sum = torch.zeros((), device=self.device)
         metric_sums: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):

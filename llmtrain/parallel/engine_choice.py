@@ -1,6 +1,5 @@
 """Choose the engine of a run."""
 
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import say
@@ -10,33 +9,31 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.mesh import sharding_of
+from llmtrain.parallel.ranks import Ranks
 
 
 def engine_for(
-    accelerator: Accelerator,
+    ranks: Ranks,
     model: nn.Module,
     objective: Objective,
     config: ParallelConfig,
-    bitwise: bool,
     accumulation: int,
 ) -> Engine:
     """Return the engine for the parallel method that the accelerate config asks for.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks that train the model.
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
         config: how ranks exchange gradients.
-        bitwise: whether the bits must not depend on the number of ranks.
         accumulation: how many micro-batches a step has.
     """
-    if bitwise:
-        return BitwiseEngine(accelerator, model, objective=objective)
+    if config.bitwise:
+        return BitwiseEngine(ranks, model, objective=objective)
 
-    if not sharding_of(accelerator).is_sharded:
+    if not ranks.is_sharded:
         return ReplicatedEngine(
-            accelerator,
+            ranks,
             model,
             objective=objective,
             sync_each_batch=config.sync_each_batch,
@@ -51,6 +48,4 @@ def engine_for(
             f"{4 * trained / 2**20:.1f} MiB per process, and are reduced once; "
             "with --sync_each_batch a process holds only its shard",
         )
-    return ShardedEngine(
-        accelerator, model, objective=objective, sync_each_batch=config.sync_each_batch
-    )
+    return ShardedEngine(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)

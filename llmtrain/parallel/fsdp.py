@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.errors import UserError
 from llmtrain.parallel.blocks import HasEmbeddings, blocks_of, reshard
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.parallel.shards import local_shard
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ class ShardedEngine(Engine):
             if parameter.requires_grad:
                 norm = torch.linalg.vector_norm(local_shard(parameter), dtype=torch.float32)
                 squares.append(norm.square())
-        total = self.sum_over_ranks(torch.stack(squares).sum().to(self.device))
+        total = self.ranks.sum_over_ranks(torch.stack(squares).sum().to(self.device))
         # Each replica of the model has counted all of it.
-        return torch.sqrt(total / self.sharding.replicas)
+        return torch.sqrt(total / self.ranks.sharding.replicas)
 
     def free_gathered_weights(self) -> None:
         reshard(self.model)

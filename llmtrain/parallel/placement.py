@@ -13,7 +13,8 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.parallel.fsdp import parameter_groups, shard
-from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.shipped import shipped_config
 
@@ -40,7 +41,8 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     class_name = type(model).__name__  # before FSDP renames it
     # Quantized weights are stored as integers.
     is_quantized = not all(p.is_floating_point() for p in model.parameters())
-    sharding = sharding_of(accelerator)
+    ranks = Ranks(accelerator)
+    sharding = ranks.sharding
 
     if sharding.is_sharded and bundle.weights is None:
         if is_quantized:
@@ -53,7 +55,7 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     _say_size(model, class_name)
 
     if sharding.is_sharded:
-        place_sharded(accelerator, model, bundle.weights or ())
+        place_sharded(ranks, model, bundle.weights or ())
     else:
         empty = {name: p for name, p in model.named_parameters() if p.is_meta}
         _make_real(empty.values(), accelerator.device)
@@ -64,13 +66,13 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     return bundle
 
 
-def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
+def place_sharded(ranks: Ranks, model: nn.Module, weights: Weights) -> None:
     """Shard a model over the ranks, in place, and load its initial weights.
 
     Parameters on the meta device become real. Tied parameters stay tied.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks that hold a shard each.
         model: the model, real or on the meta device.
         weights: names and full tensors, for the parameters on the meta device. Only one full tensor
             is in memory at a time.
@@ -78,9 +80,9 @@ def place_sharded(accelerator: Accelerator, model: nn.Module, weights: Weights) 
     Raises:
         UserError: if the model has no blocks.
     """
-    shard(accelerator, model)
-    _load_shards(accelerator, model, weights)
-    _say_sharding(sharding_of(accelerator), model)
+    shard(ranks.accelerator, model)
+    _load_shards(ranks.accelerator, model, weights)
+    _say_sharding(ranks.sharding, model)
 
 
 def _load_shards(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:

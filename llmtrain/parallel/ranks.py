@@ -6,13 +6,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from llmtrain.parallel.mesh import Sharding, sharding_of
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 
 class Ranks:
     """The ranks of a run, where this process is among them, and how they shard the model.
 
-    A run has one of these in ``Run.ranks``. Its engine is another, which also holds the model.
+    A run has one of these in ``Run.ranks``, which its engine holds, too.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -46,8 +46,10 @@ class Ranks:
 
     @property
     def sharding(self) -> Sharding:
-        """How the ranks shard the model."""
-        return sharding_of(self.accelerator)
+        """How the ranks shard the model: into one shard if every rank holds the full model."""
+        if isinstance(self.accelerator, TrainingAccelerator):
+            return self.accelerator.sharding
+        return Sharding(replicas=self.world_size, shards=1)
 
     @property
     def is_sharded(self) -> bool:

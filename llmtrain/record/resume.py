@@ -116,9 +116,14 @@ def choose_folder(
         elif may_continue:
             unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint, run_id)
             if unfinished is not None:
-                with unfinished.lock:
+                held_lock, found_record = unfinished
+                with held_lock:
                     yield _continued(
-                        point, folder, unfinished.record, fingerprint, was_restarted=was_restarted
+                        point,
+                        folder,
+                        record=found_record,
+                        fingerprint=fingerprint,
+                        was_restarted=was_restarted,
                     )
                 return
     raise AssertionError("there is always a next name")
@@ -259,22 +264,15 @@ def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
     return held_lock
 
 
-class _Unfinished(NamedTuple):
-    """A run that this start may continue, and its folder's lock."""
-
-    lock: "HeldLock"
-    record: JsonObject  # run.json
-
-
 def _lock_unfinished(
     folder: Path, fingerprint: JsonObject, source: Path | None, run_id: str | None
-) -> _Unfinished | None:
+) -> "tuple[HeldLock, JsonObject] | None":
     """Lock a run that this start may continue; see :func:`_unfinished_record`.
 
     Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
 
     Returns:
-        ``None`` for a run that this start may not continue.
+        The folder's lock and ``run.json``; ``None`` for a run that this start may not continue.
     """
     if _unfinished_record(folder, fingerprint, source, run_id) is None:
         return None
@@ -296,7 +294,7 @@ def _lock_unfinished(
     if record is None:
         held_lock.lock.release()
         return None
-    return _Unfinished(held_lock, record)
+    return held_lock, record
 
 
 def _unfinished_record(

@@ -58,13 +58,19 @@ def run_record(
     extends = earlier.get("extends")
     if extends is None and resume_point.extended_run is not None:
         extends = _extension_of(resume_point.extended_run, resume_point.step)
+
+    recorded_settings = {}
+    for name, setting in settings.items():
+        # The name of a flag shows whether its value is a secret.
+        recorded_settings[name] = {**redacted(setting), "value": redacted(setting["value"], name)}
+
     record = {
         "run_id": resume_point.run_id,
         "extends": extends,
         "fingerprint": fingerprint,
         "fingerprint_sha256": digest(fingerprint),
         "processes": start["processes"],
-        "settings": {name: _redacted_setting(name, setting) for name, setting in settings.items()},
+        "settings": recorded_settings,
         **redacted(details),
         "starts": [*earlier.get("starts", []), this_start],
     }
@@ -92,8 +98,3 @@ def _command() -> list[str]:
     if in_notebook():
         return []
     return redacted(sys.argv)
-
-
-def _redacted_setting(name: str, setting: JsonObject) -> JsonObject:
-    """Return a setting without secrets. The name of its flag shows whether its value is one."""
-    return {**redacted(setting), "value": redacted(setting["value"], name)}

@@ -33,14 +33,14 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
     callbacks: list[Callback] = [
         context.throughput,
         Heartbeat(
-            engine,
+            run.ranks,
             engine.phases,
             folder=run.folder,
             timeout=settings.parallel.ddp_timeout,
             on_failure=run.record_failure,
         ),
         ProgressBar(
-            shown=engine.is_main,
+            shown=run.ranks.is_main,
             step=run.step,
             max_steps=settings.optim.max_steps,
             every_entry=settings.log.is_set("logging_steps"),
@@ -95,7 +95,7 @@ class MemoryAdvice(LoopCallback):
             )
         else:
             advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
-        if self.engine.is_sharded and not self.engine.sync_each_batch:
+        if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
             advice += (
                 " With several micro-batches per step, --sync_each_batch also saves memory for "
                 "gradients."
@@ -174,7 +174,7 @@ class CompareReplicas(LoopCallback):
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
-            check_replicas(self.engine.accelerator, self.engine.model)
+            check_replicas(self.run.ranks, self.engine.model)
 
 
 class XRayRecording(LoopCallback):
@@ -183,7 +183,7 @@ class XRayRecording(LoopCallback):
     def __init__(self, context: LoopContext, steps: range) -> None:
         super().__init__(context)
         self.xray = XRay(
-            self.engine,
+            self.run.ranks,
             self.engine.phases,
             self.engine.model,
             steps,

@@ -8,7 +8,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.mesh import TrainingAccelerator
+from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.optim import lr_at
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig

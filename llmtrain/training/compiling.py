@@ -96,7 +96,7 @@ def _compile(model: nn.Module, backend: str = "inductor") -> None:
 def _try(engine: Engine, batch: Batch) -> None:
     """Run a forward and a backward pass, and leave gradients and random generators as before."""
     # A sharded model that reduces no gradients would keep full ones.
-    sync_context = contextlib.nullcontext() if engine.is_sharded else engine.no_sync()
+    sync_context = contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync()
     with engine.fork_rng(), sync_context:
         loss = engine.loss(batch).loss
         engine.accelerator.backward(loss * 0.0)

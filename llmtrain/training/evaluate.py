@@ -220,11 +220,11 @@ def row_losses(
     tokens_or_minus_one = local_batch.columns["input_ids"].masked_fill(is_padding, -1)
 
     gathered_columns = zip(
-        engine.gather_rows(local_batch.rows).tolist(),
-        engine.gather_rows(local_batch.targets).tolist(),
-        engine.gather_rows(torch.stack(denominators)).tolist(),
-        engine.gather_rows(torch.stack(losses)).tolist(),
-        engine.gather_rows(tokens_or_minus_one).tolist(),
+        engine.ranks.gather_rows(local_batch.rows).tolist(),
+        engine.ranks.gather_rows(local_batch.targets).tolist(),
+        engine.ranks.gather_rows(torch.stack(denominators)).tolist(),
+        engine.ranks.gather_rows(torch.stack(losses)).tolist(),
+        engine.ranks.gather_rows(tokens_or_minus_one).tolist(),
         strict=True,
     )
     return [

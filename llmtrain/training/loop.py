@@ -93,11 +93,10 @@ def make_engine(run: Run, model: nn.Module) -> Engine:
     """
     check_wrapping(run.accelerator, model)
     return engine_for(
-        run.accelerator,
+        run.ranks,
         model,
         objective=run.bundle.objective,
         config=run.settings.parallel,
-        bitwise=run.settings.parallel.bitwise,
         accumulation=run.layout.accumulation,
     )
 
@@ -187,7 +186,7 @@ def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     The seed depends only on the run's seed, the step and the rank. A model that takes
     ``dropout_keys`` computes its dropout from these instead, and draws nothing.
     """
-    count = step * engine.world_size + engine.rank
+    count = step * engine.ranks.world_size + engine.ranks.rank
     seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
 
     # `torch.manual_seed` would look for devices of every kind, which takes 0.3 ms.
@@ -217,7 +216,7 @@ def _count_if_skipped(
         return
 
     # Padding has the row -1.
-    rows = [row for row in engine.gather_rows(local_batch.rows).tolist() if row >= 0]
+    rows = [row for row in engine.ranks.gather_rows(local_batch.rows).tolist() if row >= 0]
     event = f"step {step} was skipped: its gradient norm is {result.grad_norm}; its rows are {rows}"
     if run.status.skipped == allowed:
         raise UserError(

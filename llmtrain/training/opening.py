@@ -22,7 +22,6 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
-from llmtrain.record.output import OUTPUT_FILE, copied_output
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.run_description import check_ranks_agree, run_description
@@ -30,7 +29,7 @@ from llmtrain.record.run_record import run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.trackers.weights_and_biases import sweep_run_id
+from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
 from llmtrain.training.fingerprint import run_fingerprint

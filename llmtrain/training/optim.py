@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.parallel.mesh import TrainingAccelerator
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 

@@ -14,9 +14,7 @@ from llmtrain.training.context import LoopCallback
 from llmtrain.training.evaluate import eval_extra, evaluate, sample
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.status import Outcome
-from llmtrain.training.summary import final_sample
-
-_SAMPLE_TOKENS = 64
+from llmtrain.training.summary import SAMPLE_TOKENS, final_sample
 
 
 class Evaluation(LoopCallback):
@@ -71,7 +69,7 @@ class Samples(LoopCallback):
             return
         start = time.monotonic()
         prompts = self.settings.eval.sample_prompts
-        sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, seed=self.settings.optim.seed)
+        sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=self.settings.optim.seed)
 
         self.engine.phases.begin("a sample")
         with self.loop_context.throughput.paused(), eager_code(self.engine.model):

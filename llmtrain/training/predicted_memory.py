@@ -14,7 +14,7 @@ from torch import nn
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.parallel.fsdp import units_of
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.activations import (
     ActivationBytes,
     MicroBatch,

@@ -66,11 +66,11 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
         UserError: on every rank, if saving failed on one of them.
     """
     model = engine.unwrapped
-    check_finite(model, engine)
+    check_finite(model, run.ranks)
 
     def prepare() -> None:
         run.saver.wait()
-        if not engine.is_main:
+        if not engine.ranks.is_main:
             return
         if run.writer.is_taken_over():
             raise UserError(
@@ -114,7 +114,7 @@ def _state(run: Run, engine: Engine) -> JsonObject:
         "best": run.patience.state if run.patience.keeps_best else None,
         "fingerprint": run.fingerprint,
         "fingerprint_sha256": digest(run.fingerprint),
-        "processes": engine.world_size,
+        "processes": engine.ranks.world_size,
         "threads": torch.get_num_threads(),
         "mixed_precision": engine.accelerator.mixed_precision,
         "loss_scaler": scaler.state_dict() if scaler is not None else None,
@@ -149,7 +149,7 @@ def write_model(run: Run, engine: Engine) -> None:
     model = engine.unwrapped
     files = run.bundle.files
     target = run.folder / "model"
-    check_finite(model, engine)
+    check_finite(model, run.ranks)
 
     def write() -> None:
         if run.saver.saves_alone:

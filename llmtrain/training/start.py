@@ -17,7 +17,6 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
@@ -33,10 +32,10 @@ def start(settings: AnySettings) -> Accelerator:
         UserError: if the launched processes do not fit the settings, or if the global batch cannot
             be divided among them.
     """
-    accelerator = start_accelerator(settings.parallel, settings.parallel.bitwise)
+    accelerator = start_accelerator(settings.parallel)
     layout = Layout.of(
         settings.data,
-        Ranks(accelerator).world_size,
+        accelerator.sharding.processes,
         bitwise=settings.parallel.bitwise,
     )
     line = str(layout)

@@ -3,11 +3,11 @@
 import statistics
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.observe.memory import memory_used
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.training.context import LoopCallback, LoopContext
@@ -55,7 +55,7 @@ class Logging(LoopCallback):
         """
         loss, metrics = result.sums
         local_sums = torch.stack([loss, *(value.to(loss.dtype) for value in metrics.values())])
-        loss_sum, *totals = self.engine.sum_over_ranks(local_sums)
+        loss_sum, *totals = self.engine.ranks.sum_over_ranks(local_sums)
         metric_sums = {name: float(total) for name, total in zip(metrics, totals, strict=True)}
         mean_loss = float(loss_sum / max(result.denominator, 1))
         # `extra` is what the loss depended on besides the micro-batch, such as KTO's baseline.
@@ -72,8 +72,8 @@ class Logging(LoopCallback):
     def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
         """Gather what every rank has measured since the last log entry."""
         phase_seconds = self.engine.phases.read()
-        memory_kind, bytes_held = memory_used(self.engine.device)
-        gathered = self.engine.gather_numbers(
+        memory_kind, bytes_held = _memory_used(self.engine.device)
+        gathered = self.engine.ranks.gather_numbers(
             {
                 **phase_seconds,
                 "gib": bytes_held / 2**30,
@@ -97,6 +97,19 @@ class Logging(LoopCallback):
         )
 
 
+def _memory_used(device: torch.device) -> tuple[str, int]:
+    """Return the kind of memory, ``gpu`` or ``host``, and how many bytes this process uses.
+
+    On a GPU, these are the most bytes that were allocated since the last call. Otherwise they are
+    the bytes of host memory that the process uses now.
+    """
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return "gpu", peak_bytes
+    return "host", psutil.Process().memory_info().rss
+
+
 class _ByRank(NamedTuple):
     """Measurements of all ranks; lists have a number for each rank."""
 
@@ -114,8 +127,8 @@ class RowLedger(LoopCallback):
     """
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        rows = self.engine.gather_rows(batch.rows)
-        targets = self.engine.gather_rows(batch.targets)
+        rows = self.engine.ranks.gather_rows(batch.rows)
+        targets = self.engine.ranks.gather_rows(batch.targets)
         self.run.writer.append(
             "rows.jsonl", {"step": info.step, "rows": rows.tolist(), "targets": targets.tolist()}
         )

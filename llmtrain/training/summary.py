@@ -21,8 +21,8 @@ from llmtrain.training.evaluate import sample
 _RULE = "-" * 40
 
 
-# The tokens of a text by the finished model.
-_SAMPLE_TOKENS = 64
+# The most tokens of a text by the model, during a run and after it.
+SAMPLE_TOKENS = 64
 
 
 def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
@@ -41,7 +41,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
         The text. On other ranks than 0 it may be empty. It is empty if the model writes no text.
     """
     writes_text = Team.everyone().on_main(lambda: _writes_text(model_folder))
-    takes_part = engine.is_main or engine.is_sharded
+    takes_part = engine.ranks.is_main or engine.ranks.is_sharded
     if not (writes_text and takes_part):
         return ""
 
@@ -49,7 +49,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
     prompt = question or _first_tokens(rows)
     # The likelier tokens answer a question best.
     temperature = 0.3 if question else 0.8
-    sampling = Sampling(max_new_tokens=_SAMPLE_TOKENS, temperature=temperature)
+    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=temperature)
     try:
         with eager_code(engine.model):
             texts = sample(
@@ -60,7 +60,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
                 stop_token_ids=rows.stop_token_ids,
             )
     except Exception as error:
-        if engine.is_main:
+        if engine.ranks.is_main:
             note(f"the run is finished; its model wrote no sample: {first_line(error)}")
         return ""
     return texts[0]

@@ -5,7 +5,8 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_replicas, weight_checksums
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 
 class TwoRanks(TrainingAccelerator):
@@ -33,12 +34,12 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_last_bit_of_one_weight_is_noticed_and_named(dtype: torch.dtype) -> None:
     other = model(dtype)
-    check_replicas(TwoRanks(other), model(dtype))
+    check_replicas(Ranks(TwoRanks(other)), model(dtype))
     integers = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
     with torch.no_grad():
         other[1].weight.view(integers[dtype])[2, 5] ^= 1
     with pytest.raises(UserError, match=r"1\.weight of rank 1 differs from rank 0's"):
-        check_replicas(TwoRanks(other), model(dtype))
+        check_replicas(Ranks(TwoRanks(other)), model(dtype))
 
 
 def test_two_weights_that_change_places_are_noticed() -> None:
@@ -46,7 +47,7 @@ def test_two_weights_that_change_places_are_noticed() -> None:
     with torch.no_grad():
         other[0].bias[:2] = other[0].bias[:2].flip(0)
     with pytest.raises(UserError, match=r"0\.bias"):
-        check_replicas(TwoRanks(other), model())
+        check_replicas(Ranks(TwoRanks(other)), model())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -55,7 +56,7 @@ def test_two_flipped_signs_do_not_cancel_out(dtype: torch.dtype) -> None:
     with torch.no_grad():
         other[0].bias[:2] *= -1
     with pytest.raises(UserError, match=r"0\.bias"):
-        check_replicas(TwoRanks(other), model(dtype))
+        check_replicas(Ranks(TwoRanks(other)), model(dtype))
 
 
 def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +67,12 @@ def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> No
     lazy = lambda module: torch.stack([p.double().sum() for p in module.parameters()])  # noqa: E731
     monkeypatch.setattr(replicas, "weight_checksums", lazy)
     monkeypatch.setitem(globals(), "weight_checksums", lazy)
-    check_replicas(TwoRanks(other), model())
+    check_replicas(Ranks(TwoRanks(other)), model())
 
 
 def test_an_empty_shard_is_like_another() -> None:
     empty = nn.Linear(8, 0)
-    check_replicas(TwoRanks(empty), empty)
+    check_replicas(Ranks(TwoRanks(empty)), empty)
 
 
 class TwoReplicasOfTwo(TrainingAccelerator):
@@ -93,10 +94,10 @@ class TwoReplicasOfTwo(TrainingAccelerator):
 
 def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
     one, two, drifted = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), model()
-    check_replicas(TwoReplicasOfTwo(one, two, one, two), one)
+    check_replicas(Ranks(TwoReplicasOfTwo(one, two, one, two)), one)
     with torch.no_grad():
         drifted[1].weight.view(torch.int32)[2, 5] ^= 1
     with pytest.raises(UserError, match=r"1\.weight of rank 2 differs from rank 0's"):
-        check_replicas(TwoReplicasOfTwo(one, two, drifted, two), one)
+        check_replicas(Ranks(TwoReplicasOfTwo(one, two, drifted, two)), one)
     with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
-        check_replicas(TwoReplicasOfTwo(one, two, one, one), one)
+        check_replicas(Ranks(TwoReplicasOfTwo(one, two, one, one)), one)

@@ -19,6 +19,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel import bitwise
 from llmtrain.parallel.bitwise import BitwiseEngine, tree_sum
 from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from tests.engines import split
 
@@ -70,8 +71,8 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30).double()
     ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(1))
     batches = split({"input_ids": ids, "labels": ids}, micro_batch=2)
-    ordinary = ReplicatedEngine(accelerator, accelerator.prepare(copy.deepcopy(model)))
-    bitwise = BitwiseEngine(accelerator, accelerator.prepare(model))
+    ordinary = ReplicatedEngine(Ranks(accelerator), accelerator.prepare(copy.deepcopy(model)))
+    bitwise = BitwiseEngine(Ranks(accelerator), accelerator.prepare(model))
     denominator = ordinary.count(batches).denominator
     expected_sums = ordinary.forward_backward(batches, denominator)
     sums = bitwise.forward_backward(batches, denominator)
@@ -118,7 +119,8 @@ class SimulatedRanks:
 
     def sum_of_micro_batches(self, rank: int, values: torch.Tensor) -> torch.Tensor:
         self.local.rank = rank
-        engine: Any = SimpleNamespace(rank=rank, world_size=self.count)
+        ranks = SimpleNamespace(rank=rank, world_size=self.count)
+        engine: Any = SimpleNamespace(ranks=ranks)
         return BitwiseEngine.sum_of_micro_batches(engine, values)
 
 

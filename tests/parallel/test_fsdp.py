@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.launching.launcher import requested_sharding
+from llmtrain.launching.sharding_request import requested_sharding
 from llmtrain.parallel.fsdp import sharding_settings
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 

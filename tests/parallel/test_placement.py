@@ -10,8 +10,8 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
 from llmtrain.parallel.placement import check_memory, place
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 FILES = cast(ModelFormat, None)  # not used
 

@@ -10,6 +10,7 @@ from llmtrain import GPT, GPTConfig, OptimConfig, make_optimizer
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 
@@ -44,8 +45,8 @@ def main() -> None:
         model.require_forward_param_sync = False
         accelerator.no_sync = lambda _: torch.enable_grad()
 
-    engine = ReplicatedEngine(accelerator, model)
-    generator = torch.Generator().manual_seed(engine.rank)
+    engine = ReplicatedEngine(Ranks(accelerator), model)
+    generator = torch.Generator().manual_seed(engine.ranks.rank)
     rounds = []
     for _ in range(3):
         batches = []

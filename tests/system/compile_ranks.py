@@ -21,6 +21,7 @@ from llmtrain.models.gpt_family import build_gpt
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
 
@@ -34,11 +35,11 @@ def sharded_engine(accelerator: Accelerator) -> ShardedEngine:
         gpt = build_gpt(config, 300)
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
     bundle = gpt.bundle(words, trained_on="nothing", seed=3)
-    return ShardedEngine(accelerator, place(accelerator, bundle).model.train())
+    return ShardedEngine(Ranks(accelerator), place(accelerator, bundle).model.train())
 
 
 def micro_batch(engine: Engine) -> Batch:
-    generator = torch.Generator().manual_seed(engine.rank)
+    generator = torch.Generator().manual_seed(engine.ranks.rank)
     ids = torch.randint(1, 250, (2, LENGTH + 1), generator=generator)
     return {"input_ids": ids, "labels": ids, "dropout_keys": torch.arange(2)}
 

@@ -23,6 +23,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training import optim
 from llmtrain.training.step import train_step
 from tests.engines import split
@@ -75,21 +76,21 @@ def our_run(
     model = make_model()
     optimizer = make_optimizer(accelerator, model, OPTIM)
     model, optimizer = accelerator.prepare(model, optimizer)
-    engine = ReplicatedEngine(accelerator, model)
+    engine = ReplicatedEngine(Ranks(accelerator), model)
     losses = []
     norms = []
     drift = ""
     for made in range(OPTIM.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(made, OPTIM)
-        result = train_step(engine, optimizer, rows_of(made, engine.rank), max_grad_norm=1.0)
-        losses.append(float(engine.sum_over_ranks(result.sums.loss) / result.denominator))
+        result = train_step(engine, optimizer, rows_of(made, engine.ranks.rank), max_grad_norm=1.0)
+        losses.append(float(engine.ranks.sum_over_ranks(result.sums.loss) / result.denominator))
         norms.append(result.grad_norm)
         if made == 1 and PERTURB:
             with torch.no_grad():
-                next(model.parameters())[0, 0] += engine.rank * 1e-7
+                next(model.parameters())[0, 0] += engine.ranks.rank * 1e-7
         try:
-            check_replicas(accelerator, model)
+            check_replicas(Ranks(accelerator), model)
         except UserError as error:
             drift = drift or str(error)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -140,7 +141,7 @@ def never_synced(
     with engine.no_sync():
         for batch in batches:
             loss = engine.loss(batch, extra).loss
-            engine.accelerator.backward(loss * engine.world_size / denominator)
+            engine.accelerator.backward(loss * engine.ranks.world_size / denominator)
     return LossSums(loss.detach(), metrics={})
 
 
@@ -153,7 +154,7 @@ def unshifted_count(
     """Count the first label of each row, too."""
     totals = HONEST_COUNT(engine, batches, stop_requested)
     counts = [(batch["labels"] != -100).sum() for batch in batches]
-    count = engine.sum_over_ranks(torch.stack(counts).sum())
+    count = engine.ranks.sum_over_ranks(torch.stack(counts).sum())
     return totals._replace(target_tokens=count, denominator=count)
 
 

@@ -23,6 +23,7 @@ from llmtrain.models.probe import probe
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor
 
 VOCABULARY = 60
@@ -88,16 +89,15 @@ def main(file: str) -> None:
     )
     place(accelerator, bundle)
     engine = engine_for(
-        accelerator,
+        Ranks(accelerator),
         accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0],
         objective=bundle.objective,
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=2,
     )
 
-    share = ROWS // engine.world_size // 2
-    first_row = engine.rank * 2 * share
+    share = ROWS // engine.ranks.world_size // 2
+    first_row = engine.ranks.rank * 2 * share
     starts = (first_row, first_row + share)
     batches = [
         {name: column[start : start + share] for name, column in global_batch().items()}
@@ -111,8 +111,8 @@ def main(file: str) -> None:
         gradient[name] = full_tensor(parameter.grad)
     names = [*sums.metrics]
     local = torch.stack([sums.loss, *(sums.metrics[name].float() for name in names)])
-    loss, *metrics = engine.sum_over_ranks(local).tolist()
-    if engine.is_main:
+    loss, *metrics = engine.ranks.sum_over_ranks(local).tolist()
+    if engine.ranks.is_main:
         results = {
             "gradient": gradient,
             "loss": loss / int(totals.denominator),

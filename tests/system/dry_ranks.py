@@ -21,6 +21,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training.step import train_step
 from tests.memory import resident
@@ -43,18 +44,17 @@ def main() -> None:
     seconds = time.perf_counter() - began
 
     engine = engine_for(
-        accelerator,
+        Ranks(accelerator),
         model,
         objective=Objective(),
         config=ParallelConfig(),
-        bitwise=False,
         accumulation=1,
     )
     ids = torch.zeros(2, 33, dtype=torch.int64)
     batches = [{"input_ids": ids, "labels": ids}]
     for _ in range(2):
         # DDP checks that its sums were made, which they are not here.
-        with contextlib.nullcontext() if engine.is_sharded else engine.no_sync():
+        with contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync():
             train_step(engine, optimizer, batches, max_grad_norm=1.0)
     held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
     states = [v for state in optimizer.optimizer.state.values() for v in state.values()]

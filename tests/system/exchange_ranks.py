@@ -20,11 +20,12 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 
 def batches_of(engine: Engine, step: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(100 * step + engine.rank)
+    generator = torch.Generator().manual_seed(100 * step + engine.ranks.rank)
     ids = torch.randint(300, (2, 17), generator=generator)
     return [{"input_ids": ids, "labels": ids}]
 
@@ -35,7 +36,7 @@ def fresh(accelerator: Accelerator, hook: str = "none") -> tuple[ReplicatedEngin
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), 300, seed=1)
     optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(model, optimizer)
-    return ReplicatedEngine(accelerator, model, comm_hook=hook), optimizer
+    return ReplicatedEngine(Ranks(accelerator), model, comm_hook=hook), optimizer
 
 
 def flat(tensors: Any) -> torch.Tensor:

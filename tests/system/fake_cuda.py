@@ -122,7 +122,7 @@ def losses(sent: LocalBatch) -> None:
 
 
 def counts(sent: LocalBatch) -> None:
-    totals = ReplicatedEngine(ACCELERATOR, gpt()).count(sent.batches)
+    totals = ReplicatedEngine(Ranks(ACCELERATOR), gpt()).count(sent.batches)
     assert {total.device.type for total in totals} == {"cuda"}
 
 

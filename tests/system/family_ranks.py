@@ -19,6 +19,7 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 from tests.engines import split
 from tests.families import FAMILIES, OVERRIDES, rows_of
@@ -39,8 +40,8 @@ def batches_of(engine: Engine, step: int) -> list[Batch]:
         "labels": torch.where(trained, ids, -100),
         "position_ids": torch.cat([torch.arange(10), torch.arange(LENGTH - 10)]).expand(ROWS, -1),
     }
-    share = ROWS // engine.world_size
-    local_rows = split(columns, share)[engine.rank]
+    share = ROWS // engine.ranks.world_size
+    local_rows = split(columns, share)[engine.ranks.rank]
     return split(local_rows, share // 2)
 
 
@@ -55,14 +56,14 @@ def measured(accelerator: Accelerator, family: str) -> dict[str, Any]:
             module.p = 0.0
     optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
     model, optimizer = accelerator.prepare(model, optimizer)
-    engine = ReplicatedEngine(accelerator, model, objective=bundle.objective)
+    engine = ReplicatedEngine(Ranks(accelerator), model, objective=bundle.objective)
     losses = []
     norms = []
     for step in range(3):
         result = train_step(engine, optimizer, batches_of(engine, step), max_grad_norm=1.0)
-        losses.append(float(engine.sum_over_ranks(result.sums.loss) / result.denominator))
+        losses.append(float(engine.ranks.sum_over_ranks(result.sums.loss) / result.denominator))
         norms.append(result.grad_norm)
-    check_replicas(accelerator, model)
+    check_replicas(Ranks(accelerator), model)
     accelerator.free_memory()
     return {"losses": losses, "norms": norms}
 

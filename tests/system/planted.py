@@ -40,7 +40,7 @@ def sync_in_every_micro_batch(
     total = torch.zeros(())
     for batch in batches:
         loss = engine.loss(batch, extra).loss
-        engine.accelerator.backward(loss * engine.world_size / denominator)
+        engine.accelerator.backward(loss * engine.ranks.world_size / denominator)
         total += loss.detach()
     return LossSums(total)
 

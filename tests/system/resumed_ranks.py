@@ -18,11 +18,12 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 
 def batches_of(engine: Engine, step: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(100 * step + engine.rank)
+    generator = torch.Generator().manual_seed(100 * step + engine.ranks.rank)
     ids = torch.randint(300, (2, 17), generator=generator)
     return [{"input_ids": ids, "labels": ids}]
 
@@ -37,7 +38,7 @@ def fresh(
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     model, optimizer = accelerator.prepare(model, optimizer)
-    return ReplicatedEngine(accelerator, model), optimizer
+    return ReplicatedEngine(Ranks(accelerator), model), optimizer
 
 
 def weights_after_steps(engine: Engine, optimizer: Any, first: int) -> torch.Tensor:

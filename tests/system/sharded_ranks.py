@@ -39,6 +39,7 @@ from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import parameter_bytes, place
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
@@ -62,8 +63,8 @@ def batches_of(engine: Engine, step: int, accumulation: int) -> list[Batch]:
     is_target = torch.rand(ROWS, LENGTH, generator=generator) < shares_of_targets
     batch = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED)}
 
-    share = ROWS // engine.world_size
-    return split(split(batch, share)[engine.rank], share // accumulation)
+    share = ROWS // engine.ranks.world_size
+    return split(split(batch, share)[engine.ranks.rank], share // accumulation)
 
 
 def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
@@ -119,11 +120,10 @@ def measured(
     are_same = len(kept) == len(trained) and all(map(operator.is_, kept, trained))
     held, full = parameter_bytes(model)
     engine = engine_for(
-        accelerator,
+        Ranks(accelerator),
         prepared,
         objective=bundle.objective,
         config=ParallelConfig(sync_each_batch="-each" in name),
-        bitwise=False,
         accumulation=accumulation,
     )
     found: dict[str, Any] = {
@@ -145,12 +145,12 @@ def measured(
             COUNTS.clear()
             batches = batches_of(engine, step, accumulation)
             result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
-            losses = engine.gather_rows(result.sums.loss[None])
+            losses = engine.ranks.gather_rows(result.sums.loss[None])
             found["losses"].append(float(losses.sum() / result.denominator))
             found["norms"].append(result.grad_norm)
             found["syncs"].append(syncs.count)
             found["scattered"].append(len(COUNTS))
-    check_replicas(accelerator, prepared)
+    check_replicas(Ranks(accelerator), prepared)
 
     write(engine, bundle, folder / case.replace("/", "-"))
     if isinstance(model, HasEmbeddings):
@@ -186,17 +186,17 @@ def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
     files = bundle.files
     model = engine.unwrapped
-    if engine.is_sharded:
+    if engine.ranks.is_sharded:
         tensors = files.tensors(model)
         write_model(
             folder,
             files,
             tensors,
             team=Team.with_new_group(),
-            ranks=tuple(range(engine.world_size)),
+            ranks=tuple(range(engine.ranks.world_size)),
             convert=files.tensor_converter(model),
         )
-    elif engine.is_main:
+    elif engine.ranks.is_main:
         write_model(folder, files, files.export_tensors(model))
 
 

@@ -22,7 +22,7 @@ def assert_one_line(err: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--n_layers", "3"], r"unknown flag --n_layers - did you mean --n_layer\?"),
+        (["--n_layers", "3"], r"unknown flag --n_layers: use --n_layer\."),
         (["--dataset", "{tmp}/bad.jsonl"], r"bad.jsonl, line 2: not JSON"),
         (["--resume_from_checkpoint", "{tmp}"], r"neither a run folder nor a checkpoint"),
         (

@@ -11,7 +11,6 @@ import pytest
 from llmtrain.lab.commands.doctor import _merge_findings
 from llmtrain.lab.doctor import local_checks
 from llmtrain.lab.doctor.group_checks import JoinResult, Process, join_group
-from llmtrain.launching.launcher import Launcher
 from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 from tests.test_cli import ended
@@ -73,25 +72,14 @@ def test_a_version_that_is_too_old_is_bad(
     assert found["versions"][0]["remedy"] == "pip install 'accelerate>=1.15'"
 
 
-def test_without_a_launcher_the_config_is_shown_that_one_would_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_the_variables_of_accelerate_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    default = tmp_path / "default_config.yaml"
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(default))
-    assert alone(capsys)[1]["launch"][0]["text"] == "1 process; no accelerate config, no flags"
-    default.write_text("num_processes: 3\nmixed_precision: bf16\n")
     said = alone(capsys)[1]["launch"][0]["text"]
-    assert said.endswith(
-        f"; config file {default}, num_processes 3 (config file), mixed_precision bf16 (config file)"
-    )
-    given = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_machines", "1"]
-    said = alone(capsys, *given)[1]["launch"][0]["text"]
-    assert "config file accelerate_configs/cpu_ddp.yaml, num_machines 1 (command line)," in said
-    assert "num_processes 2 (config file)" in said
-    assert "bf16" not in said
-    default.write_text("just words")
-    status, found = alone(capsys)
-    assert (status, found["launch"][0]["level"]) == (1, "bad")
+    assert said == "1 process; no settings of accelerate"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    said = alone(capsys)[1]["launch"][0]["text"]
+    assert said == "1 process; ACCELERATE_MIXED_PRECISION bf16"
 
 
 @pytest.mark.skipif(
@@ -194,10 +182,10 @@ def test_a_process_asks_for_the_memory_of_its_own_gpu_and_alone_of_all(
 
 
 @pytest.mark.parametrize(
-    ("processes", "words", "backend"), [(4, [], "nccl"), (5, [], "gloo"), (4, ["--cpu"], "gloo")]
+    ("processes", "on_cpu", "backend"), [(4, "", "nccl"), (5, "", "gloo"), (4, "true", "gloo")]
 )
 def test_processes_meet_where_those_of_a_run_would(
-    processes, words, backend, asked, monkeypatch, capsys
+    processes, on_cpu, backend, asked, monkeypatch, capsys
 ) -> None:
     world = {
         "WORLD_SIZE": str(processes),
@@ -207,9 +195,7 @@ def test_processes_meet_where_those_of_a_run_would(
     }
     for name, value in (world | {"MASTER_ADDR": "::1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        Launcher, "find", classmethod(lambda cls: Launcher(["accelerate", "launch", *words]))
-    )
+    monkeypatch.setenv("ACCELERATE_USE_CPU", on_cpu)
     monkeypatch.setattr("os._exit", sys.exit)
 
     def join_group(backend: str, timeout: float) -> JoinResult:
@@ -243,17 +229,14 @@ def told(done: Ended) -> str:
     )
 
 
-def test_two_processes_are_told_of_once_with_their_config_and_its_sources(tmp_path: Path) -> None:
+def test_two_processes_are_told_of_once_with_the_settings_of_their_launcher(tmp_path: Path) -> None:
     flags = ["--multi_gpu", "--mixed_precision", "no", "-m", "llmtrain", "doctor"]
     words = accelerate("cpu_ddp", *flags)
     done = run([*words, "--output_dir", str(tmp_path)]).assert_ok()
     said = told(done)
     assert said.count("versions") == 1
-    assert "2 processes; config file" in said
-    assert f"config file {ROOT}/accelerate_configs/cpu_ddp.yaml" in said
-    assert "mixed_precision no (command line), multi_gpu True (command line)" in said
-    assert "output_dir" not in said
-    assert "num_processes 2 (config file)" in said
+    assert "2 processes; ACCELERATE_" in said
+    assert "ACCELERATE_MIXED_PRECISION no" in said
     assert "2 processes over gloo" in said
     assert "MB/s" in said
     assert "is visible to all processes" in said

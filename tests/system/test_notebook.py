@@ -50,6 +50,4 @@ def test_the_notebook_trains_on_two_processes_and_plots_two_runs_of_its_own(
     assert "AutoModelForCausalLM.from_pretrained" in shown_result
     assert "failed" not in shown_result
     (shown,) = notebook.cells[-1].outputs
-    assert shown.traceback == [
-        "error: unknown flag --n_layers - did you mean --n_layer? --help lists the flags."
-    ]
+    assert shown.traceback == ["error: unknown flag --n_layers: use --n_layer."]

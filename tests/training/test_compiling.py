@@ -77,11 +77,14 @@ def test_a_run_stays_with_what_it_has_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callbacks, "is_worth_compiling", lambda *_, **__: True)
-    loop = SimpleNamespace(torch_compile=mode, bitwise=bitwise)
-    settings = SimpleNamespace(loop=loop, optim=SimpleNamespace(max_steps=10))
-    run = SimpleNamespace(settings=settings, compiled=earlier_choice)
+    settings = SimpleNamespace(
+        parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
+        optim=SimpleNamespace(max_steps=10),
+    )
+    status = SimpleNamespace(compiled=earlier_choice)
+    run = SimpleNamespace(settings=settings, status=status, step=0)
     engine = SimpleNamespace(device=torch.device("cuda"))
-    context: Any = SimpleNamespace(run=run, engine=engine, timing=None)
+    context: Any = SimpleNamespace(run=run, engine=engine)
     assert WarmUp(context)._should_compile(shapes=1) is expected
 
 

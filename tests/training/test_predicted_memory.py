@@ -17,8 +17,8 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.mesh import Sharding
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import RecipeModel, build_recipe_model

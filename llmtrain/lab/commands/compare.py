@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmtrain.console import labelled, pluralize
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.lab.commands._seeds import SUGGESTED_SEEDS, repeat_command
+from llmtrain.lab.commands.seeds import SUGGESTED_SEEDS, repeat_command
 from llmtrain.quantities import duration_text
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from llmtrain.launching.children import read_accelerate_config
 if TYPE_CHECKING:
     from llmtrain.lab.doctor.group_checks import Process
     from llmtrain.lab.doctor.local_checks import Finding
-    from llmtrain.launching.launcher import Launcher
 
 EXAMPLES = (
     "llmtrain doctor",
@@ -78,24 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.lab.doctor import local_checks
-    from llmtrain.launching.launcher import Launcher
+    from llmtrain.launching.launcher import launched_by
 
-    _act_as_launcher(arguments)
-    launcher = Launcher.find()
-    if not launcher.words:
-        flags = _launcher_flags(arguments, "config_file")
-        launcher = Launcher.from_flags([f"--{name}={value}" for name, value in flags.items()])
-
-    findings = local_checks.findings(Path(arguments.output_dir), launcher)
+    config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
+    _act_as_launcher(config | _machine_flags(arguments))
+    on_cpu = launched_by().on_cpu or bool(config.get("use_cpu"))
+    findings = local_checks.findings(Path(arguments.output_dir), on_cpu)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         sys.exit(_report(findings, arguments.json))
 
-    status = _check_group(arguments, launcher, findings)
+    status = _check_group(arguments, on_cpu, findings)
     os._exit(status)  # gloo's threads sometimes abort a process that is done
 
 
 def _check_group(
-    arguments: argparse.Namespace, launcher: "Launcher", local_findings: "list[Finding]"
+    arguments: argparse.Namespace, on_cpu: bool, local_findings: "list[Finding]"
 ) -> int:
     """Check several processes together, and return the exit status of this one.
 
@@ -106,7 +102,7 @@ def _check_group(
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     has_several_machines = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    uses_gloo = local_checks.uses_gloo(launcher)
+    uses_gloo = local_checks.uses_gloo(on_cpu)
     if has_several_machines and uses_gloo:
         local_findings = local_findings + local_checks.check_address()
 
@@ -133,14 +129,15 @@ def _check_group(
         return _report([*local_findings, *joined.findings, lost], arguments.json)
 
 
-def _act_as_launcher(arguments: argparse.Namespace) -> None:
+def _act_as_launcher(config: JsonObject) -> None:
     """Set the variables of a launcher with one process per machine, if there is no launcher.
 
     Nothing is set for a single machine. A real launcher waits for a machine that does not come for
     a quarter of an hour, without a message.
+
+    Args:
+        config: an accelerate config.
     """
-    config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
-    config |= _launcher_flags(arguments)
     machines = config.get("num_machines")
     rank = config.get("machine_rank")
     address = config.get("main_process_ip")
@@ -167,14 +164,9 @@ def _act_as_launcher(arguments: argparse.Namespace) -> None:
     }
 
 
-def _launcher_flags(arguments: argparse.Namespace, *further: str) -> JsonObject:
-    """Return the flags that the user passed and that accelerate launch also takes.
-
-    Args:
-        arguments: the arguments of this command.
-        further: names of flags to return besides those about machines.
-    """
-    values = {name: getattr(arguments, name) for name in (*further, *_MACHINE_FLAGS)}
+def _machine_flags(arguments: argparse.Namespace) -> JsonObject:
+    """Return the flags about machines that the user passed."""
+    values = {name: getattr(arguments, name) for name in _MACHINE_FLAGS}
     return {name: value for name, value in values.items() if value is not None}
 
 

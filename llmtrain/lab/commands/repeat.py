@@ -18,8 +18,8 @@ from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.lab.commands._seeds import seed_flags, seed_folder
 from llmtrain.lab.commands.compare import comparison_as_json, group_lines
+from llmtrain.lab.commands.seeds import seed_folder
 from llmtrain.launching.children import (
     Ending,
     has_too_few_gpus,
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.count} seeds: run at least one.")
     processes = process_count(arguments.processes, arguments.config_file, default=1)
     settings = _recipe_settings(arguments)
-    output_dir = _output_dir(settings)
+    output_dir = next(candidate_folders(settings["output_dir"].value))
     first_seed = settings["seed"].value
     seeds = range(first_seed, first_seed + arguments.count)
     for seed in seeds:
@@ -112,10 +112,6 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
             "with these flags, and leave --help out."
         )
     return settings
-
-
-def _output_dir(settings: Mapping[str, "Setting"]) -> Path:
-    return next(candidate_folders(settings["output_dir"].value))
 
 
 def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
@@ -178,9 +174,10 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
 
 def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, seed: int) -> Ending:
     """Run the recipe with a seed until it ends."""
+    folder = seed_folder(output_dir, seed)
     command = recipe_command(
         [arguments.recipe, *arguments.flags],
-        seed_flags(output_dir, seed),
+        {"seed": seed, "output_dir": folder},
         processes,
         arguments.config_file,
     )
@@ -192,7 +189,6 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
 
     # A launcher may end at once when it is asked to stop, while the run still saves.
     deadline = time.monotonic() + _SAVE_SECONDS
-    folder = seed_folder(output_dir, seed)
     while History.read(folder).is_in_progress and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return ending

@@ -293,7 +293,7 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
-    from llmtrain.lab.tokenizer import load_tokenizer
+    from llmtrain.lab.row_diff import load_tokenizer
     from llmtrain.model_folders import model_folder
 
     try:

@@ -23,7 +23,7 @@ from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
-from llmtrain.launching.launcher import Launcher, check_launch
+from llmtrain.launching.launch_checks import check_launch
 from llmtrain.versions import version_of, versions
 
 # The levels of a finding.
@@ -49,16 +49,16 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def findings(output_dir: Path, launcher: Launcher) -> list[Finding]:
+def findings(output_dir: Path, on_cpu: bool) -> list[Finding]:
     """Return the findings about this process's machine.
 
     Args:
         output_dir: the folder in which runs are kept.
-        launcher: the launcher of this process, or of a run that is still to come.
+        on_cpu: whether the user chose the CPU.
     """
     return [
         *_versions(),
-        *_launch(launcher),
+        *_launch(on_cpu),
         *_devices(),
         *_memory(),
         *_folder(output_dir),
@@ -105,58 +105,22 @@ def _versions() -> Iterator[Finding]:
 # --- the launcher
 
 
-def _launch(launcher: Launcher) -> Iterator[Finding]:
+def _launch(on_cpu: bool) -> Iterator[Finding]:
     try:
         check_launch()
-        use_cpu(launcher)
+        use_cpu(on_cpu)
     except UserError as error:
         yield Finding(BAD, "launch", str(error))
 
-    config_file = "no accelerate config"
-    if launcher.config_file:
-        config_file = f"config file {launcher.config_file}"
-    if launcher.config_file and not launcher.config:
-        yield Finding(
-            BAD,
-            "launch",
-            f"{config_file} has no settings that can be read",
-            remedy="remove it, or run accelerate config",
-        )
-
     processes = os.environ.get("WORLD_SIZE", "1")
     noun = "process" if processes == "1" else "processes"
-    settings = list(_launcher_settings(launcher)) or ["no flags"]
-    yield Finding(GOOD, "launch", f"{processes} {noun}; {', '.join([config_file, *settings])}")
-
-
-def _launcher_settings(launcher: Launcher) -> Iterator[str]:
-    """Yield the settings of the launcher, each with its source."""
-    flags = {
-        word.partition("=")[0].removeprefix("--").replace("-", "_")
-        for word in launcher.words
-        if word.startswith("--")
-    }
-    for flag in sorted(flags - {"config_file"}):
-        yield f"{flag} {launcher.option(flag)} (command line)"
-
-    hidden = {*flags, "compute_environment", "debug"}
-    for key, value in _flat_config(launcher):
-        if value is not None and key not in hidden:
-            yield f"{key} {value} (config file)"
-
-    for variable, value in sorted(launcher.environment.items()):
-        if variable.startswith("ACCELERATE_"):
-            yield f"{variable} {value} (environment)"
-
-
-def _flat_config(launcher: Launcher) -> Iterator[tuple[str, object]]:
-    """Yield the keys and values of the launcher's config file; a nested key is ``outer.inner``."""
-    for key, value in launcher.config.items():
-        if isinstance(value, dict):
-            for inner_key, inner_value in value.items():
-                yield f"{key}.{inner_key}", inner_value
-        else:
-            yield f"{key}", value
+    variables = [
+        f"{name} {value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+    ]
+    settings = ", ".join(variables) or "no settings of accelerate"
+    yield Finding(GOOD, "launch", f"{processes} {noun}; {settings}")
 
 
 # --- devices and memory
@@ -337,13 +301,13 @@ def _server(subject: str, *, url: str, offline: str, remedy: str) -> Finding:
 # --- how processes would connect
 
 
-def uses_gloo(launcher: Launcher) -> bool:
+def uses_gloo(on_cpu: bool) -> bool:
     """Return whether the processes of a run would connect over gloo rather than NCCL.
 
     They do if they train on the CPU, or if there are too few GPUs for them.
     """
     with contextlib.suppress(UserError):  # it is among the findings
-        return use_cpu(launcher)
+        return use_cpu(on_cpu)
     return True
 
 

@@ -1,6 +1,6 @@
-"""A few real steps on this machine, which measure the seconds of a plan.
+"""Measures how fast this machine computes: by a few real steps, or by products of matrices.
 
-One ordinary run is enough. In some phases of a step every process computes by itself:
+For the steps one ordinary run is enough. In some phases of a step every process computes by itself:
 ``OWN_PHASES`` in :mod:`llmtrain.phase_names`. They measure computing. In the other phases,
 ``SYNC_PHASES``, processes also wait for each other. They measure how much of the processors' time
 it takes to send.
@@ -8,8 +8,11 @@ it takes to send.
 
 import math
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from llmtrain.json_types import JsonObject
 from llmtrain.lab.plan.speed import Compute
@@ -23,6 +26,11 @@ from llmtrain.phase_names import OWN_PHASES
 from llmtrain.record.history import read_lines
 
 _STEPS = 12  # the first one is not measured
+
+# Sizes of the square matrices whose product measures a device, and how often it is computed.
+_MATRIX_SIZES_CPU = (192, 768)
+_MATRIX_SIZES_GPU = (1024, 4096)
+_PRODUCTS = 20
 
 
 def calibrate(
@@ -122,3 +130,22 @@ def _run_steps(
         run_command(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
         entries = [line for line in read_lines(output_dir / "metrics.jsonl") if "phases" in line]
     return dict(entries[-1]["phases"])
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product, the best of several."""
+    best = 0.0
+    for size in _MATRIX_SIZES_GPU if device.type == "cuda" else _MATRIX_SIZES_CPU:
+        flops = 2 * size**3
+        # If the larger product would take more than a second, this precision is emulated here.
+        if best and _PRODUCTS * flops / best > 1:
+            break
+
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        b = torch.ones(size, size, device=device, dtype=dtype)
+        float((a @ b)[0, 0])  # the first product loads the kernel
+        for _ in range(_PRODUCTS):
+            start = time.perf_counter()
+            float((a @ b)[0, 0])  # reading the result waits for the device
+            best = max(best, flops / (time.perf_counter() - start))
+    return best

@@ -17,8 +17,7 @@ from llmtrain.devices import (
     known_device,
 )
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.calibration import calibrate
-from llmtrain.lab.plan.peak import measured_peak
+from llmtrain.lab.plan.calibration import calibrate, measured_peak
 from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
@@ -29,7 +28,7 @@ from llmtrain.lab.plan.speed import (
     step_time,
 )
 from llmtrain.launching.children import gpu_count
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
 
 # Numbers of processes for which a plan shows the efficiency.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmtrain.devices import Device
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Memory
 
 _FLOAT32_BYTES = 4

@@ -26,7 +26,7 @@ from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
-    from llmtrain.record.saved_checkpoints import SavedCheckpoint
+    from llmtrain.record.checkpoint import SavedCheckpoint
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
@@ -189,8 +189,7 @@ def events(runs: Sequence[History]) -> list[Event]:
 
 def checkpoints_of(runs: Sequence[History]) -> list[tuple[int, "SavedCheckpoint"]]:
     """Return the checkpoints on disk, each after the index of its run, the newest first."""
-    from llmtrain.record.checkpoint import checkpoints
-    from llmtrain.record.saved_checkpoints import saved_checkpoints
+    from llmtrain.record.checkpoint import checkpoints, saved_checkpoints
 
     saved: list[tuple[int, SavedCheckpoint]] = []
     for number, run in enumerate(runs):

@@ -1,13 +1,14 @@
 """Weights & Biases: online, offline and in sweeps."""
 
 import contextlib
+import io
 import math
 import netrc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import urlparse
 
 from accelerate.tracking import GeneralTracker
@@ -15,10 +16,11 @@ from accelerate.tracking import GeneralTracker
 from llmtrain.console import note, say
 from llmtrain.errors import first_line
 from llmtrain.json_types import JsonObject
-from llmtrain.record.output import OUTPUT_FILE
 from llmtrain.record.stopping import is_lower_better
 from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
 from llmtrain.redaction import redacted
+
+OUTPUT_FILE = "output.log"  # in the run folder; W&B shows what the run prints under this name
 
 _INIT_SECONDS = 30  # for one attempt to start
 _SAMPLE_COLUMNS = ("step", "prompt", "text")
@@ -130,7 +132,9 @@ class WeightsAndBiases(Tracker):
     def _say_where(self) -> None:
         """Print the address of the run's page, or how to upload the run later."""
         if self.is_offline:
-            reason = "offline" if _is_logged_in() else "not logged in, so logging offline"
+            reason = "offline"
+            if not _is_logged_in():
+                reason = "not logged in, so logging offline"
             folder = os.path.relpath(self.wandb_run.settings.sync_dir)
             say("wandb", f"{reason}; to upload it later: wandb login && wandb sync {folder}")
         elif self.wandb_run.url:
@@ -190,6 +194,50 @@ class WeightsAndBiases(Tracker):
                 note(f"wandb: {first_line(error)}; the run folder has everything.")
         self.wandb_run.finish(exit_code=exit_code)
         wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
+
+
+@contextlib.contextmanager
+def copied_output(path: Path) -> Iterator[None]:
+    """Append what this process prints to a file, too, while the block runs."""
+    with path.open("a") as file:
+        out = _Copied(sys.stdout, file)
+        err = _Copied(sys.stderr, file)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+
+
+class _Copied(io.TextIOBase):
+    """A stream whose text is also written to a file, except for frames of progress bars.
+
+    Args:
+        stream: the stream.
+        file: the file. If it cannot be written, only the copy is incomplete.
+    """
+
+    def __init__(self, stream: TextIO, file: TextIO) -> None:
+        self.stream = stream
+        self.file = file
+
+    def write(self, text: str) -> int:
+        count = self.stream.write(text)
+        if not text.startswith("\r"):
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or closed
+                self.file.write(text)
+                self.file.flush()
+        return count
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
 
 
 @contextlib.contextmanager

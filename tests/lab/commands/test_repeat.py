@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain.config.yaml_file import Entry, Setting, settings_in, text_of
 from llmtrain.lab.commands import repeat
-from llmtrain.lab.commands._seeds import repeat_command
+from llmtrain.lab.commands.seeds import repeat_command
 from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
 from llmtrain.record.resume import lock_of

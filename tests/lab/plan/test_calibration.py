@@ -1,7 +1,11 @@
-"""What a plan takes from the phases of a few real steps."""
+"""What a plan takes from the phases of a few real steps, and the peak that it measures."""
+
+import itertools
 
 import pytest
+import torch
 
+from llmtrain.lab.plan import calibration
 from llmtrain.lab.plan.calibration import compute_from_phases
 from llmtrain.phase_names import PHASES
 
@@ -30,3 +34,13 @@ def test_one_process_computes_all_the_time() -> None:
     compute = compute_from_phases(phases, rows=1)
     assert compute.optimizer == 1.0, "the norm and the optimizer"
     assert compute.other == 1.0, "loading data and all else"
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(0.005, 192), (0.0005, 768)])
+def test_the_peak_is_of_a_product_that_takes_no_long_time(
+    seconds: float, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(clock) * seconds)
+    peak = calibration.measured_peak(torch.device("cpu"), torch.float32)
+    assert peak == pytest.approx(2 * size**3 / seconds)

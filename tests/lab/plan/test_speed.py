@@ -17,7 +17,7 @@ from llmtrain.lab.plan.speed import (
     step_time,
 )
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.mesh import Sharding
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)

@@ -1,4 +1,4 @@
-"""The runs of one recipe with several seeds, which ``repeat`` starts and ``compare`` asks for."""
+"""The runs of a recipe with several seeds: their folders, and the command that makes them."""
 
 import re
 import shlex
@@ -13,11 +13,6 @@ SUGGESTED_SEEDS = 5
 def seed_folder(output_dir: Path, seed: int) -> Path:
     """Return the folder of the run with a seed, such as ``runs/gpt-seed-1`` for ``runs/gpt``."""
     return output_dir.with_name(f"{output_dir.name}-seed-{seed}")
-
-
-def seed_flags(output_dir: Path, seed: int) -> dict[str, object]:
-    """Return the flags that a run with a seed gets in addition to those of the user."""
-    return {"seed": seed, "output_dir": seed_folder(output_dir, seed)}
 
 
 def repeat_command(run: History, count: int) -> str | None:

@@ -3,7 +3,7 @@
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.mesh import Sharding, TrainingAccelerator
+from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a run shards its model over the ranks."""
+"""How a run shards its model over the ranks, and the Accelerator that knows it."""
 
 from dataclasses import dataclass
 from typing import NoReturn
@@ -80,10 +80,3 @@ def _refuse(method: str) -> NoReturn:
         "the step, and a resumed run would silently start without the rest. Compute what you need "
         "from the step, or make it a buffer of the model."
     )
-
-
-def sharding_of(accelerator: Accelerator) -> Sharding:
-    """Return how a run shards its model: into one shard if every rank holds the full model."""
-    if isinstance(accelerator, TrainingAccelerator):
-        return accelerator.sharding
-    return Sharding(replicas=int(accelerator.num_processes), shards=1)
