@@ -4,8 +4,8 @@ import importlib
 import os
 import sys
 
+from llmtrain import launch
 from llmtrain.errors import UserError
-from llmtrain.launching.process import launch
 
 
 def main() -> None:

@@ -5,21 +5,18 @@ from itertools import pairwise
 
 import torch
 
-from llmtrain.interfaces.batches import Batch
+from llmtrain import ParallelConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
+    Batch,
+    Training,
     batch,
     claim,
     flat_gradient,
     rank_rows,
-    recording_sent_bytes,
     show,
     small_gpt,
 )
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.ranks import Ranks
 
 PROCESSES = 2
 
@@ -27,26 +24,25 @@ PROCESSES = 2
 def main() -> None:
     """Reduce one gradient in three ways, and count the collectives of each."""
     accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1))
-    model = accelerator.prepare(small_gpt())
-    engine = ReplicatedEngine(Ranks(accelerator), model)
+    training = Training(accelerator, small_gpt())
+    model = training.model
 
     tokens = rank_rows(accelerator, 16)
     one_batch = [batch(tokens)]
     four_batches = [batch(part) for part in tokens.chunk(4)]
-    denominator = engine.count(four_batches).denominator
 
     gradients = []
-    with recording_sent_bytes(engine) as sent:
+    with training.recording_sent_bytes() as sent:
         for name, batches, sync_each_batch in (
             ("8 rows at once", one_batch, False),
             ("4 times 2 rows, all but the last under no_sync", four_batches, False),
             ("4 times 2 rows, reduced each time", four_batches, True),
         ):
-            engine.sync_each_batch = sync_each_batch
-            engine.forward_backward(batches, denominator)
+            training.engine.sync_each_batch = sync_each_batch
+            training.accumulate(batches)
             model.zero_grad()  # DDP arranges its buckets in the first pass
 
-            counts = _collectives_of_each_batch(engine, sent, batches, denominator)
+            counts = _collectives_of_each_batch(training, sent, batches)
             gradients.append(flat_gradient(model))
             model.zero_grad()
 
@@ -60,18 +56,17 @@ def main() -> None:
 
 
 def _collectives_of_each_batch(
-    engine: Engine, sent: Sequence[int], batches: Sequence[Batch], denominator: torch.Tensor
+    training: Training, sent: Sequence[int], batches: Sequence[Batch]
 ) -> list[int]:
     """Compute a gradient, and return how many buckets are sent in each micro-batch.
 
     Args:
-        engine: how this process computes.
+        training: the model.
         sent: grows with every bucket that is sent.
         batches: the micro-batches.
-        denominator: what the summed loss is divided by.
     """
     sent_before: list[int] = []  # buckets sent before each forward pass
-    hook = engine.model.register_forward_pre_hook(lambda *_: sent_before.append(len(sent)))
-    engine.forward_backward(batches, denominator)
+    hook = training.model.register_forward_pre_hook(lambda *_: sent_before.append(len(sent)))
+    training.accumulate(batches)
     hook.remove()
     return [after - before for before, after in pairwise([*sent_before, len(sent)])]

@@ -1,33 +1,33 @@
 """A small model, rows, and ways to print and to run recipes, for all lessons."""
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed import GradBucket
 
-from llmtrain.console import rank
+from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
 from llmtrain.errors import UserError
-from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.children import start_command
-from llmtrain.models.config import GPTConfig
-from llmtrain.models.gpt import GPT
-from llmtrain.parallel.collectives import BucketFuture
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.placement import place_sharded
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.shipped import shipped_folder
-from llmtrain.training.optim import make_optimizer
-from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import train_step
+
+# The columns of a micro-batch.
+Batch: TypeAlias = dict[str, torch.Tensor]
+# The future of a bucket's mean over the ranks.
+BucketFuture: TypeAlias = torch.futures.Future[torch.Tensor]
+# Begins to average a bucket over the ranks.
+BucketAverage: TypeAlias = Callable[[GradBucket], BucketFuture]
 
 VOCABULARY = 64
 BLOCK = 32
@@ -51,7 +51,7 @@ TINY_RUN = {
 
 def show(text: str) -> None:
     """Print a line, on rank 0 only."""
-    if rank() == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
 
 
@@ -92,6 +92,14 @@ def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
     return GPT(config, VOCABULARY, seed=0)
 
 
+def sharded_gpt(accelerator: Accelerator) -> GPT:
+    """Return the model of :func:`small_gpt`, of whose weights each rank holds only a shard."""
+    with torch.device("meta"):
+        model = small_gpt()
+    place_sharded(Ranks(accelerator), model, model.initial_weights(0))
+    return model
+
+
 def rows(count: int, step: int = 0) -> torch.Tensor:
     """Return rows that a model can learn, as int64 [count, BLOCK + 1].
 
@@ -118,69 +126,98 @@ def batch(tokens: torch.Tensor) -> Batch:
 # --- training
 
 
-def prepare(
-    accelerator: Accelerator, model: nn.Module, parallel: ParallelConfig | None = None
-) -> tuple[Engine, AcceleratedOptimizer]:
-    """Return an engine that trains a model on all ranks, and the model's AdamW."""
-    optimizer = make_optimizer(
-        accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
-    )
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_for(
-        Ranks(accelerator),
-        model,
-        objective=Objective(),
-        config=parallel or ParallelConfig(),
-        accumulation=1,
-    )
-    return engine, optimizer
+class Training:
+    """A model that all ranks train, each with its own rows.
+
+    Args:
+        accelerator: the Accelerator of the lesson.
+        model: the model.
+        parallel: how ranks exchange gradients.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, parallel: ParallelConfig | None = None
+    ) -> None:
+        optimizer = make_optimizer(
+            accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
+        )
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.engine = engine_for(
+            Ranks(accelerator),
+            self.model,
+            objective=Objective(),
+            config=parallel or ParallelConfig(),
+            accumulation=1,
+        )
+
+    def accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Leave the gradient of the mean loss over the rows of all ranks in ``.grad``.
+
+        Args:
+            batches: this rank's micro-batches.
+
+        Returns:
+            This rank's part of the mean loss. The parts of all ranks add up to it.
+        """
+        self.engine.phases.begin("count")
+        denominator = self.engine.count(batches).denominator
+        sums = self.engine.forward_backward(batches, denominator)
+        return sums.loss / denominator
+
+    def step(self, tokens: torch.Tensor, max_grad_norm: float = 1.0) -> torch.Tensor:
+        """Change the weights by one step of the optimizer, as the package's loop does.
+
+        Args:
+            tokens: this rank's rows.
+            max_grad_norm: the gradient is scaled down to this norm if it is larger.
+
+        Returns:
+            This rank's part of the mean loss.
+        """
+        loss = self.accumulate([batch(tokens)])
+
+        self.engine.phases.begin("norm")
+        self.engine.clip_grad_norm(max_grad_norm).item()  # waits for the other ranks
+
+        self.engine.phases.begin("optimizer")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def steps(self, count: int, load: Callable[[int], torch.Tensor]) -> Iterator[int]:
+        """Make steps, and name their phases as the package's loop does.
+
+        Args:
+            count: how many steps to make.
+            load: returns the rows of this rank, for the number of steps made before.
+
+        Yields:
+            The number of steps made, after each.
+        """
+        phases = self.engine.phases
+        with phases.watching():
+            for step in range(count):
+                phases.begin("data")
+                self.step(load(step))
+                phases.begin("other", step + 1)
+                yield step + 1
+
+    @contextlib.contextmanager
+    def recording_sent_bytes(self) -> Iterator[list[int]]:
+        """Yield a list that grows with every bucket that DDP sends, by its bytes."""
+        sent: list[int] = []
+
+        def watch(bucket: GradBucket, send: BucketAverage, sent_bytes: int) -> BucketFuture:
+            sent.append(sent_bytes)
+            return send(bucket)
+
+        with self.engine.watching_buckets(watch):
+            yield sent
 
 
 def flat_gradient(model: nn.Module) -> torch.Tensor:
     """Return a copy of the gradient of all parameters, as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-@contextlib.contextmanager
-def recording_sent_bytes(engine: Engine) -> Iterator[list[int]]:
-    """Yield a list that grows with every bucket that DDP sends, by its bytes."""
-    sent: list[int] = []
-
-    def watch(
-        bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
-    ) -> BucketFuture:
-        sent.append(sent_bytes)
-        return send(bucket)
-
-    with engine.watching_buckets(watch):
-        yield sent
-
-
-def train_steps(
-    engine: Engine,
-    optimizer: AcceleratedOptimizer,
-    steps: int,
-    load: Callable[[int], torch.Tensor],
-) -> Iterator[int]:
-    """Train a model, and name the phases as the package's loop does.
-
-    Args:
-        engine: the model, and how this process computes.
-        optimizer: the model's optimizer.
-        steps: how many steps to make.
-        load: returns the rows of this rank, for the number of steps made before.
-
-    Yields:
-        The number of steps made, after each.
-    """
-    phases = engine.phases
-    with phases.watching():
-        for step in range(steps):
-            phases.begin("data")
-            micro_batches = [batch(load(step))]
-            train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
-            phases.begin("other", step + 1)
-            yield step + 1
 
 
 @contextlib.contextmanager
@@ -222,3 +259,10 @@ def training_run(
         yield process
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
+
+
+def logged(folder: Path, key: str) -> list[tuple[int, float]]:
+    """Return the steps and values that a run has logged: a line of metrics.jsonl has several."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [(entry["step"], entry[key]) for entry in entries if key in entry]

@@ -12,7 +12,6 @@ import time
 import torch
 from torch import nn
 
-from llmtrain.console import pluralize
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, error_of, rows, show, show_measured, small_gpt
 from llmtrain.training.checks import check_wrapping
@@ -25,8 +24,8 @@ def main() -> None:
     accelerator = start_accelerator()
     model: nn.DataParallel[nn.Module] = nn.DataParallel(small_gpt())
     gpus = len(model.device_ids)
-    found = pluralize(gpus, "GPU")
-    show(f"nn.DataParallel finds {found} here; without a GPU it only calls the model")
+    plural = "" if gpus == 1 else "s"
+    show(f"nn.DataParallel finds {gpus} GPU{plural} here; without a GPU it only calls the model")
 
     if gpus > 1:
         _time_on_gpus(model)

@@ -5,16 +5,8 @@ import time
 import torch
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.common import (
-    claim,
-    prepare,
-    rank_rows,
-    show_measured,
-    small_gpt,
-    train_steps,
-)
+from llmtrain.lessons.common import Training, claim, rank_rows, show_measured, small_gpt
 from llmtrain.observe.stragglers import Stragglers
-from llmtrain.phase_names import PHASES
 
 PROCESSES = 2
 STEPS = 13
@@ -24,7 +16,8 @@ SLEEP_SECONDS = 0.05  # by which rank 1 loads its data later
 def main() -> None:
     """Train with a rank that sleeps before each batch, and read the phases of both."""
     accelerator = start_accelerator()
-    engine, optimizer = prepare(accelerator, small_gpt())
+    training = Training(accelerator, small_gpt())
+    engine = training.engine
     stragglers = Stragglers()
 
     def load(step: int) -> torch.Tensor:
@@ -32,7 +25,7 @@ def main() -> None:
         return rank_rows(accelerator, 16, step)
 
     late_ranks = []
-    for step in train_steps(engine, optimizer, STEPS, load):
+    for step in training.steps(STEPS, load):
         if step % 4 != 0:
             continue
         seconds_by_rank = engine.ranks.gather_numbers(engine.phases.read())
@@ -52,6 +45,6 @@ def main() -> None:
 
 
 def _show_phases(seconds_by_rank: dict[str, list[float]]) -> None:
-    for phase in PHASES:
-        times = "".join(f"{1000 * seconds:8.1f} ms" for seconds in seconds_by_rank[phase])
+    for phase, seconds_of_ranks in seconds_by_rank.items():
+        times = "".join(f"{1000 * seconds:8.1f} ms" for seconds in seconds_of_ranks)
         show_measured(f"{phase:<10}{times}")

@@ -8,21 +8,14 @@ writes it in a few lines of torch.
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain import ParallelConfig
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.common import (
-    batch,
-    prepare,
-    rank_rows,
-    recording_sent_bytes,
-    show,
-    small_gpt,
-)
-from llmtrain.parallel.config import ParallelConfig
-from llmtrain.training.step import train_step
+from llmtrain.lessons.common import Training, rank_rows, show, small_gpt
 
 PROCESSES = 2
 STEPS = 60
@@ -51,20 +44,19 @@ def _show(
         local_steps: steps that every process makes by itself before all average their weights. With
             1, gradients are averaged in every step instead.
     """
-    engine, optimizer = prepare(accelerator, small_gpt(), parallel)
+    training = Training(accelerator, small_gpt(), parallel)
     is_local = local_steps > 1
 
-    with recording_sent_bytes(engine) as sent:
+    rank_loss = torch.zeros(())
+    with training.recording_sent_bytes() as sent:
         for step in range(STEPS):
-            micro_batches = [batch(rank_rows(accelerator, 16, step))]
-            with engine.no_sync() if is_local else contextlib.nullcontext():
-                result = train_step(engine, optimizer, micro_batches, max_grad_norm=1.0)
+            with training.engine.no_sync() if is_local else contextlib.nullcontext():
+                rank_loss = training.step(rank_rows(accelerator, 16, step))
             if is_local and (step + 1) % local_steps == 0:
-                sent.extend(_average_weights(engine.model))
+                sent.extend(_average_weights(training.model))
 
     kib = sum(sent) / STEPS / 1024
-    nll = engine.ranks.sum_over_ranks(result.sums.loss)
-    loss = float(nll / result.denominator)  # nats per token
+    loss = float(accelerator.reduce(rank_loss, reduction="sum"))  # nats per token
     show(f"{name}: {kib:.0f} KiB per step to add up; loss after {STEPS} steps {loss:.1f}")
     assert loss < 2.5  # from 4.2
 

@@ -8,8 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from llmtrain.lessons.common import claim, training_run
-from llmtrain.record.history import read_lines
+from llmtrain.lessons.common import claim, logged, training_run
 
 PROCESSES = 1
 STEPS = 8
@@ -29,12 +28,12 @@ def main() -> None:
         with training_run(one_launcher, STEPS):
             pass
 
-        losses = _losses(two_launchers)
-        expected = _losses(one_launcher)
+        losses = logged(two_launchers, "train/loss")
+        expected = logged(one_launcher, "train/loss")
 
     are_same = len(losses) == STEPS and all(
         abs(loss - expected_loss) < 1e-5
-        for loss, expected_loss in zip(losses, expected, strict=True)
+        for (_, loss), (_, expected_loss) in zip(losses, expected, strict=True)
     )
     claim(
         "two launchers with one process each, or one process: the 8 losses are the same to 1e-5",
@@ -52,9 +51,3 @@ def _node_options(node_rank: int, port: str) -> tuple[str, ...]:
     """Return the options of one of two launchers, which meet on this machine."""
     options = f"--nnodes 2 --node-rank {node_rank} --master-addr 127.0.0.1 --master-port {port}"
     return tuple(options.split())
-
-
-def _losses(folder: Path) -> list[float]:
-    """Return the loss of each step of a run."""
-    entries = read_lines(folder / "metrics.jsonl")
-    return [entry["train/loss"] for entry in entries if "train/loss" in entry]

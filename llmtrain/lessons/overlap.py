@@ -17,16 +17,15 @@ from llmtrain.lab.xray.recording import Communication, Recording
 from llmtrain.lab.xray.timeline import as_lines
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
+    BucketAverage,
+    BucketFuture,
+    Training,
     claim,
-    prepare,
     rank_rows,
     show_measured,
     small_gpt,
-    train_steps,
 )
 from llmtrain.observe.xray import XRay
-from llmtrain.parallel.collectives import BucketAverage, BucketFuture
-from llmtrain.parallel.ddp import DDPHandler
 
 PROCESSES = 2
 DELAY_SECONDS = 0.05
@@ -73,8 +72,9 @@ def _xray(
     Returns:
         The medians over the steps on rank 0, and zeros on other ranks.
     """
-    accelerator.ddp_handler = DDPHandler(bucket_mib=bucket_mib)
-    engine, optimizer = prepare(accelerator, small_gpt(n_layer=6, n_embd=128))
+    accelerator.ddp_handler.bucket_mib = bucket_mib
+    training = Training(accelerator, small_gpt(n_layer=6, n_embd=128))
+    engine = training.engine
     xray = XRay(engine.ranks, engine.phases, engine.model, steps=XRAYED_STEPS)
 
     def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
@@ -83,7 +83,7 @@ def _xray(
 
     load = partial(rank_rows, accelerator, 16)
     with engine.watching_buckets(watcher):
-        for step in train_steps(engine, optimizer, STEPS, load):
+        for step in training.steps(STEPS, load):
             xray.at_step_boundary(step)
 
     if xray.recording is None:

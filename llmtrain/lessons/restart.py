@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.lessons.common import claim, show, training_run
-from llmtrain.record.history import read_lines
+from llmtrain.lessons.common import claim, logged, show, training_run
 
 PROCESSES = 1
 STEPS = 60
@@ -37,13 +36,13 @@ def main() -> None:
             show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
 
         first_start, second_start = json.loads((folder / "run.json").read_text())["starts"]
-        entries = read_lines(folder / "metrics.jsonl")
+        losses = logged(folder, "train/loss")
 
     claim(
         "the run began at step 0, and again at step 10 or later",
         first_start["step"] == 0 and second_start["step"] >= 10,
     )
-    logged_steps = [entry["step"] for entry in entries if "train/loss" in entry]
+    logged_steps = [step for step, _ in losses]
     claim(
         f"every step from 1 to {STEPS} is logged once",
         logged_steps == list(range(1, STEPS + 1)),

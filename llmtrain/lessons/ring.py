@@ -25,7 +25,6 @@ from llmtrain.lessons.common import (
     show_measured,
     small_gpt,
 )
-from llmtrain.parallel.collectives import transfer
 
 PROCESSES = 4
 
@@ -47,7 +46,8 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
         received = buffer[: target.numel()]
         sending = dist.P2POp(dist.isend, outgoing, (rank + 1) % size)
         receiving = dist.P2POp(dist.irecv, received, (rank - 1) % size)
-        transfer([sending, receiving])
+        for request in dist.batch_isend_irecv([sending, receiving]):
+            request.wait()
         sent_bytes += outgoing.nbytes
         if turn < size - 1:  # reduce-scatter, after which this rank has the sum of one chunk
             target.add_(received)

@@ -10,22 +10,20 @@ import os
 import torch
 from accelerate import Accelerator
 
+from llmtrain import GPT, OptimConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
+    BLOCK,
     LEARNING_RATE,
+    Training,
     batch,
     claim,
-    prepare,
     rank_rows,
     rows,
+    sharded_gpt,
     show,
     small_gpt,
 )
-from llmtrain.models.gpt import GPT
-from llmtrain.parallel.placement import parameter_bytes, place_sharded
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.training.settings import OptimConfig
-from llmtrain.training.step import train_step
 
 PROCESSES = 2
 
@@ -39,11 +37,9 @@ def main() -> None:
 
 def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     """Train a sharded model on all ranks, and the full model in each rank by itself."""
-    with torch.device("meta"):
-        sharded_model = small_gpt()
-    place_sharded(Ranks(accelerator), sharded_model, sharded_model.initial_weights(0))
-    engine, optimizer = prepare(accelerator, sharded_model)
-    rank_bytes, model_bytes = parameter_bytes(engine.model)
+    training = Training(accelerator, sharded_gpt(accelerator))
+    model_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
+    rank_bytes = sum(parameter.to_local().nbytes for parameter in training.model.parameters())
     share = rank_bytes / model_bytes
     show(f"this process holds {share:.0%} of the {model_bytes:,} bytes of weights")
     assert rank_bytes < 0.6 * model_bytes
@@ -56,15 +52,14 @@ def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     )
     are_same = True
     for step in range(5):
-        batches = [batch(rank_rows(accelerator, 8, step))]
-        result = train_step(engine, optimizer, batches, max_grad_norm=1e9)
+        rank_loss = training.step(rank_rows(accelerator, 8, step), max_grad_norm=1e9)
 
-        full_loss = full_model(**batch(rows(8, step)))
-        (full_loss / result.denominator).backward()
+        full_loss = full_model(**batch(rows(8, step))) / (8 * BLOCK)  # the mean over all tokens
+        full_loss.backward()
         full_optimizer.step()
         full_optimizer.zero_grad()
 
-        loss = float(engine.ranks.sum_over_ranks(result.sums.loss))
+        loss = float(accelerator.reduce(rank_loss, reduction="sum"))
         are_same &= abs(loss - full_loss.item()) < 1e-4 * full_loss.item()
     claim(
         "5 steps of a sharded model, or of the full model in one process: the losses are the same",
