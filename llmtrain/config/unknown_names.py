@@ -41,7 +41,7 @@ def hint_for(name: str, flags: Collection[str], program: Program = "recipes") ->
     """
     for hint in hints(program).get(name, []):
         if flags_in(hint).issubset(flags):
-            return re.sub(r"accelerate_configs/(\w+)\.yaml", _shipped_path, hint)
+            return re.sub(r"<(\w+)\.yaml>", _shipped_path, hint)
     return None
 
 

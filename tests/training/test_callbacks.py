@@ -35,7 +35,7 @@ def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, exp
     run = SimpleNamespace(
         layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model)
     )
-    engine = SimpleNamespace(is_sharded=False)
+    engine = SimpleNamespace(ranks=SimpleNamespace(is_sharded=False))
     context: Any = SimpleNamespace(run=run, engine=engine)
     with (
         pytest.raises(
