@@ -33,7 +33,7 @@ def lines_that_read_ranks() -> list[str]:
 
 
 def test_ranks_are_read_from_the_engine() -> None:
-    """Accelerate and torch do not know which ranks share a model."""
+    """Who this process is has one answer: Ranks, which the run and its engine hold."""
     assert READS_RANKS.search("if accelerator.is_main_process:")
     assert READS_RANKS.search("rank = dist.get_rank()")
     assert lines_that_read_ranks() == []

@@ -32,7 +32,7 @@ class Config:
         """
 
     def is_set(self, name: str) -> bool:
-        """Return whether the user set this flag, on the command line or in a file."""
+        """Return whether the user set this flag: in the command line, a file or the environment."""
         return name in self.origins
 
     def set_default(self, name: str, value: Any, why: str) -> None:

@@ -38,9 +38,9 @@ _OTHER_KEYS_OF_BITS = ("mixed_precision", "versions")
 def compared_settings(settings: Mapping[str, T], *, is_bitwise: bool = False) -> dict[str, T]:
     """Return the settings that make another run, apart from the seed.
 
-    They are those of the run's fingerprint. Settings that change no numbers are left out, such as
-    the names of folders and trackers, and so are those of the layout, which change no more than
-    rounding errors. A flag that this package does not know is compared.
+    What a flag affects is said where it is defined. Settings that change no numbers are left out,
+    such as the names of folders and trackers, and so are those of the layout, which change no more
+    than rounding errors. A flag that this package does not know is compared.
 
     Args:
         settings: the settings of a run.

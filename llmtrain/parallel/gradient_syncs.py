@@ -15,8 +15,9 @@ from llmtrain.parallel.fsdp import parameter_groups
 class GradientSyncs(Callback):
     """Counts the backward passes of a step whose gradients are reduced.
 
-    A step should have one, however many micro-batches it has. If every micro-batch were reduced,
-    losses and weights would still be right, but the step would take longer.
+    With DDP and FSDP2 a step should have one, however many micro-batches it has. If every
+    micro-batch were reduced, as ``--sync_each_batch`` asks, losses and weights would still be
+    right, but the step would take longer.
     """
 
     def __init__(self, model: nn.Module) -> None:

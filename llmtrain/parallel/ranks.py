@@ -12,7 +12,7 @@ from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 class Ranks:
     """The ranks of a run, where this process is among them, and how they shard the model.
 
-    A run has one of these in ``Run.ranks``, which its engine holds, too.
+    An open run has one of these in ``Run.ranks``, which its engine holds, too.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

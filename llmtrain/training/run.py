@@ -67,7 +67,7 @@ class Run:
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
-        resume_point: the checkpoint that this start resumes from, if there is one.
+        resume_point: the folder of the run, and the checkpoint of this start, if there is one.
         writer: writes the run folder.
         saver: writes the checkpoints.
         metrics: writes ``metrics.jsonl`` and feeds the trackers.

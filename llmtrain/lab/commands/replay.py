@@ -222,7 +222,7 @@ def _launch(
             f"{recipe} is inside the run folder, and this command would execute it; if you trust "
             "it, copy it to another folder."
         )
-    if config_file is None and _splits_the_model(start["sharded"]):
+    if config_file is None and start["sharded"] is not None:
         raise UserError(
             f"this run was sharded ({start['sharded']}); pass its accelerate config with "
             "--config_file."
@@ -242,15 +242,6 @@ def _launch(
 def _directory_of(start: JsonObject) -> Path:
     """Return the folder in which a run was started."""
     return Path(start.get("directory") or Path.cwd())
-
-
-def _splits_the_model(sharded: str | None) -> bool:
-    """Return whether a parallel layout splits the model.
-
-    Args:
-        sharded: as in ``run.json``: replicas x shards.
-    """
-    return sharded is not None and int(sharded.partition("x")[2]) > 1
 
 
 # --- comparing and showing the step
