@@ -1,4 +1,4 @@
-"""What JSON can hold, as types."""
+"""The types of values in JSON."""
 
 from typing import Any, TypeAlias
 

@@ -42,7 +42,7 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     Raises:
         UserError: if a value is wrong, or if flags or keys are unknown or abbreviated. The message
-            then says for each what to write instead, or the nearest name.
+            then names a replacement for each, or the nearest name.
     """
     if argv is None:
         # In a notebook, the words of this process are those of its kernel.
@@ -83,7 +83,7 @@ class _Given(NamedTuple):
 def _read_file(
     parser: FlagParser, path: str, named_by: str, origin: str
 ) -> tuple[dict[str, _Given], list[str]]:
-    """Return what a YAML file sets, and what is wrong with it.
+    """Return the settings of a YAML file, and its mistakes.
 
     Args:
         parser: the parser of the flags.
@@ -102,7 +102,7 @@ def _read_file(
 
 
 def _read_environment(parser: FlagParser) -> list[tuple[dict[str, _Given], list[str]]]:
-    """Return what the environment sets, and what is wrong with it. The first takes precedence."""
+    """Return the settings of the environment, and their mistakes. The first takes precedence."""
     sources = []
     for flag in parser.flags:
         words = os.environ.get(flag.variable or "", "").replace(",", " ").split()
@@ -119,11 +119,11 @@ def _read_environment(parser: FlagParser) -> list[tuple[dict[str, _Given], list[
 
 
 def _with_flags(default: Config, given: Mapping[str, _Given]) -> Config:
-    """Return a copy of a config with its share of what the user has set.
+    """Return a copy of a config with its share of the user's settings.
 
     Args:
         default: the config of the recipe.
-        given: what the user has set, also for other configs. If not all of it is from the command
+        given: the user's settings, also for other configs. If not all of it is from the command
             line, an error says where a value is from.
 
     Raises:
@@ -154,7 +154,10 @@ def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
 
 def _config_text(parser: FlagParser, configs: Mapping[str, Config]) -> str:
     """Return settings as a file for ``--config``."""
-    owners = {name: config for config in configs.values() for name in flags_of(config)}
+    owners: dict[str, Config] = {}
+    for config in configs.values():
+        owners.update(dict.fromkeys(flags_of(config), config))
+
     groups = {}
     for title, flags in parser.settings.items():
         groups[title] = [

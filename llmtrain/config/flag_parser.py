@@ -1,5 +1,6 @@
 """The parser of a recipe's flags: words to values, and a list of everything that is wrong."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -52,7 +53,7 @@ class FlagParser:
     @property
     def flags(self) -> list[Flag]:
         """All flags."""
-        return [flag for group in self.groups.values() for flag in group]
+        return list(itertools.chain.from_iterable(self.groups.values()))
 
     @property
     def settings(self) -> dict[str, list[Flag]]:

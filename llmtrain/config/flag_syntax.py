@@ -1,4 +1,4 @@
-"""How a flag and its value are written: what a field of a config takes on the command line."""
+"""The syntax of a flag and its value, which follows from the field of a config."""
 
 from collections.abc import Callable
 from dataclasses import Field, dataclass

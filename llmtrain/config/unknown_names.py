@@ -1,4 +1,4 @@
-"""What to write instead of a name that is not known: a hint, or the nearest known name.
+"""The replacement for a name that is not known: a hint, or the nearest known name.
 
 The hints, for users of other programs, are in ``hints.yaml``. It is read when a name is unknown.
 """
@@ -30,7 +30,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def hint_for(name: str, flags: Collection[str], program: Program = "recipes") -> str | None:
-    """Return what to write instead of a name that a recipe or a command does not know.
+    """Return a hint for a name that a recipe or a command does not know.
 
     Args:
         name: a flag without dashes, such as ``lr``, or a flag with a value that it does not take,

@@ -1,1 +1,1 @@
-"""What packages hand to each other: batches, the objective, a model, callbacks."""
+"""The objects that packages hand to each other: batches, the objective, a model, callbacks."""

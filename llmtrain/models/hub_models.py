@@ -1,4 +1,4 @@
-"""Models in a folder or on the hub: loading one, its files, and what identifies it."""
+"""Models in a folder or on the hub: loading one, its files, and its commit."""
 
 import contextlib
 import hashlib

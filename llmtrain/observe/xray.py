@@ -3,6 +3,7 @@
 The recording is ``xray/recording.json`` in the run folder. ``llmtrain xray RUN`` draws it.
 """
 
+import itertools
 import platform
 import statistics
 import time
@@ -172,10 +173,12 @@ class XRay:
         if not self.ranks.is_main:
             return
 
+        spans = itertools.chain.from_iterable(recording.spans for recording in recordings)
+        transfers = itertools.chain.from_iterable(recording.transfers for recording in recordings)
         self.recording = {
             "processes": len(recordings),
-            "spans": [span for recording in recordings for span in recording.spans],
-            "transfers": [item for recording in recordings for item in recording.transfers],
+            "spans": list(spans),
+            "transfers": list(transfers),
             "buckets": self._buckets,
             "counted_bytes": sum(recording.sent_bytes for recording in recordings),
             "cost": max(recording.cost for recording in recordings),
