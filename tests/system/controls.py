@@ -146,6 +146,18 @@ def never_synced(
 
 
 HONEST_COUNT = Engine.count
+HONEST_FORWARD_BACKWARD = Engine.forward_backward
+
+
+def averaged_over_ranks(
+    engine: Engine,
+    batches: Sequence[Batch],
+    denominator: torch.Tensor,
+    extra: Batch | None = None,
+) -> LossSums:
+    """Forget that DDP averages over the ranks."""
+    too_large = denominator * engine.ranks.world_size
+    return HONEST_FORWARD_BACKWARD(engine, batches, too_large, extra)
 
 
 def unshifted_count(
@@ -156,9 +168,6 @@ def unshifted_count(
     counts = [(batch["labels"] != -100).sum() for batch in batches]
     count = engine.ranks.sum_over_ranks(torch.stack(counts).sum())
     return totals._replace(target_tokens=count, denominator=count)
-
-
-ALWAYS_ONE = property(lambda ranks: 1)  # in the place of `world_size`
 
 
 # --- bugs around an engine
@@ -190,7 +199,7 @@ def main() -> None:
     found = {"nothing planted": what_shows()}
     with patched(Engine, "forward_backward", mean_of_means):
         found["a mean of means"] = what_shows()
-    with patched(Ranks, "world_size", ALWAYS_ONE):
+    with patched(Engine, "forward_backward", averaged_over_ranks):
         found["a forgotten data-parallel factor"] = what_shows()
     with patched(Engine, "forward_backward", never_synced):
         found["a missing sync"] = what_shows()
