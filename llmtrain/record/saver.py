@@ -142,8 +142,9 @@ class Saver:
     ) -> None:
         """Write a checkpoint, which is complete or absent at every moment, and delete old ones.
 
-        All ranks of the team call this, in the background on a thread. If one of them fails, all
-        raise, and nothing is committed. See :meth:`save`.
+        All ranks of the team call this, in the background on a thread. If one of them fails to
+        write its tensors, all raise. What rank 0 does alone after that raises on rank 0, and
+        :mod:`llmtrain.training.run_state` raises it on the others. See :meth:`save`.
         """
         start = time.monotonic()
         team = self.team
