@@ -388,7 +388,7 @@ def _efficiency(
     for processes in PROCESS_COUNTS:
         spread = _with_processes(sharding, processes, plan.cluster.per_machine)
         step = step_time(plan.memory, compute, plan.cluster, spread, rows, accumulation)
-        sent = bytes_sent(plan.memory, spread, rows, accumulation)
+        sent = bytes_sent(plan.memory, spread, accumulation)
         computing = step.compute - compute.per_sent_byte * sent
         efficiency[processes] = computing / step.total
     return efficiency

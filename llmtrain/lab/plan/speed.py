@@ -236,13 +236,12 @@ def step_time(
     computing = accumulation * (forward + backward)
     computing += compute.optimizer / sharding.shards + compute.muon + compute.other
     if compute.per_sent_byte:
-        computing += compute.per_sent_byte * bytes_sent(memory, sharding, rows, accumulation)
+        computing += compute.per_sent_byte * bytes_sent(memory, sharding, accumulation)
 
     sending = _sending(
         memory,
         cluster,
         sharding,
-        rows=rows,
         accumulation=accumulation,
         forward=forward,
         backward=backward,
@@ -250,13 +249,12 @@ def step_time(
     return Step(compute=computing, communication=sending.seconds, exposed=sending.exposed)
 
 
-def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int) -> float:
+def bytes_sent(memory: Memory, sharding: Sharding, accumulation: int) -> float:
     """Return the bytes that a process sends in a step.
 
     Args:
         memory: the model.
         sharding: how processes share the model.
-        rows: rows per micro-batch.
         accumulation: micro-batches per step.
     """
     # Over links of one byte a second, the bytes are the seconds.
@@ -266,7 +264,6 @@ def bytes_sent(memory: Memory, sharding: Sharding, rows: int, accumulation: int)
         memory,
         cluster,
         sharding,
-        rows=rows,
         accumulation=accumulation,
         forward=0.0,
         backward=0.0,
@@ -279,7 +276,6 @@ def _sending(
     cluster: Cluster,
     sharding: Sharding,
     *,
-    rows: int,
     accumulation: int,
     forward: float,
     backward: float,
@@ -290,7 +286,6 @@ def _sending(
         memory: the model.
         cluster: the machines and their links.
         sharding: how processes share the model.
-        rows: rows per micro-batch.
         accumulation: micro-batches per step.
         forward: seconds per forward pass.
         backward: seconds per backward pass.

@@ -123,7 +123,7 @@ def test_fsdp_gathers_twice_a_micro_batch_and_reduces_once_an_update() -> None:
     one, four = (step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, count) for count in (1, 4))
     assert one.communication == pytest.approx(2 * 1 + 1)
     assert four.communication == pytest.approx(4 * 2 * 1 + 1)
-    assert bytes_sent(memory, both, 2, 4) == pytest.approx(2**20 * 9)
+    assert bytes_sent(memory, both, 4) == pytest.approx(2**20 * 9)
     forward, backward = 0.1, 0.2  # of a unit: two rows, two units
     late = (
         1.0 - forward
