@@ -57,11 +57,13 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     path = values.pop("config", None)
     should_print = values.pop("print_config", False)
 
+    # From the highest precedence to the lowest: a source adds only flags that are not set yet.
     given = {name: _Given(value, COMMAND_LINE) for name, value in values.items()}
-    sources = [] if path is None else [_read_file(parser, path, f"--config {path}", origin=path)]
-    sources += _read_environment(parser)
-    for source, source_problems in sources:
-        given = source | given
+    sources = _read_environment(parser)
+    if path is not None:
+        sources.insert(0, _read_file(parser, path, f"--config {path}", origin=path))
+    for set_by_source, source_problems in sources:
+        given = set_by_source | given
         problems += source_problems
     if problems:
         refuse(problems)
