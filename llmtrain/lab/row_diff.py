@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llmtrain.console import pluralize
+from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import cache_folder, json_text
 from llmtrain.record.history import History
 
@@ -43,7 +44,13 @@ def describe_row_difference(run_a: History, run_b: History) -> str | None:
     for split in ("train", "eval"):
         try:
             text = _describe_split(split, run_a, run_b)
-        except (OSError, ValueError, KeyError, TypeError):  # pyarrow's errors are ValueErrors
+        except (
+            UserError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # pyarrow's errors are ValueErrors
             return None
         if text is not None:
             return text
@@ -119,20 +126,23 @@ def _matrix(column: "pyarrow.ChunkedArray") -> np.ndarray:
 def _text_at(run: History, tokens: list[int], position: int) -> str:
     """Return the text from a position of a row on, in quotes."""
     tokenizer = load_tokenizer(_entry(run) / "tokenizer")
-    if tokenizer is None:
-        raise ValueError(f"{_entry(run)} holds no tokenizer")
     text = tokenizer.decode(tokens[position : position + _SHOWN_TOKENS])
     return json_text(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    """Load the tokenizer in a folder; ``None`` if there is none."""
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer in a folder.
+
+    Raises:
+        UserError: if there is none that can be loaded.
+    """
     from transformers import AutoTokenizer
 
     # Without this file, AutoTokenizer makes an empty tokenizer for some families.
     if not (folder / "tokenizer.json").is_file():
-        return None
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        raise UserError(f"{folder} holds no tokenizer.")
+    with as_user_error(f"{folder}: no tokenizer could be loaded"):
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _source_of(run: History, split: str, row: int) -> str:

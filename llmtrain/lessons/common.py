@@ -93,7 +93,7 @@ def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
 
 
 def sharded_gpt(accelerator: Accelerator) -> GPT:
-    """Return the model of :func:`small_gpt`, of whose weights each rank holds only a shard."""
+    """Return the model of :func:`small_gpt`, sharded over the ranks."""
     with torch.device("meta"):
         model = small_gpt()
     place_sharded(Ranks(accelerator), model, model.initial_weights(0))

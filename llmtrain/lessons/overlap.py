@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch.distributed import GradBucket
 
 from llmtrain.lab.xray.recording import Communication, Recording
-from llmtrain.lab.xray.timeline import as_lines
+from llmtrain.lab.xray.timeline import as_lines, summary
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     BucketAverage,
@@ -97,7 +97,7 @@ def _xray(
         f"{name}: gradients travel {travelling:.1f} ms per step, {hidden:.1f} of it hidden"
     )
     if has_table:
-        for line in as_lines(recording):
+        for line in as_lines(summary(recording)):
             show_measured(line)
     return medians
 

@@ -8,7 +8,9 @@ import pytest
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import tokenize
+from llmtrain.errors import UserError
 from llmtrain.lab.diff import metadata_differences
+from llmtrain.lab.row_diff import load_tokenizer
 from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
@@ -56,3 +58,12 @@ def test_without_the_cache_the_hashes_are_compared(
     (tmp_path / "cache").rename(tmp_path / "gone")
     (difference,) = metadata_differences(*runs)
     assert difference.text.startswith("content of the data: ")
+
+
+@pytest.mark.parametrize("content", [None, "{"], ids=["absent", "damaged"])
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(UserError, match="tokenizer"):
+        load_tokenizer(tmp_path)

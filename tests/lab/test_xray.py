@@ -81,6 +81,10 @@ def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
     )
 
 
+def page_of(recorded: Recording, title: str) -> str:
+    return as_html(recorded, as_trace(recorded), as_lines(summary(recorded)), title)
+
+
 def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_exposed() -> None:
     moved = recording().communication()
     assert moved == pytest.approx((20 * MS, 15 * MS, 0.0))
@@ -116,18 +120,18 @@ def test_bytes_are_compared_with_what_a_ring_sends() -> None:
     assert (
         "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total; "
         "the network devices sent 10.50 MiB, 1.05 of that"
-    ) in "\n".join(as_lines(recording()))
+    ) in "\n".join(as_lines(summary(recording())))
 
 
 def test_the_table_says_how_often_gradients_were_sent() -> None:
     regular = recording()
     assert regular.collectives() == [[2], [2]]
-    lines = "\n".join(as_lines(regular))
+    lines = "\n".join(as_lines(summary(regular)))
     assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in lines
 
     irregular = recording()
     irregular.transfers[0] = irregular.transfers[0]._replace(step=7)
-    assert "differ between steps" in "\n".join(as_lines(irregular))
+    assert "differ between steps" in "\n".join(as_lines(summary(irregular)))
 
 
 def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:
@@ -160,7 +164,7 @@ class Boxes(HTMLParser):
 
 
 def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
-    page = as_html(recording(wait=12.0), "<x-ray>")
+    page = page_of(recording(wait=12.0), "<x-ray>")
     drawn = Boxes()
     drawn.feed(page)
     assert not drawn.links
@@ -176,13 +180,13 @@ def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
 
 def test_every_phase_and_bucket_has_a_colour_of_its_own_which_the_legend_shows() -> None:
     drawn = Boxes()
-    drawn.feed(as_html(recording(wait=12.0), "x-ray"))
+    drawn.feed(page_of(recording(wait=12.0), "x-ray"))
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in drawn.legend)
     assert len({*drawn.legend}) == len(PHASES) + 2  # a bucket that travels, and one that waits
     assert {box["fill"] for box in drawn.found} == {*drawn.legend}
 
 
 def test_every_picture_has_the_number_of_its_step_as_a_heading() -> None:
-    page = as_html(recording(), "x-ray")
+    page = page_of(recording(), "x-ray")
     assert re.findall("<h2>(.*)</h2>", page) == ["Step 6", "Step 7", "Table"]
     assert re.findall('aria-label="(.*)"', page) == ["timeline of step 6", "timeline of step 7"]

@@ -289,7 +289,7 @@ def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
 
     try:
         tokenizer = load_tokenizer(Path(model_folder(str(run_folder))))
-    except UserError:  # the run has no checkpoint yet
+    except UserError:  # no checkpoint yet, or no tokenizer in it
         tokenizer = None
 
     for row in rows:

@@ -1,0 +1,1 @@
+"""The memory and the time that a run would need."""

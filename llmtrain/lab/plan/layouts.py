@@ -145,14 +145,16 @@ def make_plan(request: PlanRequest) -> Plan:
         left_out=[],
     )
 
+    layouts = []
+    left_out = []
     for name, sharding in _shardings(request.processes, cluster.per_machine):
         try:
-            plan.layouts.append(_plan_layout(name, sharding, plan))
+            layouts.append(_plan_layout(name, sharding, plan))
         except UserError as error:
-            plan.left_out.append(f"{name}: {error}")
-    if not plan.layouts:
-        raise UserError(f"this run cannot be planned: {'; '.join(plan.left_out)}")
-    return plan
+            left_out.append(f"{name}: {error}")
+    if not layouts:
+        raise UserError(f"this run cannot be planned: {'; '.join(left_out)}")
+    return plan._replace(layouts=layouts, left_out=left_out)
 
 
 def _check(request: PlanRequest) -> None:

@@ -120,15 +120,15 @@ class Recording:
         """Read the recording in a run folder.
 
         Raises:
-            UserError: if there is none.
+            UserError: if there is none that can be read.
         """
-        path = run / "xray" / "recording.json"
-        if not path.is_file():
+        content = read_object(run / "xray" / "recording.json")
+        if not content:
             raise UserError(
-                f"{run} has no recording of steps: start the run with --xray_steps A:B, or name a "
-                "recipe."
+                f"{run} has no readable recording of steps: start the run with --xray_steps A:B, or "
+                "name a recipe."
             )
-        return cls.from_json(read_object(path))
+        return cls.from_json(content)
 
     @classmethod
     def from_json(cls, content: JsonObject) -> "Recording":

@@ -21,10 +21,14 @@ def write_pages(recording: Recording, run: Path) -> None:
     """Write the table as text and as JSON, the trace, and the page into a run folder."""
     folder = run / "xray"
     title = f"x-ray of {run}: steps {recording.steps[0]} to {recording.steps[-1]}"
-    (folder / "table.txt").write_text("\n".join(as_lines(recording)) + "\n")
-    write_json(folder / "summary.json", summary(recording), durable=False)
-    (folder / "trace.json").write_text(json_text(as_trace(recording)))
-    (folder / "timeline.html").write_text(as_html(recording, title))
+    numbers = summary(recording)
+    trace = as_trace(recording)
+    lines = as_lines(numbers)
+
+    (folder / "table.txt").write_text("\n".join(lines) + "\n")
+    write_json(folder / "summary.json", numbers, durable=False)
+    (folder / "trace.json").write_text(json_text(trace))
+    (folder / "timeline.html").write_text(as_html(recording, trace, lines, title))
 
 
 def summary(recording: Recording) -> JsonObject:
@@ -72,11 +76,11 @@ def _transfer_summary(recording: Recording) -> JsonObject:
     }
 
 
-def as_lines(recording: Recording) -> list[str]:
-    """Return the lines of the table."""
-    step_seconds = statistics.mean(sum(phases.values()) for phases in recording.seconds())
-    recording_share = recording.cost / step_seconds
-    text = _render("table.txt", **summary(recording), recording_share=recording_share)
+def as_lines(numbers: JsonObject) -> list[str]:
+    """Return the lines of the table, given the numbers of :func:`summary`."""
+    step_seconds = statistics.mean(sum(phases.values()) for phases in numbers["seconds"])
+    recording_share = numbers["recording_seconds"] / step_seconds
+    text = _render("table.txt", **numbers, recording_share=recording_share)
     return text.splitlines()
 
 
@@ -187,17 +191,23 @@ def _picture(step: int, events: list[JsonObject]) -> Picture:
     return Picture(step=step, events=events, zero=zero, length=length, tick=tick)
 
 
-def as_html(recording: Recording, title: str) -> str:
-    """Return a page that needs no other file, with the table and a picture of each step."""
-    trace = as_trace(recording)["traceEvents"]
+def as_html(recording: Recording, trace: JsonObject, lines: list[str], title: str) -> str:
+    """Return a page that needs no other file, with the table and a picture of each step.
+
+    Args:
+        recording: the recorded steps.
+        trace: their trace, from :func:`as_trace`.
+        lines: the table, from :func:`as_lines`.
+        title: the title of the page.
+    """
     pictures = []
     for step in recording.steps:
-        events = [event for event in trace if event["args"].get("step") == step]
+        events = [event for event in trace["traceEvents"] if event["args"].get("step") == step]
         pictures.append(_picture(step, events))
     return _render(
         "timeline.html",
         title=title,
-        lines=as_lines(recording),
+        lines=lines,
         processes=recording.processes,
         phases=PHASES,
         pictures=pictures,

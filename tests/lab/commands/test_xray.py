@@ -54,7 +54,13 @@ def test_a_folder_without_a_recording_says_how_to_make_one(
 ) -> None:
     status, _, err = ended(capsys, "xray", str(tmp_path))
     assert (status, err.count("\n")) == (2, 1)
-    assert "has no recording of steps: start the run with --xray_steps A:B" in err
+    assert "has no readable recording of steps: start the run with --xray_steps A:B" in err
+
+    (tmp_path / "xray").mkdir()
+    (tmp_path / "xray" / "recording.json").write_text('{"a')
+    status, _, err = ended(capsys, "xray", str(tmp_path))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has no readable recording of steps" in err
 
 
 def test_a_run_folder_takes_no_flags_of_a_recipe(
