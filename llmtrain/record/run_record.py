@@ -32,7 +32,7 @@ def run_record(
     Args:
         folder: the run folder.
         fingerprint: the fingerprint of the run.
-        settings: every flag with its value and origin (:func:`llmtrain.config.resolved`).
+        settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         details: further keys of the file, about the data.
         resume_point: where this start begins.
         start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.

@@ -127,9 +127,13 @@ class WarmUp(LoopCallback):
 
         self.engine.phases.begin(WARM_UP_PHASE)
         with self.loop_context.throughput.paused():
-            self.run.status.compiled = self._should_compile(shapes)
-            if self.run.status.compiled:
+            compiles = self._should_compile(shapes)
+            if compiles:
                 compile_blocks(self.engine, micro_batch, shapes)
+            # On a CPU, `auto` leaves the recorded choice to later starts on a GPU.
+            is_on_gpu = self.engine.device.type == "cuda"
+            if is_on_gpu or self.run.status.compiled is None:
+                self.run.status.compiled = compiles
             # DDP rebuilds its buckets once, after the first step of a run. Buckets decide in which
             # order gradients are added over the ranks. A run that resumes at a later step rebuilds
             # them here, before its first step, so that it adds them like a run without a break.
@@ -140,6 +144,8 @@ class WarmUp(LoopCallback):
         mode = self.settings.parallel.torch_compile
         if mode != "auto":
             return mode == "always"
+        if self.engine.device.type != "cuda":
+            return False
         # Compiled code rounds differently, so a run keeps its choice.
         if self.run.status.compiled is not None:
             return self.run.status.compiled

@@ -41,19 +41,14 @@ class LoopContext:
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""
-        entry = self.run.log(metrics)
+        numbers = as_numbers(self.run.log(metrics))
         for callback in self.callbacks:
-            callback.on_log(self.run.step, as_numbers(entry))
+            callback.on_log(self.run.step, numbers)
 
     @property
     def is_replay(self) -> bool:
         """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
         return self.run.settings.log.replay_step is not None
-
-    @property
-    def keeps_best(self) -> bool:
-        """Whether evaluations choose the best checkpoint."""
-        return self.run.patience.keeps_best
 
     def evaluates_after(self, info: StepInfo) -> bool:
         """Return whether the model is evaluated after a step.
@@ -63,7 +58,7 @@ class LoopContext:
         """
         if info.is_last:
             return True
-        may_skip = info.should_stop and not self.keeps_best
+        may_skip = info.should_stop and not self.run.patience.keeps_best
         return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
 
     def saves_after(self, info: StepInfo) -> bool:
@@ -73,7 +68,7 @@ class LoopContext:
         if the run was asked to stop; and at each evaluation that may choose the best checkpoint.
         """
         settings = self.run.settings
-        may_become_best = self.keeps_best and info.is_due(settings.eval.eval_steps)
+        may_become_best = self.run.patience.keeps_best and info.is_due(settings.eval.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
 
 

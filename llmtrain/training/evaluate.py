@@ -287,13 +287,15 @@ def sample(
     was_training = model.training
     model.eval()
     texts = []
-    for prompt in prompts:
-        ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
-        new_ids = _generate(engine, ids, sampling)
-        answer = itertools.takewhile(lambda token: token not in stops, new_ids)
-        texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))
-    engine.free_gathered_weights()
-    model.train(was_training)
+    try:
+        for prompt in prompts:
+            ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
+            new_ids = _generate(engine, ids, sampling)
+            answer = itertools.takewhile(lambda token: token not in stops, new_ids)
+            texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))
+    finally:
+        engine.free_gathered_weights()
+        model.train(was_training)
     return texts
 
 

@@ -48,8 +48,6 @@ def make_optimizer(
     AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices and not to vectors. With
     ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
     if that is the accelerator's mixed precision.
-
-    Parameters on the meta device belong to other ranks, which optimize them.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
 

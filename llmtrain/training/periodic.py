@@ -98,10 +98,16 @@ class Checkpoints(LoopCallback):
 
 
 class Finish(LoopCallback):
-    """Records how the run has ended, and writes the model if it is finished."""
+    """Records how the run has ended, and writes the model and a sample if it is finished."""
 
     def on_train_end(self) -> None:
-        self.run.status.outcome = self._outcome()
+        run = self.run
+        run.status.outcome = self._outcome()
+        if run.is_finished:
+            # The model is written: the run is finished, whatever becomes of the sample.
+            run.writer.set_status("finished", run.step, run.status.outcome.reason)
+            self.engine.phases.begin("a sample")
+            run.status.sample = final_sample(self.engine, run.rows, run.folder / "model")
 
     def _outcome(self) -> Outcome:
         """Write the model if the run is finished; return how the run has ended."""
@@ -125,9 +131,7 @@ class Finish(LoopCallback):
         run = self.run
         load_best(run, self.engine)
         write_model(run, self.engine)
-        self.engine.phases.begin("a sample")
-        text = final_sample(self.engine, run.rows, run.folder / "model")
-        return Outcome("finished", reason, sample=text)
+        return Outcome("finished", reason)
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

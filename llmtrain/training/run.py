@@ -180,9 +180,11 @@ class Run:
     def show(self) -> None:
         """Print the loss curve, a text by the model, and how to load it, if the run is finished."""
         if self.is_finished:
-            show_result(self.folder, self.rows, self.status.outcome.sample)
+            show_result(self.folder, self.rows, self.status.sample)
 
     def record_failure(self, reason: str) -> None:
-        """Record in ``status.json`` why this process is about to end."""
+        """Record in ``status.json`` why this process ends, unless the run is finished already."""
+        if self.is_finished:
+            return
         with contextlib.suppress(OSError):
             self.writer.set_status("failed", self.step, redacted(reason))

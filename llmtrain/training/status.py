@@ -12,7 +12,6 @@ class Outcome(NamedTuple):
 
     state: str  # ``finished``, ``preempted`` or ``failed``
     reason: str
-    sample: str = ""  # a text by the finished model, on rank 0
 
 
 _NOT_TRAINED = Outcome("failed", "llmtrain.train() was not called")
@@ -38,6 +37,7 @@ class RunStatus:
         stop_reason: why this rank wants to stop; empty if it does not.
         stop_signal: the signal that asked this rank to stop, if there was one.
         outcome: how the run has ended; set after the last step of this start.
+        sample: a text by the finished model, if it wrote one.
     """
 
     step: int
@@ -48,6 +48,7 @@ class RunStatus:
     stop_reason: str = ""
     stop_signal: signal.Signals | None = None
     outcome: Outcome = _NOT_TRAINED
+    sample: str | None = None
 
     @property
     def eval_loss(self) -> float | None:

@@ -25,11 +25,11 @@ _RULE = "-" * 40
 SAMPLE_TOKENS = 64
 
 
-def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
+def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | None:
     """Generate a text with the model of a finished run, for :func:`show_result`.
 
-    All ranks call this. Of a model that every rank holds, rank 0 alone generates. The model is
-    saved already, so an error only prints a note.
+    All ranks call this. Of a model that every rank holds, rank 0 alone generates, and an error only
+    prints a note, because the model is saved already.
 
     Args:
         engine: computes the model's outputs.
@@ -38,32 +38,36 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str:
         model_folder: the folder of the finished model, which rank 0 can read.
 
     Returns:
-        The text. On other ranks than 0 it may be empty. It is empty if the model writes no text.
+        The text; ``None`` if the model writes no text, or could not.
     """
-    writes_text = Team.everyone().on_main(lambda: _writes_text(model_folder))
-    takes_part = engine.ranks.is_main or engine.ranks.is_sharded
-    if not (writes_text and takes_part):
-        return ""
+    everyone = Team.everyone()
+    if not everyone.on_main(lambda: _writes_text(model_folder)):
+        return None
 
-    question = rows.eval_prompt()
-    prompt = question or _first_tokens(rows)
-    # The likelier tokens answer a question best.
-    temperature = 0.3 if question else 0.8
-    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=temperature)
-    try:
+    def generate() -> str:
+        question = rows.eval_prompt()
+        # The likelier tokens answer a question best.
+        temperature = 0.3 if question else 0.8
         with eager_code(engine.model):
-            texts = sample(
+            (text,) = sample(
                 engine,
                 rows.tokenizer,
-                [prompt],
-                sampling,
+                [question or _first_tokens(rows)],
+                Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=temperature),
                 stop_token_ids=rows.stop_token_ids,
             )
+        return text
+
+    if engine.ranks.is_sharded:
+        # An error ends this rank: the others wait for its shards of the weights.
+        return generate()
+    try:
+        # The others wait here. Without their heartbeats, rank 0 would end the run.
+        return everyone.on_main(generate)
     except Exception as error:
         if engine.ranks.is_main:
             note(f"the run is finished; its model wrote no sample: {first_line(error)}")
-        return ""
-    return texts[0]
+        return None
 
 
 def _first_tokens(rows: Tokenized) -> list[int]:
@@ -75,7 +79,7 @@ def _first_tokens(rows: Tokenized) -> list[int]:
     return rows.train[0]["input_ids"][:1]
 
 
-def show_result(folder: Path, rows: Tokenized, text: str) -> None:
+def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
     """Print the loss curve of a finished run, a text by its model, and commands to go further.
 
     The run is saved already, so an error only prints a note.
@@ -91,7 +95,7 @@ def show_result(folder: Path, rows: Tokenized, text: str) -> None:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
 
-def _show(folder: Path, rows: Tokenized, text: str) -> None:
+def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
     print(loss_curve(read_lines(folder / "metrics.jsonl")))
 
     model_folder = folder / "model"
@@ -100,14 +104,15 @@ def _show(folder: Path, rows: Tokenized, text: str) -> None:
         return
 
     question = rows.eval_prompt()
-    if question is None:
-        print(f"\n--- a sample of {model_folder} {_RULE}")
-    else:
-        print(f"\n--- a question that is not in the training data {_RULE}")
-        print(rows.tokenizer.decode(question, skip_special_tokens=True))
-        print(f"\n--- the answer of {model_folder} {_RULE}")
-    print(text)
-    print("-" * 60)
+    if text is not None:
+        if question is None:
+            print(f"\n--- a sample of {model_folder} {_RULE}")
+        else:
+            print(f"\n--- a question that is not in the training data {_RULE}")
+            print(rows.tokenizer.decode(question, skip_special_tokens=True))
+            print(f"\n--- the answer of {model_folder} {_RULE}")
+        print(text)
+        print("-" * 60)
 
     _print_how_to_load(model_folder)
     if question is None or rows.tokenizer.chat_template is None:

@@ -87,6 +87,9 @@ def test_a_run_stays_with_what_it_has_chosen(
     context: Any = SimpleNamespace(run=run, engine=engine)
     assert WarmUp(context)._should_compile(shapes=1) is expected
 
+    engine.device = torch.device("cpu")
+    assert WarmUp(context)._should_compile(shapes=1) is (mode == "always")
+
 
 def test_a_compiler_that_fails_is_one_line(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch

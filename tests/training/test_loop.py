@@ -16,7 +16,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import as_numbers, read_lines
-from llmtrain.training import loop
+from llmtrain.training import loop, periodic
 from llmtrain.training.checks import check_wrapping
 from llmtrain.training.periodic import Finish
 from tests.launching import read_json
@@ -169,6 +169,19 @@ def test_the_loops_own_callbacks_get_what_is_logged_too(
     train("run", [recorder])
     assert steps == [step for step, _ in recorder.entries]
     assert steps
+
+
+def test_a_run_is_finished_as_soon_as_its_model_is_written(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(periodic, "final_sample", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train("run", [])
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["state"], status["step"]) == ("finished", 3)
 
 
 def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The last lines of a finished run."""
 
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
+from llmtrain.training import summary
 from llmtrain.training.summary import final_sample, show_result
 from tests.engines import engine_of
 
@@ -92,8 +94,25 @@ def test_a_model_that_fails_to_write_a_sample_does_not_fail_the_run(
         raise RuntimeError("no kernel")
 
     run.model.register_forward_pre_hook(fail)
-    assert final_sample(engine_of(accelerator, run.model), run.rows, tmp_path / "model") == ""
+    text = final_sample(engine_of(accelerator, run.model), run.rows, tmp_path / "model")
+    assert text is None
     assert "its model wrote no sample: no kernel" in capsys.readouterr().err
+
+    show_result(tmp_path, run.rows, text)
+    assert "--- a sample" not in capsys.readouterr().out
+
+
+def test_the_other_ranks_wait_for_the_sample_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that left the loop would send no heartbeats, and rank 0 would end the run."""
+    answers = [True, "a text"]  # whether the model writes text, and the sample
+    team = SimpleNamespace(on_main=lambda _: answers.pop(0))
+    monkeypatch.setattr(summary.Team, "everyone", lambda: team)
+    engine: Any = SimpleNamespace(ranks=SimpleNamespace(is_main=False, is_sharded=False))
+    run = finished(tmp_path, bytewise())
+    assert final_sample(engine, run.rows, tmp_path / "model") == "a text"
+    assert answers == []
 
 
 def test_a_language_model_without_a_tokenizer_writes_no_text(
