@@ -168,9 +168,12 @@ class _Parser(argparse.ArgumentParser):
         described = []
         for flag in flags:
             hint = hint_for(flag.lstrip("-").replace("-", "_"), known, "commands")
-            described.append(
-                f"unknown flag {flag}{f': {hint}' if hint else did_you_mean(flag, known)}"
-            )
+            if flag in known:  # a command's own flag, in front of the command
+                described.append(f"{flag} goes after the command")
+            elif hint:
+                described.append(f"unknown flag {flag}: {hint}")
+            else:
+                described.append(f"unknown flag {flag}{did_you_mean(flag, known)}")
         self.error("; ".join(described))
 
 

@@ -18,6 +18,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
+from recipes import gpt
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 
@@ -656,3 +657,26 @@ def test_parsing_leaves_the_recipe_s_defaults_alone():
     assert parsed(default, argv=["--size", "5"])[0].size == 5
     assert (default.size, resolved(together(default))["size"]["from"]) == (4, "recipe")
     assert parsed(default, argv=[])[0].size == 4
+
+
+def test_a_flag_without_help_is_listed(capsys, monkeypatch) -> None:
+    @dataclass
+    class Own(Config):
+        group: ClassVar[str] = "own"
+
+        plain: str | None = flag(None, "")
+        counted: int = flag(3, "")
+
+    @dataclass
+    class Defaults:
+        own: Own
+
+    text = help_text(capsys, monkeypatch, Defaults(own=Own()))
+    assert "\n  --plain PLAIN" in text
+    assert "(default: 3)" in text
+
+
+def test_a_setting_that_is_written_in_two_spellings_is_set_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("max_steps: 3\nmax-steps: 4\n")
+    with pytest.raises(UserError, match="'max_steps' is set twice"):
+        parse(gpt.DEFAULTS, ["--config", str(tmp_path / "a.yaml")])

@@ -78,7 +78,7 @@ ANSWERS = {
     "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
     "do_train": "leave it out",
     "do_eval": "use --eval_steps N; 0 turns evaluations off",
-    "overwrite_output_dir": "no run is overwritten; --resume_from_checkpoint never starts a new",
+    "overwrite_output_dir": "to start a new run beside it, use --resume_from_checkpoint never",
     "compile": "use --torch_compile",
     "device": "accelerate launch --cpu",
     "wandb_project": "set WANDB_PROJECT",

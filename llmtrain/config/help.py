@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from llmtrain.config.flag_parser import FlagParser
-from llmtrain.config.flag_syntax import OPTIONS, Flag
+from llmtrain.config.flag_syntax import HELP, Flag
 
 _TEXT_COLUMN = 38  # of the help of each flag
 _MOST_COLUMNS = 120
@@ -30,16 +30,17 @@ def help_text(parser: FlagParser, description: str | None, *, show_hidden: bool)
 def _lines_of(flag: Flag) -> list[str]:
     """Return the lines about a flag: its name and value, and its help in a column of its own."""
     name = f"  {flag.shown_name} {flag.value_name}".rstrip()
-    if flag.group == OPTIONS and flag.name == "help":
+    if flag is HELP:
         name = "  -h, --help"
     text = flag.help
     if flag.default_text:
-        text = f"{text} (default: {flag.default_text})"
+        text = f"{text} (default: {flag.default_text})".lstrip()
 
     columns = min(_MOST_COLUMNS, shutil.get_terminal_size((110, 24)).columns)
-    wrapped = textwrap.wrap(text, max(columns - _TEXT_COLUMN, _FEWEST_TEXT_COLUMNS))
-    lines = [" " * _TEXT_COLUMN + line for line in wrapped]
+    width = max(columns - _TEXT_COLUMN, _FEWEST_TEXT_COLUMNS)
+    lines = textwrap.wrap(text, width) or [""]  # the flag of a recipe's author may have no help
+    indented = [" " * _TEXT_COLUMN + line for line in lines]
     if len(name) > _TEXT_COLUMN - 2:
-        return [name, *lines]
-    lines[0] = name.ljust(_TEXT_COLUMN) + wrapped[0]
-    return lines
+        return [name, *indented]
+    indented[0] = name.ljust(_TEXT_COLUMN) + lines[0]
+    return indented

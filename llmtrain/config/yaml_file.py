@@ -136,12 +136,12 @@ def read(path: str, keys: Mapping[str, bool], named_by: str) -> Content:
         raise UserError(f"{named_by} must consist of `flag: value` lines.")
 
     written = [str(key_node.value) for key_node, _ in tree.value]
-    for key in dict.fromkeys(written):
-        if key.replace("-", "_") in keys and written.count(key) > 1:
-            content.problems.append(f"'{key}' is set twice; remove one of the lines.")
+    names = [key.replace("-", "_") for key in written]
+    for name in dict.fromkeys(names):
+        if name in keys and names.count(name) > 1:
+            content.problems.append(f"'{name}' is set twice; remove one of the lines.")
 
-    for key, (_, value_node) in zip(written, tree.value, strict=True):
-        name = key.replace("-", "_")
+    for key, name, (_, value_node) in zip(written, names, tree.value, strict=True):
         if name not in keys:
             content.unknown.append(key)
             continue

@@ -123,7 +123,9 @@ def _device_line(accelerator: Accelerator, launched: Launched, threads: int, bit
 
     backend = ""
     if is_cpu and world > 1 and not launched.on_cpu:
-        backend = " over gloo (no GPU here)"
+        has_gpu = torch.accelerator.is_available()  # that of a Mac
+        reason = "its GPU cannot join a group" if has_gpu else "no GPU here"
+        backend = f" over gloo ({reason})"
 
     float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
     mixed_precision = accelerator.mixed_precision

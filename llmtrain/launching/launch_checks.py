@@ -72,9 +72,9 @@ def _check_process_count(recipe: str) -> None:
         return
 
     # Behind a wrapper script, the launcher's command line is hidden.
-    remedy = "" if launched.by_launcher else " (for one process, unset MASTER_ADDR)"
+    remedy = "" if launched.by_launcher else "for one process, unset MASTER_ADDR; for several, "
     raise UserError(
         f"{launched.processes or 'several'} processes were requested, but accelerate started one "
-        "(as it does for CPU configs); use: accelerate launch --multi_gpu "
-        f"--num_processes {launched.processes or 2} {recipe}{remedy}"
+        f"(as it does for CPU configs); {remedy}use: accelerate launch --multi_gpu "
+        f"--num_processes {launched.processes or 2} {recipe}"
     )

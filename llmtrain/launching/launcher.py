@@ -50,17 +50,29 @@ def launched_by() -> Launched:
 
     If the parent is no launcher, as behind a wrapper script, the variables of this process count.
     """
+    parent = parent_launcher()
+    if parent is not None:
+        with contextlib.suppress(psutil.Error, OSError):  # it may have ended
+            command = parent.cmdline()
+            words = _without_recipe(command)
+            config: JsonObject = {}
+            if _program_of(command) in _ACCELERATE:
+                config = _accelerate_config(words, parent.cwd())
+            return _settings(words, config, parent.environ(), by_launcher=True)
+    return _settings([], {}, dict(os.environ), by_launcher=False)
+
+
+def parent_launcher() -> psutil.Process | None:
+    """Return the parent process if it is ``accelerate launch`` or ``torchrun``."""
     # Psutil fails for another user's process, and for one that has ended.
     with contextlib.suppress(psutil.Error, OSError):
         parent = psutil.Process().parent()
         command = parent.cmdline() if parent is not None else []
         program = _program_of(command)
         is_accelerate = program in _ACCELERATE and (program != "accelerate" or "launch" in command)
-        if parent is not None and (is_accelerate or program in _TORCHRUN):
-            words = _without_recipe(command)
-            config = _accelerate_config(words, parent.cwd()) if is_accelerate else {}
-            return _settings(words, config, parent.environ(), by_launcher=True)
-    return _settings([], {}, dict(os.environ), by_launcher=False)
+        if is_accelerate or program in _TORCHRUN:
+            return parent
+    return None
 
 
 def _settings(
@@ -102,7 +114,7 @@ def _settings(
 def has_launcher() -> bool:
     """Return whether a launcher started this process, which waits for its exit status."""
     is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or launched_by().by_launcher
+    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or parent_launcher() is not None
 
 
 def _value_of_flag(words: Sequence[str], name: str) -> str | bool | None:

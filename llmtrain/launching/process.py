@@ -22,7 +22,7 @@ from llmtrain.errors import (
     print_traceback_with_causes,
 )
 from llmtrain.launching.launch_checks import check_launch
-from llmtrain.launching.launcher import has_launcher, launched_by
+from llmtrain.launching.launcher import has_launcher, parent_launcher
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
 # prints the error first, and the launcher ends the others.
@@ -109,7 +109,7 @@ def _report(error: BaseException, memory_remedy: str | None = None) -> int:
 def _stop_with_launcher() -> None:
     """Stop this process when its launcher ends, or at once if it has already ended."""
     # Without a launcher, the parent may be a shell, which may end before the run does.
-    if launched_by().by_launcher:
+    if parent_launcher() is not None:
         _signal_when_parent_dies()
     elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
         # The launcher died while this process was loading. No other rank is left to meet.

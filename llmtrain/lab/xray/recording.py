@@ -125,8 +125,8 @@ class Recording:
         content = read_object(run / "xray" / "recording.json")
         if not content:
             raise UserError(
-                f"{run} has no readable recording of steps: start the run with --xray_steps A:B, or "
-                "name a recipe."
+                f"{run} has no readable recording of steps: start the run with --xray_steps A:B, "
+                "or name a recipe."
             )
         return cls.from_json(content)
 
