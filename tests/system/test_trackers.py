@@ -25,7 +25,7 @@ from tests.launching import (
 from tests.wandb_file import read_history
 from tests.wandb_server import Server, serving
 
-STEPS = 60
+STEPS = 200  # the run must not end in the half second after which it is killed
 FLAGS = [*TINY, "--max_steps", str(STEPS), "--eval_steps", "10", "--save_steps", "10"]
 
 READ_MLFLOW = """
