@@ -10,7 +10,11 @@ from llmtrain.record.trackers.tracker import ContinuingTracker, Position, Tracke
 
 
 class TensorBoard(ContinuingTracker):
-    """TensorBoard, whose files are in the run folder. It reads those of all starts as one run."""
+    """TensorBoard, whose files are in the run folder. It reads those of all starts as one run.
+
+    If a process is killed after an entry has reached the file and before its position is recorded,
+    the next start writes the entry again. TensorBoard then shows the same point twice.
+    """
 
     def _begin(self, earlier_id: str | None) -> GeneralTracker:
         return self._start("tensorboard")
