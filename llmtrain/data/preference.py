@@ -562,7 +562,7 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
         UserError: if the record is not preference data, or if it has one answer and the loss
             compares two.
     """
-    first = next(source.records(None), None)
+    first = source.first()
     if first is None:
         raise UserError(f"{source.flag} {source.name} holds no records.")
     fields = first.fields

@@ -403,7 +403,7 @@ def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Sou
             continue
         if format not in ("prompt_completion", "pairs", "examples"):
             return source
-        first = next(source.records(None), None)
+        first = source.first()
         if first is None or not is_plain_text(first.fields):
             return source
     return None

@@ -535,7 +535,7 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     """
     if chat.format != "auto":
         return chat.format
-    first = next(source.records(None), None)
+    first = source.first()
     if first is None:
         raise UserError(f"{source.flag} {source.name} holds no records.")
     return detect_format(first.fields) or "text"

@@ -101,6 +101,14 @@ class Source:
     has_artificial_nulls: bool = False
     count: Callable[[], int | None] = lambda: None
 
+    def first(self) -> Record | None:
+        """Return the first record, or ``None`` if there is none. It is read only once."""
+        return self._first_record
+
+    @functools.cached_property
+    def _first_record(self) -> Record | None:
+        return next(self.records(None), None)
+
 
 def documents(source: Source, field: str) -> Iterator[str]:
     """Yield the text of each record.
@@ -185,7 +193,7 @@ def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> lis
 
     renamed_sources: list[Source] = []
     is_any_renamed = False
-    first_records = [next(source.records(None), None) for source in sources]
+    first_records = [source.first() for source in sources]
     for source, first in zip(sources, first_records, strict=True):
         is_renamed = first is not None and any(name in first.fields for name in columns.values())
         if first is not None and is_renamed:

@@ -514,6 +514,19 @@ def test_records_in_python_are_read_as_often_as_they_are_needed(records):
     assert not source.has_artificial_nulls
 
 
+def test_the_first_record_is_read_once():
+    started = []
+
+    def texts() -> Iterator[str]:
+        started.append("once")
+        yield from TEXTS
+
+    source = records_source(texts)
+    assert source.first() == source.first() == ("texts(), record 0", {"text": TEXTS[0]})
+    assert started == ["once"]
+    assert records_source([]).first() is None
+
+
 def test_the_fingerprint_of_a_list_follows_its_content():
     assert records_source(["a"]).fingerprint() == records_source(["a"]).fingerprint()
     assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
