@@ -21,10 +21,11 @@ from llmtrain.data.packing import Split, SplitStats, TokenRows
 from llmtrain.data.plain_text import make_renderer
 from llmtrain.data.preference import PairAudit, Pairs
 from llmtrain.data.pretraining import Texts
+from llmtrain.data.recipe_records import PythonRecords
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.sft import Audit, Conversations
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.sources import PythonRecords, Source
+from llmtrain.data.sources import Source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, new_folder, write_json

@@ -15,20 +15,16 @@ from llmtrain.data.chat_template import (
     set_template,
     template_text,
 )
+from llmtrain.data.columns import rename_columns
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
+from llmtrain.data.dataset_names import open_source
 from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.preference import preference_format_of
+from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.sft import format_of
 from llmtrain.data.shuffle import counts_per_period
-from llmtrain.data.sources import (
-    PythonRecords,
-    Source,
-    SplitChoice,
-    open_source,
-    records_source,
-    rename_columns,
-)
+from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
@@ -266,29 +262,34 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
 
     The fields are renamed as ``--columns`` says.
     """
+    is_train_named = config.dataset_train_split is not None
+    is_test_named = config.dataset_test_split is not None
     if records is None:
-        choice = SplitChoice(value=config.dataset_train_split)
-        if config.dataset_test_split is not None and not config.eval_dataset:
-            # A folder of files has splits then. Its files must not all be training data.
-            choice = SplitChoice(value=choice.split)
-        train = [open_source(name, choice) for name in config.dataset]
-        if config.dataset_train_split is not None:
-            _check_splits(train, choice)
+        # With --dataset_test_split, a folder of files is read as a data set with splits. Its files
+        # must not all be training data.
+        train_choice = SplitChoice(
+            config.dataset_train_split or "train",
+            is_named=is_train_named or (is_test_named and not config.eval_dataset),
+        )
+        train = [open_source(name, train_choice) for name in config.dataset]
+        if is_train_named:
+            _check_splits(train, train_choice)
     else:
         train = [_own_source(config, records)]
 
-    test = SplitChoice("--dataset", "--dataset_test_split", "test", config.dataset_test_split)
-    if config.eval_dataset:
-        test = SplitChoice("--eval_dataset", test.split_flag, test.default, test.value)
-        eval = [open_source(name, test) for name in config.eval_dataset]
-        if config.dataset_test_split is not None:
-            _check_splits(eval, test)
-    elif config.dataset_test_split is not None:
-        opened = [open_source(name, test) for name in config.dataset]
-        _check_splits(opened, test)
-        eval = [source for source in opened if source.has_splits]
-    else:
-        eval = []
+    eval: list[Source] = []
+    if config.eval_dataset or is_test_named:
+        test_choice = SplitChoice(
+            config.dataset_test_split or "test",
+            is_named=is_test_named,
+            data_flag="--eval_dataset" if config.eval_dataset else "--dataset",
+            split_flag="--dataset_test_split",
+        )
+        eval = [open_source(name, test_choice) for name in config.eval_dataset or config.dataset]
+        if is_test_named:
+            _check_splits(eval, test_choice)
+        if not config.eval_dataset:
+            eval = [source for source in eval if source.has_splits]
 
     renamed = rename_columns([*train, *eval], config.renamed_columns)
     return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
@@ -312,7 +313,7 @@ def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
     if not any(source.has_splits for source in sources):
         names = " ".join(source.name for source in sources)
         raise UserError(
-            f"{choice.split_flag} {choice.value}: {names} has no splits, which data sets of the "
+            f"{choice.split_flag} {choice.split}: {names} has no splits, which data sets of the "
             "hub and folders have; leave the flag out, or name eval files with --eval_dataset."
         )
 
@@ -403,7 +404,7 @@ def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Sou
             continue
         if format not in ("prompt_completion", "pairs", "examples"):
             return source
-        first = next(source.records(None), None)
+        first = source.first()
         if first is None or not is_plain_text(first.fields):
             return source
     return None

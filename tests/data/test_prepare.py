@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from llmtrain.data import file_sources
 from llmtrain.data import prepare as tokenizing
 from llmtrain.data import pretraining as plain_text
-from llmtrain.data import sources
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
@@ -464,7 +464,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, mo
     def unread(paths, field):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(sources, "_read_files", unread)
+    monkeypatch.setattr(file_sources, "_read_files", unread)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; from the cache\n")
     assert second.metadata == first.metadata

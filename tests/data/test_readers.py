@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import readers
-from llmtrain.data.sources import Source, open_source
+from llmtrain.data.dataset_names import open_source
+from llmtrain.data.sources import Source
 from llmtrain.errors import UserError
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from llmtrain.data import parallel_rendering
 from llmtrain.data import prepare as tokenizing
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.dataset_names import open_source
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.records import _hash_of, eval_limit_of
 from llmtrain.data.sft import Audit, Conversations, total_audit
-from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
 from tests.data.test_prepare import complaint, left_behind
 
