@@ -18,7 +18,7 @@ from llmtrain.console import can_show_bars
 from llmtrain.data.audit import Audit, RecordCounts, Unit
 from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
-from llmtrain.data.lengths import check_not_all_overlong, covering_length, describe_overlong
+from llmtrain.data.lengths import check_not_all_overlong, describe_overlong
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.parallel_rendering import render_all
@@ -67,6 +67,15 @@ class EncodedSource(ABC):
     def close(self) -> None:
         """Delete the temporary file."""
         self.store.close()
+
+    @abstractmethod
+    def encode(self) -> None:
+        """Read and encode all records once.
+
+        Raises:
+            UserError: with the place of a record that cannot be used, if the flags do not say to
+                go on without it.
+        """
 
     @abstractmethod
     def lengths(self, split: Split) -> np.ndarray:
@@ -119,7 +128,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         digest_note: str = "",
     ) -> None:
         super().__init__(folder)
-        self.records = records
+        self.records: Records[R] = records
         self.renderer = renderer
         self.config = config
         self.unit = unit
@@ -128,12 +137,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         self._unread_fields = RecordCounts()
 
     def encode(self) -> None:
-        """Read and render all records, and store their tokens.
-
-        Raises:
-            UserError: with the place of a record that cannot be read or rendered, if the flags do
-                not say to go on without it.
-        """
+        """Read and render all records; see :class:`EncodedSource`."""
         items = ((read, read.record) for read in self.records)
         results = render_all(self.renderer, items, self.config.rendering_processes)
         for read, _, rendered in self._progress(results):
@@ -209,14 +213,8 @@ class EncodedExamples(EncodedSource, Generic[R]):
         lengths = self.lengths("train")
         if self.config.overlong == "drop":
             check_not_all_overlong(lengths, name, self.unit, max_length)
-        overlong = int((lengths > max_length).sum())
-        audit.check(
-            name,
-            overlong=describe_overlong(
-                overlong, len(lengths), max_length, covering_length(lengths)
-            ),
-            first_fault=self.records.first_fault,
-        )
+        overlong = describe_overlong(lengths, max_length)
+        audit.check(name, overlong, self.records.first_fault)
 
     def _progress(self, items: Iterable[T]) -> Iterator[T]:
         """Yield one item for each record, and show a progress bar."""

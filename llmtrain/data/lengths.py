@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from llmtrain.console import is_or_are
 from llmtrain.errors import UserError
 
 # --max_length auto holds this share of the examples. A larger --max_length is suggested if the
@@ -23,11 +24,24 @@ def covering_length(lengths: np.ndarray) -> int:
     return -(-max(quantile, 1) // _MULTIPLE) * _MULTIPLE
 
 
-def describe_overlong(overlong: int, examples: int, max_length: int, covering: int) -> str:
+def describe_overlong(lengths: np.ndarray, max_length: int) -> str:
+    """Return how many examples are overlong, and which ``--max_length`` holds most of them.
+
+    Args:
+        lengths: int [examples], the smallest ``--max_length`` that holds each.
+        max_length: the value of ``--max_length``.
+    """
+    overlong = int((lengths > max_length).sum())
+    if not overlong:
+        return "0 are overlong"
+    return overlong_sentence(overlong, len(lengths), max_length, covering_length(lengths))
+
+
+def overlong_sentence(overlong: int, examples: int, max_length: int, covering: int) -> str:
     """Return how many examples are overlong, and which ``--max_length`` holds most of them."""
     return (
-        f"{overlong:,} of {examples:,} are longer than --max_length {max_length:,}; "
-        f"--max_length {covering} holds {COVERED_SHARE:.1%}"
+        f"{overlong:,} of {examples:,} {is_or_are(overlong)} longer than --max_length "
+        f"{max_length:,}; --max_length {covering} holds {COVERED_SHARE:.1%}"
     )
 
 
@@ -45,6 +59,5 @@ def check_not_all_overlong(lengths: np.ndarray, name: str, unit: str, max_length
     units_are = f"the only {unit} is" if len(lengths) == 1 else f"all {len(lengths):,} {unit}s are"
     raise UserError(
         f"--dataset {name}: {units_are} longer than --max_length {max_length}; set --max_length "
-        f"{covering_length(lengths)}, which holds {COVERED_SHARE:.1%} of them, or --overlong "
-        "truncate."
+        f"{covering_length(lengths)}, or --overlong truncate."
     )

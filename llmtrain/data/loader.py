@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmtrain.data.grouping import LengthGrouping
-from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.data.shuffle import Mixture, key_of, mix, permute
+from llmtrain.data.store import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
 

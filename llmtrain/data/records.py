@@ -86,7 +86,8 @@ class Records(Generic[R]):
     @property
     def is_readable(self) -> np.ndarray:
         """Whether each record can be read, bool [records]."""
-        return ~np.isnan(self._hashes_of_all())
+        is_readable: np.ndarray = ~np.isnan(self._hashes_of_all())
+        return is_readable
 
     def is_in(self, split: Split) -> np.ndarray:
         """Return whether each record belongs to a split, bool [records].
@@ -97,7 +98,7 @@ class Records(Generic[R]):
         if self.only_split is not None:
             return np.full(len(hashes), self.only_split == split)
         limit = eval_limit_of(hashes[~np.isnan(hashes)].tolist(), self._eval_fraction)
-        is_eval = hashes < limit  # false for NaN
+        is_eval: np.ndarray = hashes < limit  # false for NaN
         return is_eval if split == "eval" else ~is_eval
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
