@@ -196,7 +196,7 @@ class EncodedCorpus(EncodedSource):
             leave=False,
             disable=not can_show_bars(),
         ) as bar:
-            segments = itertools.chain.from_iterable(map(self._segments_of, self._texts()))
+            segments = itertools.chain.from_iterable(map(self._segments, self._texts()))
             for batch in batches(segments, _ENCODE_CHARACTERS):
                 self._store(batch)
                 bar.update(sum(len(segment.text.encode()) for segment in batch))
@@ -255,13 +255,11 @@ class EncodedCorpus(EncodedSource):
             yield train_text
             yield eval_text
 
-    def _segments_of(self, text: str) -> Iterator[_Segment]:
-        """Split a text about every ``_SEGMENT_CHARACTERS``, before white space."""
-        start = 0
-        while self.is_trained and (gap := _GAP.search(text, start + _SEGMENT_CHARACTERS)):
-            yield _Segment(text[start : gap.start()], is_first=start == 0, is_last=False)
-            start = gap.start()
-        yield _Segment(text[start:], is_first=start == 0, is_last=True)
+    def _segments(self, text: str) -> Iterator[_Segment]:
+        """Split a text for the threads of the tokenizer, if that changes no token."""
+        if self.is_trained:
+            return _segments_of(text)
+        return iter([_Segment(text, is_first=True, is_last=True)])
 
     def _store(self, segments: list[_Segment]) -> None:
         """Encode segments on all CPU cores, and store their tokens."""
@@ -317,3 +315,12 @@ class EncodedCorpus(EncodedSource):
                 yield Piece(tokens, begins_document=start == begin)
         if len(sequences) and not self._has_bos:
             yield Piece(self._end_of_text)
+
+
+def _segments_of(text: str) -> Iterator[_Segment]:
+    """Split a text about every ``_SEGMENT_CHARACTERS``, before white space."""
+    start = 0
+    while gap := _GAP.search(text, start + _SEGMENT_CHARACTERS):
+        yield _Segment(text[start : gap.start()], is_first=start == 0, is_last=False)
+        start = gap.start()
+    yield _Segment(text[start:], is_first=start == 0, is_last=True)

@@ -117,7 +117,7 @@ def _open(folder: Path, request: DataRequest) -> Tokenized | None:
             metadata, dataset=request.dataset, tokenizer=spec, cache_entry=folder.name
         ),
         mixture=mixture,
-        new_tokens=request.tokenizer.new_tokens,
+        new_tokens=[*request.tokenizer.new_tokens],
         eval_names=[source.name for source in request.eval],
     )
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class Tokenized:
     tokenizer: "tok.FastTokenizer | None"
     metadata: DataMetadata
     mixture: Mixture | None = None
-    new_tokens: Sequence[int] = ()
+    new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
     eval_names: Sequence[str] = ()
 

@@ -28,9 +28,10 @@ from llmtrain.data.loader import (
     train_loader,
     trimmed_width,
 )
-from llmtrain.data.packing import Examples, TokenRows, TokenStore
+from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.shuffle import Mixture, key_of, permute
+from llmtrain.data.store import TokenRows, TokenStore
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -63,8 +64,8 @@ def documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows
         store = TokenStore(paths[-1].with_suffix(".tokens"))
         for length in chunk.tolist():
             store.add(draw.integers(1, 200, length), draw.random(length) < 2 / 3)
-        examples = Examples.of_documents(np.arange(len(store)), store.lengths)
-        store.write_rows(paths[-1], examples, WIDTH, packing)
+        examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+        write_rows(paths[-1], store, examples, WIDTH, packing)
     return TokenRows.open(paths)
 
 
@@ -79,12 +80,12 @@ def pairs(folder: Path) -> TokenRows:
             store.add(answer, np.arange(len(answer)) > 0)
     stops = store.lengths.reshape(-1, 2)
     examples = Examples(
-        documents=np.arange(len(store)).reshape(-1, 2),
+        sequences=np.arange(len(store)).reshape(-1, 2),
         starts=np.zeros_like(stops),
         stops=stops,
         is_first_desirable=np.ones(len(stops), bool),
     )
-    store.write_rows(path, examples, 64, packing=False)
+    write_rows(path, store, examples, 64, packing=False)
     return TokenRows.open([path])
 
 

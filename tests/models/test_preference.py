@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 import llmtrain as lt
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import TokenRows
+from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
