@@ -1,5 +1,6 @@
 """Encode prompts and completions of plain text, for models without a chat template."""
 
+from collections import Counter
 from collections.abc import Collection
 from typing import TypeAlias
 
@@ -60,7 +61,9 @@ class PlainTextRenderer:
             raise _not_plain_text()
         prompt, completion = (message["content"] for message in conversation.messages)
         document, special_as_text = self._document(prompt, completion)
-        return Rendered([document], special_as_text=special_as_text)
+        return Rendered(
+            [document], counts=Counter(special_as_text=special_as_text), unread_fields=Counter()
+        )
 
     def render_answers(self, record: PreferenceRecord) -> Rendered:
         """Encode the prompt of a record with each of its answers.
@@ -74,7 +77,9 @@ class PlainTextRenderer:
         documents = [self.render_answer(record, answer) for answer in record.answers]
         completions = [self._without_eos(answer[0]["content"]) for answer in record.answers]
         _, special_as_text = self.encoder.escape([record.prompt[0]["content"], *completions])
-        return Rendered(documents, special_as_text=special_as_text)
+        return Rendered(
+            documents, counts=Counter(special_as_text=special_as_text), unread_fields=Counter()
+        )
 
     def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> TokenSequence:
         """Encode the prompt of a record and an answer to it. Only the answer is trained."""

@@ -216,8 +216,8 @@ class Pairs:
                 self.records.refuse(read.place, rendered)
                 split.audit.bad += 1
                 continue
-            split.audit.special_as_text += rendered.special_as_text
-            add_counts(split.audit.other_fields, rendered.other_fields)
+            split.audit.special_as_text += rendered.counts["special_as_text"]
+            add_counts(split.audit.other_fields, rendered.unread_fields)
             if self.unpaired:
                 self._add_unpaired(renderer, split, _RenderedRecord(read, rendered.sequences))
             else:

@@ -8,7 +8,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,29 +73,27 @@ class TokenSequence(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as documents. Each assistant turn is a target in one of them.
+    """A conversation as token sequences. Each assistant turn is a target in one of them.
 
     Attributes:
         sequences: the token sequences.
-        left_answers: answers that are in no document, because the template shows them differently
-            from the way it prompts for them.
-        left_calls: the same for turns that end with a call.
-        unshown: turns whose reasoning, or whose text next to a call, the template does not show.
-        remade: turns that are trained in full, because ``{% generation %}`` marks text that their
-            prompt does not lead to.
-        unweighted: turns that are not trained, because their weight is 0.
-        special_as_text: special tokens in messages that are encoded as text.
-        other_fields: the number of messages that have each field that is not read here.
+        counts: what happened to its turns and messages:
+
+            - ``mismatched_answers``: answers that are in no sequence, because the template shows
+              them differently from the way it prompts for them.
+            - ``mismatched_calls``: the same for turns that end with a call.
+            - ``hidden_turns``: turns whose reasoning, or whose text next to a call, the template
+              does not show.
+            - ``unmarked_turns``: turns that are trained in full, because their prompt does not
+              lead to the text in ``{% generation %}`` blocks.
+            - ``unweighted_turns``: turns that are not trained, because their weight is 0.
+            - ``special_as_text``: special tokens in messages that are encoded as text.
+        unread_fields: the number of messages that have each field that is not read here.
     """
 
     sequences: list[TokenSequence]
-    left_answers: int = 0
-    left_calls: int = 0
-    unshown: int = 0
-    remade: int = 0
-    unweighted: int = 0
-    special_as_text: int = 0
-    other_fields: Counter[str] = Counter()  # noqa: RUF012 - nobody changes it
+    counts: Counter[str]
+    unread_fields: Counter[str]
 
 
 class _Turn(NamedTuple):
@@ -178,17 +175,6 @@ class _TargetMask(NamedTuple):
     is_trained: np.ndarray | bool
     target_bytes: int
     has_end: bool
-
-
-@dataclass
-class _TurnCounts:
-    """Counts of the turns of a conversation; see :class:`Rendered`."""
-
-    left_answers: int = 0
-    left_calls: int = 0
-    unshown: int = 0
-    remade: int = 0
-    unweighted: int = 0
 
 
 class _Texts:
@@ -319,15 +305,16 @@ class Renderer:
         _, special_as_text = self.encoder.escape([record.messages, record.tools])
         return Rendered(
             documents,
-            special_as_text=special_as_text,
-            other_fields=other_fields_of(record.messages),
+            counts=Counter(special_as_text=special_as_text),
+            unread_fields=other_fields_of(record.messages),
         )
 
     def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> TokenSequence:
         """Render the prompt of a record and an answer to it. Only the answer is trained."""
         conversation = Conversation(record.prompt + answer, record.tools)
         rendered = self(conversation, after=len(record.prompt))
-        if rendered.left_answers or rendered.left_calls or len(rendered.sequences) != 1:
+        mismatched = rendered.counts["mismatched_answers"] + rendered.counts["mismatched_calls"]
+        if mismatched or len(rendered.sequences) != 1:
             raise BadRecord(
                 "the chat template shows the answer differently from the way it prompts for it"
             )
@@ -366,14 +353,14 @@ class Renderer:
         if marks is not None and all(start == end for start, end in marks):
             raise BadRecord("the chat template's {% generation %} marks nothing in it")
 
-        counts = _TurnCounts()
+        counts = Counter(special_as_text=special_as_text)
         trained_turns: list[_TrainedTurn] = []
         first_trained = self._first_trained(messages) if after is None else after
         for start, stop in _turns_of(messages):
             if stop <= first_trained:
                 continue
             if not is_trained[start]:
-                counts.unweighted += 1
+                counts["unweighted_turns"] += 1
                 continue
             turn = _Turn(
                 start=start,
@@ -387,13 +374,8 @@ class Renderer:
 
         return Rendered(
             self._documents(trained_turns, texts.has_escapes),
-            left_answers=counts.left_answers,
-            left_calls=counts.left_calls,
-            unshown=counts.unshown,
-            remade=counts.remade,
-            unweighted=counts.unweighted,
-            special_as_text=special_as_text,
-            other_fields=other_fields_of(messages),
+            counts=counts,
+            unread_fields=other_fields_of(messages),
         )
 
     def _first_trained(self, messages: list[Message]) -> int:
@@ -409,7 +391,9 @@ class Renderer:
 
     # --- from a turn to its prompt and its target
 
-    def _trained_turn(self, texts: _Texts, turn: _Turn, counts: _TurnCounts) -> _TrainedTurn | None:
+    def _trained_turn(
+        self, texts: _Texts, turn: _Turn, counts: Counter[str]
+    ) -> _TrainedTurn | None:
         """Return a turn with the parts of it that are trained, or ``None`` if nothing is.
 
         Args:
@@ -420,14 +404,15 @@ class Renderer:
         prompted = self._prompted(texts, turn)
         if prompted is None:
             if turn.is_call:
-                counts.left_calls += 1
+                counts["mismatched_calls"] += 1
             else:
-                counts.left_answers += 1
+                counts["mismatched_answers"] += 1
             return None
         prompt, target, end, text = prompted
 
         contents = [message["content"].strip() for message in turn.messages]
-        counts.unshown += any(content not in target for content in [*turn.thoughts, *contents])
+        if any(content not in target for content in [*turn.thoughts, *contents]):
+            counts["hidden_turns"] += 1
 
         complete = texts.complete({})
         spans = [(0, len(target))]
@@ -435,7 +420,7 @@ class Renderer:
             if text is complete.text or complete.text.startswith(prompt + target):
                 spans = _clipped(complete.marks, start=len(prompt), length=len(target))
             else:
-                counts.remade += 1
+                counts["unmarked_turns"] += 1
         if not spans:
             return None
         if end:

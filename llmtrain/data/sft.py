@@ -516,13 +516,13 @@ def _count(rendered: Rendered, audit: Audit) -> None:
     """Add the counts of one rendered conversation."""
     audit.documents += len(rendered.sequences)
     audit.untrained += not rendered.sequences
-    audit.left_answers += rendered.left_answers
-    audit.left_calls += rendered.left_calls
-    audit.unshown += rendered.unshown
-    audit.remade += rendered.remade
-    audit.unweighted += rendered.unweighted
-    audit.special_as_text += rendered.special_as_text
-    add_counts(audit.other_fields, rendered.other_fields)
+    audit.left_answers += rendered.counts["mismatched_answers"]
+    audit.left_calls += rendered.counts["mismatched_calls"]
+    audit.unshown += rendered.counts["hidden_turns"]
+    audit.remade += rendered.counts["unmarked_turns"]
+    audit.unweighted += rendered.counts["unweighted_turns"]
+    audit.special_as_text += rendered.counts["special_as_text"]
+    add_counts(audit.other_fields, rendered.unread_fields)
 
 
 def format_of(source: Source, chat: ChatConfig) -> str:

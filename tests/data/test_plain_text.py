@@ -84,7 +84,7 @@ def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
     rendered = PlainTextRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
     (document,) = rendered.sequences
     assert tokenizer.decode(document.ids) == "<s>a</s>b<|im_end|> </s></s>"
-    assert rendered.special_as_text == 4
+    assert rendered.counts["special_as_text"] == 4
     specials = set(tokenizer.all_special_ids) & set(document.ids.tolist())
     assert specials == {tokenizer.eos_token_id}
     assert document.ids.tolist().count(tokenizer.eos_token_id) == 1
@@ -114,7 +114,7 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
     targets = [document.ids[document.loss_mask] for document in rendered.sequences]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
-    assert rendered.special_as_text == 1  # the last </s> is the EOS of the document
+    assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the document
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
     with pytest.raises(BadRecord, match="not plain text"):
         renderer.render_answers(chats)
