@@ -6,24 +6,22 @@ answer without reasoning, and which token ends a turn.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
+from llmtrain.data.jinja_template import JinjaTemplate, TemplateOptions
 from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 
-Span: TypeAlias = tuple[int, int]  # of characters
-# An option of the template that asks for a prompt with or without reasoning. If it is empty, the
-# template decides.
-Switch: TypeAlias = dict[str, bool]
 # How a template takes the arguments of a call: as an object, or as JSON text.
 ArgumentsForm: TypeAlias = Literal["object", "text"]
 
-_SWITCH = "enable_thinking"
+# The variable of templates that asks for a prompt with or without reasoning.
+_REASONING_OPTION = "enable_thinking"
 OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # If the prompt has already begun the reasoning, an answer may leave out the first tag.
@@ -31,7 +29,6 @@ _REST_OF_THOUGHT = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
 DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
 NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 _CHATML = Path(__file__).with_name("chatml.jinja")
-GENERATION_BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 # A conversation that shows how a template renders. It has two turns, because many templates render
 # the last turn differently.
@@ -120,8 +117,9 @@ def set_template(
             tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
 
+    template = JinjaTemplate(tokenizer)
     try:
-        text, _ = render(tokenizer, _PROBE)
+        text = template.render(template.plain_data(_PROBE, tools=None)).text
     except BadRecord as error:
         raise UserError(f"{name} cannot show two questions and two answers: {error}.") from None
     if any(message["content"] not in text for message in _PROBE):
@@ -129,50 +127,6 @@ def set_template(
 
     vocabulary = tokenizer.get_vocab()
     return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
-
-
-def render(
-    tokenizer: FastTokenizer,
-    messages: list[Message],
-    tools: list[Fields] | None = None,
-    add_generation_prompt: bool = False,
-    switch: Switch | None = None,
-) -> tuple[str, list[Span] | None]:
-    """Render messages with the chat template of a tokenizer.
-
-    Args:
-        tokenizer: the tokenizer.
-        messages: the messages.
-        tools: the tools that the messages may call.
-        add_generation_prompt: end the text with the words that ask for an answer.
-        switch: an option of the template.
-
-    Returns:
-        The text, and the spans of its ``{% generation %}`` blocks. The spans are ``None`` if the
-        template has no such blocks.
-
-    Raises:
-        BadRecord: if the template raises an error.
-    """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    # The annotation of render_jinja_template is wrong.
-    render_all = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
-    try:
-        template = tokenizer.get_chat_template(tools=tools)
-        has_marks = GENERATION_BLOCK.search(template) is not None
-        texts, spans = render_all(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=has_marks,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
-            **(switch or {}),
-        )
-    except Exception as error:  # a template can raise any error
-        raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
-    return texts[0], spans[0] if has_marks else None
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -198,11 +152,12 @@ class ChatTemplate:
         reasoning_field: the field in which the template looks for reasoning; ``None`` if it shows
             none.
         opens_reasoning: whether a prompt already begins the reasoning.
-        has_switch: whether a prompt can ask for an answer with or without reasoning.
+        has_reasoning_option: whether a prompt can ask for an answer with or without reasoning.
     """
 
     def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
+        self.jinja = JinjaTemplate(tokenizer)
         self._eos = str(tokenizer.eos_token)
         self._special_ids = _special_tokens(tokenizer)
         self._special = any_of(self._special_ids)
@@ -212,7 +167,7 @@ class ChatTemplate:
         self._shows_several_calls = self._can_show_several_calls()
         self.reasoning_field = self._find_reasoning_field()
         self.opens_reasoning = self._prompt_begins_reasoning()
-        self.has_switch = self._has_two_prompts()
+        self.has_reasoning_option = self._has_two_prompts()
 
         self._end_of_answer = self._find_end_token(_PROBE[1], following=_PROBE[2])
         self._end_of_call = self._find_end_of_call()
@@ -221,9 +176,11 @@ class ChatTemplate:
         self._stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
         self._stop_tokens = re.compile(f"(?:{self._stop_token.pattern})+")
 
-    def switches(self, with_reasoning: bool) -> list[Switch]:
+    def prompt_options(self, with_reasoning: bool) -> list[TemplateOptions]:
         """Return the options with which to prompt for a turn, in the order in which to try them."""
-        return [{_SWITCH: with_reasoning}, {}] if self.has_switch else [{}]
+        if self.has_reasoning_option:
+            return [{_REASONING_OPTION: with_reasoning}, {}]
+        return [{}]
 
     def end_token_of(self, message: Message) -> str:
         """Return the token that ends a turn with this last message, if the template shows none."""
@@ -302,21 +259,15 @@ class ChatTemplate:
         self,
         messages: list[Message],
         add_generation_prompt: bool = False,
-        switch: Switch | None = None,
+        options: TemplateOptions | None = None,
     ) -> str:
         """Render messages, with a tool if one is called; return an empty text if that fails."""
         tools = _TOOLS if any("tool_calls" in message for message in messages) else None
+        data = self.jinja.plain_data(messages, tools)
         try:
-            text, _ = render(
-                self.tokenizer,
-                messages,
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                switch=switch,
-            )
+            return self.jinja.render(data, add_generation_prompt, options).text
         except BadRecord:
             return ""
-        return text
 
     def _find_form_of_arguments(self) -> ArgumentsForm | None:
         """Return the form of arguments that the template shows; ``None`` if it shows no calls."""
@@ -362,13 +313,13 @@ class ChatTemplate:
         return OPENED.search(prompt) is not None
 
     def _has_two_prompts(self) -> bool:
-        """Return whether the switch leads to two different prompts, with and without reasoning."""
+        """Return whether the option leads to two different prompts, with and without reasoning."""
         question = [_PROBE[0]]
         prompt_with_reasoning = self._attempt(
-            question, add_generation_prompt=True, switch={_SWITCH: True}
+            question, add_generation_prompt=True, options={_REASONING_OPTION: True}
         )
         prompt_without_reasoning = self._attempt(
-            question, add_generation_prompt=True, switch={_SWITCH: False}
+            question, add_generation_prompt=True, options={_REASONING_OPTION: False}
         )
         if not prompt_with_reasoning or not prompt_without_reasoning:
             return False
@@ -424,7 +375,7 @@ class ChatTemplate:
 
     def _last_special_token_after_answer(self) -> str | None:
         """Return the last of the special tokens that follow an answer, if there are any."""
-        text, _ = render(self.tokenizer, _PROBE)
+        text = self.jinja.render(self.jinja.plain_data(_PROBE, tools=None)).text
         after_answer = text.rpartition(_PROBE[-1]["content"])[2]
         run = re.search(f"(?:{self._special.pattern})+", after_answer)
         if run is None:

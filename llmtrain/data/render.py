@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat_template import OPENED, ChatTemplate, Span, Switch
+from llmtrain.data.chat_template import OPENED, ChatTemplate
 from llmtrain.data.formats import Conversation, PreferenceRecord
-from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
+from llmtrain.data.jinja_template import (
+    JinjaTemplate,
+    PlainData,
+    RenderedText,
+    Span,
+    TemplateOptions,
+)
 from llmtrain.data.messages import (
     BadRecord,
     Message,
@@ -124,13 +130,11 @@ class _PromptedTurn(NamedTuple):
         prompt: the text before it.
         target: its own text.
         end: the token that ends it if the target does not end with one; otherwise empty.
-        text: a text that begins with the prompt and the target.
     """
 
     prompt: str
     target: str
     end: str
-    text: str
 
 
 class _TrainedTurn(NamedTuple):
@@ -198,43 +202,43 @@ class _Texts:
         self.has_escapes = has_escapes
         self._template = template
         self._data = template.plain_data(messages, tools)
-        self._renderings: dict[tuple[tuple[str, bool], ...], Rendering] = {}
+        self._renderings: dict[tuple[tuple[str, bool], ...], RenderedText] = {}
         self._texts: dict[tuple[int, tuple[tuple[str, bool], ...]], str] = {}
         self._prompts: dict[tuple[int, tuple[tuple[str, bool], ...]], str] = {}
 
-    def complete(self, switch: Switch) -> Rendering:
+    def complete(self, options: TemplateOptions) -> RenderedText:
         """Return the complete conversation."""
-        key = tuple(switch.items())
+        key = tuple(options.items())
         if key not in self._renderings:
-            self._renderings[key] = self._template.render_completely(self._data, switch)
+            self._renderings[key] = self._template.render(self._data, options=options)
         return self._renderings[key]
 
-    def text(self, stop: int, switch: Switch) -> str:
+    def text(self, stop: int, options: TemplateOptions) -> str:
         """Return the text of the first messages, up to number ``stop``."""
         if stop == len(self.messages):
-            return self.complete(switch).text
-        key = stop, tuple(switch.items())
+            return self.complete(options).text
+        key = stop, tuple(options.items())
         if key not in self._texts:
-            self._texts[key] = self._template.render(self._beginning(stop), switch=switch)
+            self._texts[key] = self._template.render(self._beginning(stop), options=options).text
         return self._texts[key]
 
-    def prompt(self, stop: int, switch: Switch) -> str:
+    def prompt(self, stop: int, options: TemplateOptions) -> str:
         """Return the first messages, up to number ``stop``, with the request for an answer."""
-        key = stop, tuple(switch.items())
+        key = stop, tuple(options.items())
         if key not in self._prompts:
             self._prompts[key] = self._template.render(
-                self._beginning(stop), add_generation_prompt=True, switch=switch
-            )
+                self._beginning(stop), add_generation_prompt=True, options=options
+            ).text
         return self._prompts[key]
 
-    def altered_text(self, turn: _Turn, switch: Switch) -> str:
+    def altered_text(self, turn: _Turn, options: TemplateOptions) -> str:
         """Return the text up to the end of a turn whose messages differ from the first letter."""
         altered = [_altered(message) for message in turn.messages]
         data = self._template.plain_data(altered, None)
         history = self._data.messages[: turn.start]
         return self._template.render(
-            PlainData(history + data.messages, self._data.tools), switch=switch
-        )
+            PlainData(history + data.messages, self._data.tools), options=options
+        ).text
 
     def _beginning(self, stop: int) -> PlainData:
         return PlainData(self._data.messages[:stop], self._data.tools)
@@ -252,9 +256,8 @@ class Renderer:
 
     Special tokens in messages are encoded as ordinary text.
 
-    Most conversations are rendered completely only once, and encoded once; see
-    :class:`JinjaTemplate` and :meth:`TextEncoder.count_before`. If it is not certain that this
-    gives the same text and the same tokens, each turn is rendered and encoded by itself.
+    Most conversations are encoded once; see :meth:`TextEncoder.count_before`. If it is not certain
+    that this gives the same tokens, each turn is encoded by itself.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -273,15 +276,8 @@ class Renderer:
         self.template = ChatTemplate(tokenizer, stop_token_ids)
         self.only_last_turns = only_last_turns
         self.encoder = TextEncoder(tokenizer, self.template.control_tokens)
-        self._jinja = JinjaTemplate(tokenizer)
+        self._jinja = self.template.jinja
         self._arguments = (tokenizer, tuple(stop_token_ids), only_last_turns)
-
-        # All texts after which a stop token may go on.
-        stop_tokens = [self.template.control_tokens[id] for id in self.template.stop_token_ids]
-        self._longest_stop = max(map(len, stop_tokens))
-        self._stop_beginnings = {
-            token[:length] for token in stop_tokens for length in range(len(token))
-        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A compiled template cannot be pickled, so another process makes it again.
@@ -349,8 +345,8 @@ class Renderer:
         rendering = texts.complete({})
         if texts.has_escapes:
             self.encoder.check_json(rendering.text)
-        marks = rendering.marks
-        if marks is not None and all(start == end for start, end in marks):
+        spans = rendering.spans
+        if spans is not None and all(start == end for start, end in spans):
             raise BadRecord("the chat template's {% generation %} marks nothing in it")
 
         counts = Counter(special_as_text=special_as_text)
@@ -408,7 +404,7 @@ class Renderer:
             else:
                 counts["mismatched_answers"] += 1
             return None
-        prompt, target, end, text = prompted
+        prompt, target, end = prompted
 
         contents = [message["content"].strip() for message in turn.messages]
         if any(content not in target for content in [*turn.thoughts, *contents]):
@@ -416,9 +412,9 @@ class Renderer:
 
         complete = texts.complete({})
         spans = [(0, len(target))]
-        if complete.marks is not None:
-            if text is complete.text or complete.text.startswith(prompt + target):
-                spans = _clipped(complete.marks, start=len(prompt), length=len(target))
+        if complete.spans is not None:
+            if complete.text.startswith(prompt + target):
+                spans = _clipped(complete.spans, start=len(prompt), length=len(target))
             else:
                 counts["unmarked_turns"] += 1
         if not spans:
@@ -433,74 +429,32 @@ class Renderer:
         Several ways to prompt are tried. If the turn has reasoning, a prompt that asks for
         reasoning comes first, and is taken only if the target shows some of the reasoning.
         """
-        prompted = self._prompted_in_conversation(texts, turn)
-        if prompted is not None:
-            return prompted
-
         choices = [True, False] if turn.thoughts else [False]
         for with_reasoning in choices:
-            for switch in self.template.switches(with_reasoning):
-                prompt = texts.prompt(turn.start, switch)
-                target = self._target(texts, turn, prompt, switch)
+            for options in self.template.prompt_options(with_reasoning):
+                prompt = texts.prompt(turn.start, options)
+                target = self._target(texts, turn, prompt, options)
                 if target is None:
                     continue
                 shows_reasoning = any(thought in target for thought in turn.thoughts)
                 if shows_reasoning or not with_reasoning:
-                    return self._with_end(texts, turn, prompt, target, switch)
+                    return self._with_end(texts, turn, prompt, target, options)
         return None
 
-    def _prompted_in_conversation(self, texts: _Texts, turn: _Turn) -> _PromptedTurn | None:
-        """Find a turn in the text of the complete conversation.
-
-        Returns:
-            The same as :meth:`_prompted`, or ``None`` if the text of the turn may depend on the
-            messages after it.
-        """
-        if len(turn.messages) > 1:
-            return None
-        switch = self.template.switches(bool(turn.thoughts))[0]
-        text = texts.complete(switch).text
-        known = texts.complete(switch).known[turn.stop]
-        prompt = texts.prompt(turn.start, switch)
-        if known < len(prompt) or not text.startswith(prompt):
-            return None
-
-        end = self.template.find_end(text, len(prompt), known)
-        is_last = turn.stop == len(texts.messages)
-        if end is None or not (is_last or self._is_final(text, end.end(), known)):
-            return None
-        target = text[len(prompt) : end.end()]
-        is_empty = end.start() == len(prompt) or text[len(prompt) : end.start()].isspace()
-        shows_reasoning = any(thought in target for thought in turn.thoughts)
-        if is_empty or (turn.thoughts and not shows_reasoning):
-            return None
-        return _PromptedTurn(prompt, target, end="", text=text)
-
-    def _is_final(self, text: str, end: int, known: int) -> bool:
-        """Return whether the same stop tokens are found if the text goes on differently.
-
-        Args:
-            text: the text of the complete conversation.
-            end: the end of the stop tokens that were found.
-            known: the length of the text up to which it does not go on differently.
-        """
-        first = max(known - self._longest_stop + 1, 0)
-        return not any(
-            text[start:known] in self._stop_beginnings for start in range(first, end + 1)
-        )
-
-    def _target(self, texts: _Texts, turn: _Turn, prompt: str, switch: Switch) -> str | None:
+    def _target(
+        self, texts: _Texts, turn: _Turn, prompt: str, options: TemplateOptions
+    ) -> str | None:
         """Return the text that should come back for a prompt, or ``None`` if it is not shown."""
-        text = texts.text(turn.stop, switch)
+        text = texts.text(turn.stop, options)
         if text.startswith(prompt):
             return text[len(prompt) :]
         target = _target_of_opened_reasoning(turn, prompt, text)
         if target is not None:
             return target
-        return self._target_after_other_history(texts, turn, prompt, text, switch)
+        return self._target_after_other_history(texts, turn, prompt, text, options)
 
     def _target_after_other_history(
-        self, texts: _Texts, turn: _Turn, prompt: str, text: str, switch: Switch
+        self, texts: _Texts, turn: _Turn, prompt: str, text: str, options: TemplateOptions
     ) -> str | None:
         """Return the target if the template shows the history differently from the prompt.
 
@@ -512,11 +466,11 @@ class Renderer:
             turn: the turn.
             prompt: the prompt.
             text: the history and the turn.
-            switch: the option of the template.
+            options: the options of the template.
         """
-        request = self._request(texts, turn, prompt, switch)
+        request = self._request(texts, turn, prompt, options)
         try:
-            altered = texts.altered_text(turn, switch)
+            altered = texts.altered_text(turn, options)
         except BadRecord:
             return None
 
@@ -529,16 +483,16 @@ class Renderer:
             return None
         return text[place + len(request) :]
 
-    def _request(self, texts: _Texts, turn: _Turn, prompt: str, switch: Switch) -> str:
+    def _request(self, texts: _Texts, turn: _Turn, prompt: str, options: TemplateOptions) -> str:
         """Return the words at the end of a prompt that ask for a turn.
 
         The text is empty if the prompt shows the history differently.
         """
-        history = texts.text(turn.start, switch)
+        history = texts.text(turn.start, options)
         return prompt[len(history) :] if prompt.startswith(history) else ""
 
     def _with_end(
-        self, texts: _Texts, turn: _Turn, prompt: str, target: str, switch: Switch
+        self, texts: _Texts, turn: _Turn, prompt: str, target: str, options: TemplateOptions
     ) -> _PromptedTurn:
         """Cut a target after the token that ends the turn.
 
@@ -557,7 +511,7 @@ class Renderer:
             raise BadRecord(f"the chat template shows nothing of message {turn.stop} (assistant)")
 
         if len(turn.messages) > 1:
-            request = self._request(texts, turn, prompt, switch).strip()
+            request = self._request(texts, turn, prompt, options).strip()
             if self.encoder.controls.sub("", rest).strip() or (request and request in text):
                 raise BadRecord(
                     f"message {turn.stop} (assistant) follows an assistant turn that has ended"
@@ -565,10 +519,10 @@ class Renderer:
 
         if end:
             target = target[: end.end()]
-            return _PromptedTurn(prompt, target, end="", text=prompt + target)
+            return _PromptedTurn(prompt, target, end="")
         target = target.rstrip()
         end_token = self.template.end_token_of(turn.messages[-1])
-        return _PromptedTurn(prompt, target, end_token, text=prompt + target)
+        return _PromptedTurn(prompt, target, end_token)
 
     # --- from text to tokens
 

@@ -1,4 +1,4 @@
-"""A conversation that is rendered and encoded once makes the documents that it makes turn by turn."""
+"""A conversation that is encoded once makes the documents that it makes turn by turn."""
 
 import json
 import random
@@ -69,10 +69,7 @@ WITHOUT_FIRST = """
 
 
 class SlowRenderer(Renderer):
-    """Renders and encodes each prompt and each turn by itself."""
-
-    def _prompted_in_conversation(self, texts: Any, turn: Any) -> None:
-        return None
+    """Encodes each prompt and each turn by itself."""
 
     def _add_run(self, documents: Any, run: Any) -> bool:
         return False
@@ -183,7 +180,7 @@ def assert_same(first: Rendered | str, second: Rendered | str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_documents_are_those_that_are_rendered_and_encoded_turn_by_turn(name: str) -> None:
+def test_the_documents_are_those_that_are_encoded_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
     tokenizer = TOKENIZERS[name]()
     # So that a turn that ends in either way has ended.
@@ -276,10 +273,10 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["our chatml", "without first", "published qwen2_5"])
-def test_usual_templates_are_rendered_and_encoded_once(
+def test_conversations_of_usual_templates_are_encoded_once(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The shortcuts are taken: without them, all would be right and slow."""
+    """The shortcut is taken: without it, all would be right and slow."""
     if name not in TOKENIZERS:
         pytest.skip("needs trl, which comes with the extra dev")
     renderer = Renderer(TOKENIZERS[name]())
@@ -292,7 +289,6 @@ def test_usual_templates_are_rendered_and_encoded_once(
         return encode(text, has_escapes)
 
     monkeypatch.setattr(renderer.encoder, "encode", counted)
-    monkeypatch.setattr(renderer, "_target", None)  # renders the text of one turn
     system = {"role": "system", "content": "Be brief."}
     several = chat("a", "b", "c", "d", "e", "f").messages
     for messages in (several, [system, *several]):
