@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat_template import OPENED, ChatTemplate
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.jinja_template import (
     JinjaTemplate,
@@ -29,6 +28,8 @@ from llmtrain.data.messages import (
     without_weights,
 )
 from llmtrain.data.sources import Fields
+from llmtrain.data.template_messages import adapt_messages
+from llmtrain.data.template_properties import OPEN_THINK_TAG, TemplateProperties
 from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, texts_of
 from llmtrain.data.tokenizer import FastTokenizer
 
@@ -273,7 +274,7 @@ class Renderer:
         only_last_turns: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, stop_token_ids)
+        self.template = TemplateProperties(tokenizer, stop_token_ids)
         self.only_last_turns = only_last_turns
         self.encoder = TextEncoder(tokenizer, self.template.control_tokens)
         self._jinja = self.template.jinja
@@ -330,7 +331,7 @@ class Renderer:
         """
         tools = conversation.tools
         is_trained = trained_messages(conversation.messages)
-        messages, thoughts = self.template.adapt(without_weights(conversation.messages))
+        messages, thoughts = adapt_messages(without_weights(conversation.messages), self.template)
         # The template shows the messages. Some targets are made of reasoning that is not in them.
         shown: list[Any] = [messages, tools]
         if self.template.opens_reasoning and self.template.reasoning_field is None:
@@ -842,7 +843,7 @@ def _target_of_opened_reasoning(turn: _Turn, prompt: str, text: str) -> str | No
         The reasoning and the answer; ``None`` if the prompt has begun no reasoning, or if the text
         does not begin with the part of the prompt before the reasoning.
     """
-    opened = OPENED.search(prompt)
+    opened = OPEN_THINK_TAG.search(prompt)
     if opened is None or not text.startswith(prompt[: opened.start()]):
         return None
     answer = text[opened.start() :].rpartition("</think>")[2].lstrip("\n")

@@ -18,8 +18,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 
-from llmtrain.data.chat_template import any_of
 from llmtrain.data.messages import BadRecord
+from llmtrain.data.template_properties import any_of
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.files import json_text
 

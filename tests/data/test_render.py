@@ -12,10 +12,11 @@ from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import ChatTemplate, set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer, TokenSequence
+from llmtrain.data.template_properties import TemplateProperties
 from tests.data.chats import (
     ASSISTANT,
     CALLING,
@@ -220,7 +221,7 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
     assert said(tokenizer, conversation) == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
     (document,) = Renderer(tokenizer)(conversation).sequences
     assert (document.turns, document.ended) == (3, 3)
-    names = tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)
+    names = tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)
     assert set(names) == {"</s>", "<|user|>", "<|tool|>"}
 
 
