@@ -17,7 +17,7 @@ import numpy as np
 
 from llmtrain.console import pluralize
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
+from llmtrain.data.formats import PREFERENCE_FORMATS, PreferenceRecord, detect_format, preference_of
 from llmtrain.data.lengths import (
     check_not_all_overlong,
     describe_overlong_count,
@@ -560,7 +560,7 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
         unpaired: the loss takes single answers with a label, not only pairs.
 
     Returns:
-        ``pairs`` or ``examples``; see :func:`llmtrain.data.formats.detect_format`.
+        one of :data:`llmtrain.data.formats.PREFERENCE_FORMATS`.
 
     Raises:
         UserError: if the record is not preference data, or if it has one answer and the loss
@@ -570,14 +570,15 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
     if first is None:
         raise UserError(f"{source.flag} {source.name} holds no records.")
     fields = first.fields
-    format = detect_format(fields, preference=True)
+    format = detect_format(fields, PREFERENCE_FORMATS)
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
+        needed = [", ".join(format.fields) for format in PREFERENCE_FORMATS.values()]
         raise UserError(
             f"{source.flag} {source.name} is not preference data: its first record has {names}. "
-            "Records need prompt, chosen and rejected, or prompt, completion and label."
+            f"Records need the fields {'; or '.join(needed)}."
         )
-    if format == "examples" and not unpaired:
+    if format == "labelled_answers" and not unpaired:
         raise UserError(
             f"{source.flag} {source.name} has single answers with a label, but this loss compares "
             "two answers: use --loss_type kto."

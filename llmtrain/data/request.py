@@ -16,7 +16,7 @@ from llmtrain.data.chat_template import (
     template_text,
 )
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
-from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
+from llmtrain.data.formats import FORMATS, RECORD_FIELDS, is_plain_text
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.preference import preference_format_of
 from llmtrain.data.sft import format_of
@@ -401,7 +401,7 @@ def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Sou
     for source, format in zip(sources, formats, strict=True):
         if format == "text":
             continue
-        if format not in ("prompt_completion", "pairs", "examples"):
+        if not FORMATS[format].can_be_plain_text:
             return source
         first = next(source.records(None), None)
         if first is None or not is_plain_text(first.fields):

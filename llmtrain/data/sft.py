@@ -15,7 +15,7 @@ import numpy as np
 
 from llmtrain.console import is_or_are, pluralize
 from llmtrain.data.config import ChatConfig, DataConfig
-from llmtrain.data.formats import Conversation, conversation_of, detect_format
+from llmtrain.data.formats import CONVERSATION_FORMATS, Conversation, conversation_of, detect_format
 from llmtrain.data.lengths import (
     check_not_all_overlong,
     describe_overlong_count,
@@ -538,7 +538,7 @@ def format_of(source: Source, chat: ChatConfig) -> str:
     first = next(source.records(None), None)
     if first is None:
         raise UserError(f"{source.flag} {source.name} holds no records.")
-    return detect_format(first.fields) or "text"
+    return detect_format(first.fields, CONVERSATION_FORMATS) or "text"
 
 
 def total_audit(audits: Sequence[Counts]) -> Counts:

@@ -626,7 +626,7 @@ def test_every_format_of_examples_gives_the_same_rows(
     made = tokenize(config(path), BLOCK, PairConfig(), unpaired=True)
     assert all_of(made.train) == all_of(reference.train)
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert "preference training: the records are examples\n" in capsys.readouterr().out
+    assert "preference training: the records are labelled_answers\n" in capsys.readouterr().out
 
 
 # --- what rows hold ---
