@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.grouping import BATCHES_PER_BLOCK
+from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import (
     LENGTHS,
@@ -68,7 +68,7 @@ class Tokenized:
         if self.in_order:
             return "stored"
         if LENGTHS in self.train.column_names:
-            return f"shuffled, grouped by length over {BATCHES_PER_BLOCK} batches"
+            return f"shuffled, grouped by length over {BATCHES_PER_MEGABATCH} batches"
         return "shuffled"
 
     @property

@@ -15,8 +15,9 @@ from transformers import AutoModelForSequenceClassification
 
 import llmtrain as lt
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.packing import TokenRows
+from llmtrain.data.samplers import Slot
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch
