@@ -4,13 +4,8 @@ No example is split. A packed row holds complete examples one after the other. T
 ``position_ids`` restart at each, which tells attention where a document ends. The first label of
 each is -100, because its first token has no context.
 
-A row of preference data holds complete pairs of answers. Its column ``answers`` says to which
-answer each position belongs:
-
-- ``4 * k`` for the first answer of pair ``k`` of the row,
-- ``4 * k + 1`` for its second answer,
-- 2 more if the first answer is undesirable,
-- -1 for padding.
+A row of preference data holds complete pairs of answers. Its column ``answers`` has the code of the
+answer that each position belongs to; see :mod:`llmtrain.interfaces.answer_codes`.
 
 An unpacked row holds one conversation, or a pair with each answer in half of the row. Its column
 ``lengths`` has the number of tokens in the row, or in each half. The rest is padding.
@@ -34,6 +29,7 @@ from llmtrain.data.store import (
     TokenStore,
     create_row_file,
 )
+from llmtrain.interfaces.answer_codes import PADDING, answer_code
 from llmtrain.interfaces.batches import IGNORED
 
 
@@ -81,7 +77,7 @@ class _Part(NamedTuple):
     Attributes:
         tokens: int32 [n], as they are stored.
         first_position: the position id of the first token.
-        answer: the value in the column ``answers``.
+        answer: the code of the answer; 0 for a conversation.
     """
 
     tokens: np.ndarray
@@ -235,7 +231,7 @@ class _ExampleWriter:
             "input_ids": np.full(shape, 0, np.int32),
             "labels": np.full(shape, IGNORED, np.int32),
             "position_ids": np.full(shape, 0, np.int32),
-            "answers": np.full(shape, -1, np.int32),
+            "answers": np.full(shape, PADDING, np.int32),
             LENGTHS: np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32),
         }
         for i, row in enumerate(rows):
@@ -265,11 +261,6 @@ class _ExampleWriter:
 
     def _parts(self, example: int, number_in_row: int) -> list[_Part]:
         """Return the parts of an example: the two answers of a pair, or one conversation."""
-        first_answer = 0
-        if self.examples.is_first_desirable is not None:
-            is_desirable = self.examples.is_first_desirable[example]
-            first_answer = 4 * number_in_row + (0 if is_desirable else 2)
-
         parts = []
         sequences = self.examples.sequences[example].tolist()
         starts = self.examples.starts[example].tolist()
@@ -277,7 +268,14 @@ class _ExampleWriter:
         for i, sequence in enumerate(sequences):
             begin = self.stops[sequence]
             tokens = self.stored[begin + starts[i] : begin + stops[i]]
-            parts.append(_Part(tokens, first_position=starts[i], answer=first_answer + i))
+            code = 0
+            if self.examples.is_first_desirable is not None:
+                code = answer_code(
+                    pair=number_in_row,
+                    is_second=i == 1,
+                    is_undesirable=not self.examples.is_first_desirable[example],
+                )
+            parts.append(_Part(tokens, first_position=starts[i], answer=code))
         return parts
 
 

@@ -6,12 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.formats import (
-    Conversation,
-    PlainConversation,
-    PlainPreferenceRecord,
-    PreferenceRecord,
-)
+from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Rendered, Renderer, TokenSequence, TurnEnd, cut
 from llmtrain.data.text_encoder import TextEncoder
@@ -57,7 +52,7 @@ class PlainTextRenderer:
         Raises:
             BadRecord: if they are not plain texts, or if their text cannot be used.
         """
-        if not isinstance(conversation, PlainConversation):
+        if not conversation.is_plain_text:
             raise _not_plain_text()
         prompt, completion = (message["content"] for message in conversation.messages)
         document, special_as_text = self._document(prompt, completion)
@@ -83,7 +78,7 @@ class PlainTextRenderer:
 
     def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> TokenSequence:
         """Encode the prompt of a record and an answer to it. Only the answer is trained."""
-        if not isinstance(record, PlainPreferenceRecord):
+        if not record.is_plain_text:
             raise _not_plain_text()
         document, _ = self._document(record.prompt[0]["content"], answer[0]["content"])
         return document

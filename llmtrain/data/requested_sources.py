@@ -5,7 +5,13 @@ from typing import NamedTuple
 from llmtrain.data.columns import rename_columns
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.dataset_names import open_source
-from llmtrain.data.formats import detect_format, is_plain_text
+from llmtrain.data.formats import (
+    CONVERSATION_FORMATS,
+    FORMATS,
+    PREFERENCE_FORMATS,
+    detect_format,
+    is_plain_text,
+)
 from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.data.splits import Split
@@ -43,7 +49,7 @@ class RequestedSource(NamedTuple):
         """
         if self.format == "text":
             return False
-        if self.format not in ("prompt_completion", "pairs", "examples"):
+        if not FORMATS[self.format].can_be_plain_text:
             return True
         first = self.source.first()
         return first is None or not is_plain_text(first.fields)
@@ -146,20 +152,21 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
         return "text"
     if chat.format != "auto":
         return chat.format
-    return detect_format(_first_fields(source)) or "text"
+    return detect_format(_first_fields(source), CONVERSATION_FORMATS) or "text"
 
 
 def _preference_format_of(source: Source, unpaired: bool) -> str:
-    """Return ``pairs`` or ``examples``, the format of preference data."""
+    """Return the format of preference data."""
     fields = _first_fields(source)
-    format = detect_format(fields, preference=True)
+    format = detect_format(fields, PREFERENCE_FORMATS)
     if format is None:
         names = ", ".join(map(str, fields)) or "no fields"
+        needed = [", ".join(format.fields) for format in PREFERENCE_FORMATS.values()]
         raise UserError(
             f"{source.flag} {source.name} is not preference data: its first record has {names}. "
-            "Records need prompt, chosen and rejected, or prompt, completion and label."
+            f"Records need the fields {'; or '.join(needed)}."
         )
-    if format == "examples" and not unpaired:
+    if format == "labelled_answers" and not unpaired:
         raise UserError(
             f"{source.flag} {source.name} has single answers with a label, but this loss compares "
             "two answers: use --loss_type kto."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.encoded import SplitStats
-from llmtrain.data.grouping import BATCHES_PER_BLOCK
+from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.shuffle import Mixture
@@ -62,7 +62,7 @@ class Tokenized:
         if self.in_order:
             return "stored"
         if LENGTHS in self.train.column_names:
-            return f"shuffled, grouped by length over {BATCHES_PER_BLOCK} batches"
+            return f"shuffled, grouped by length over {BATCHES_PER_MEGABATCH} batches"
         return "shuffled"
 
     @property

@@ -26,7 +26,7 @@ FORMATS: dict[str, tuple[dict[str, Any], type[RowConfig] | None]] = {
     "sharegpt": ({"conversations": SHAREGPT, "system": "Be brief."}, ChatConfig),
     "alpaca": ({"instruction": "Count.", "input": "2", "output": "two"}, ChatConfig),
     "pairs": ({"prompt": "2?", "chosen": "two", "rejected": "three"}, PairConfig),
-    "examples": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
+    "labelled_answers": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
 }
 
 
@@ -56,7 +56,7 @@ def tokenized(path: str, format: str, columns: list[str], **settings: Any) -> To
         dataset=[path], tokenizer="byte", eval_fraction=0.0, columns=columns, **settings
     )
     return tokenize(
-        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "examples"
+        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "labelled_answers"
     )
 
 

@@ -17,6 +17,7 @@ from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sources import Fields
 from llmtrain.data.store import TokenRows
+from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
 from tests.data.test_prepare import complaint, left_behind
 from tests.data.test_sft import END, ENDED, chat, config, printed, write
@@ -118,10 +119,10 @@ def found_in(rows: TokenRows | None) -> list[Found]:
         positions = np.array(row["position_ids"]) if "position_ids" in row else None
         assert (labels[codes < 0] == IGNORED).all()
         assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
-        for number in range(codes.max() // 4 + 1):
+        for number in range(pair_of(codes.max()) + 1):
             answers, desirable = list[Answer](), set[bool]()
             for which in (0, 1):
-                here = np.flatnonzero((codes >> 2 == number) & (codes & 1 == which) & (codes >= 0))
+                here = np.flatnonzero(answer_of(codes) == 2 * number + which)
                 assert here.tolist() == [*range(here[0], here[-1] + 1)], "an answer in two pieces"
                 assert labels[here[0]] == IGNORED, (
                     "the label of a token that another answer comes before"
@@ -129,7 +130,7 @@ def found_in(rows: TokenRows | None) -> list[Found]:
                 start = 0 if positions is None else int(positions[here[0]])
                 if positions is not None:
                     assert positions[here].tolist() == [*range(start, start + len(here))]
-                desirable.add(bool(codes[here[0]] & 2 == 0))
+                desirable.add(not is_undesirable(codes[here[0]]))
                 judged = labels[here]
                 answers.append(
                     Answer(ids[here].tolist(), start, judged[judged != IGNORED].tolist())
@@ -625,7 +626,7 @@ def test_every_format_of_examples_gives_the_same_rows(
     made = tokenize(config(path), BLOCK, PairConfig(), unpaired=True)
     assert all_of(made.train) == all_of(reference.train)
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert "preference training: the records are examples\n" in capsys.readouterr().out
+    assert "preference training: the records are labelled_answers\n" in capsys.readouterr().out
 
 
 # --- what rows hold ---
@@ -651,7 +652,8 @@ def test_what_is_judged_is_each_answer_with_its_end(
     assert Counter(told(made.train, made)) == Counter(wanted)
     assert (made.is_packed, made.metadata.shared) == (packing, share and packing)
     assert (made.metadata.train_rows < len(records)) == packing
-    assert made.metadata.pairs == max(max(row["answers"]) // 4 + 1 for row in all_of(made.train))
+    last_pairs = [pair_of(max(row["answers"])) for row in all_of(made.train)]
+    assert made.metadata.pairs == max(last_pairs) + 1
     labels = np.array(made.train.dataset["labels"])
     assert labels.shape == (made.metadata.train_rows, 300)
     assert made.metadata.train_tokens == (labels != IGNORED).sum() == audit_of(made)["targets"]
