@@ -39,6 +39,7 @@ def tokenize(
     records: PythonRecords | None = None,
     unpaired: bool = False,
     max_positions: int | None = None,
+    records_fingerprint: str | None = None,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
 
@@ -60,6 +61,9 @@ def tokenize(
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the number of positions of the model. ``auto`` chooses no larger length, and
             no message suggests one. ``None`` if there is no limit.
+        records_fingerprint: a name of your choice for the content of ``records``, such as "v3".
+            Change it whenever the records change. Without it, one process on each machine reads
+            all records at each start, to notice that they have changed.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -72,6 +76,7 @@ def tokenize(
         records=records,
         unpaired=unpaired,
         max_positions=max_positions,
+        records_fingerprint=records_fingerprint,
     )
     folder = cache_folder() / request.digest()
     rows = _open(folder, request.spec)

@@ -124,6 +124,7 @@ def make_request(
     records: PythonRecords | None,
     unpaired: bool,
     max_positions: int | None,
+    records_fingerprint: str | None = None,
 ) -> DataRequest:
     """Check the flags, and find out what the data sets hold.
 
@@ -141,7 +142,7 @@ def make_request(
         counts_per_period(config.mixture)
     _check_data_flags(config)
 
-    sources = _sources_of(config, records)
+    sources = _sources_of(config, records, records_fingerprint)
     all_sources = [*sources.train, *sources.eval]
     formats = _formats_of(all_sources, chat, unpaired=unpaired)
     row_config = None if set(formats) == {"text"} else chat
@@ -257,7 +258,9 @@ def _check_data_flags(config: DataConfig) -> None:
         )
 
 
-def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
+def _sources_of(
+    config: DataConfig, records: PythonRecords | None, records_fingerprint: str | None
+) -> _Sources:
     """Return the sources in ``--dataset`` or the recipe's own source, and those of the eval data.
 
     The fields are renamed as ``--columns`` says.
@@ -275,7 +278,7 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
         if is_train_named:
             _check_splits(train, train_choice)
     else:
-        train = [_own_source(config, records)]
+        train = [_own_source(config, records, records_fingerprint)]
 
     eval: list[Source] = []
     if config.eval_dataset or is_test_named:
@@ -295,7 +298,7 @@ def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
     return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
 
 
-def _own_source(config: DataConfig, records: PythonRecords) -> Source:
+def _own_source(config: DataConfig, records: PythonRecords, fingerprint: str | None) -> Source:
     """Return the source of a recipe that has its own data."""
     flags = ["dataset", "dataset_train_split"]
     if not config.eval_dataset:
@@ -303,7 +306,7 @@ def _own_source(config: DataConfig, records: PythonRecords) -> Source:
     for name in flags:
         if config.is_set(name):
             raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
-    source = records_source(records)
+    source = records_source(records, fingerprint)
     config.dataset = [source.name]
     return source
 
