@@ -1,6 +1,6 @@
 """Read the records of a file: text, JSON, JSON Lines, CSV, TSV, Parquet or Arrow.
 
-The readers of ``datasets`` are not used: docs/guides/data.md says what a user would lose.
+docs/explanation/performance.md says why these are not the readers of ``datasets``.
 """
 
 import csv
@@ -178,11 +178,11 @@ def _is_json_lines(text: str) -> bool:
 
 @functools.cache
 def _advise_json_lines(path: Path) -> None:
-    """Log once that JSON Lines are read with less memory than an array."""
+    """Log once that JSON Lines take less time and memory than an array."""
     say(
         "data",
-        f"{path} is one large array, which every process reads whole at each start; as a .jsonl "
-        "file, with a record on each line, it takes no memory and starts at once",
+        f"{path} is one large array, which is parsed whole before its first record is known; a "
+        ".jsonl file, with a record on each line, is read line by line",
     )
 
 

@@ -153,8 +153,8 @@ def test_json_lines_are_named_once_for_a_large_array(tmp_path, monkeypatch, caps
     large = write(tmp_path / "large.json", TEXT_FILES["one-line-array.json"])
     assert records(large) == records(large) == RECORDS
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"data      {large} is one large array, which every process reads whole")
-    assert "as a .jsonl file" in line
+    assert line.startswith(f"data      {large} is one large array, which is parsed whole")
+    assert "a .jsonl file, with a record on each line" in line
 
     records(write(tmp_path / "small.json", "[1]".replace("1", '"text"')))
     records(write(tmp_path / "lines.json", TEXT_FILES["lines.json"]))
