@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
+from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 
-Message: TypeAlias = Fields  # role, content and all other fields, as chat templates take them
 Span: TypeAlias = tuple[int, int]  # of characters
 # An option of the template that asks for a prompt with or without reasoning. If it is empty, the
 # template decides.
@@ -23,8 +23,6 @@ Switch: TypeAlias = dict[str, bool]
 # How a template takes the arguments of a call: as an object, or as JSON text.
 ArgumentsForm: TypeAlias = Literal["object", "text"]
 
-# The fields in which templates look for reasoning.
-REASONING = ("reasoning_content", "thinking", "reasoning")
 _SWITCH = "enable_thinking"
 OPENED = re.compile(r"<think>\s*$")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -64,13 +62,6 @@ _TOOL = {
     "parameters": {**_PARAMETERS, "required": ["place"]},
 }
 _TOOLS: list[Fields] = [{"type": "function", "function": _TOOL}]
-
-
-class BadRow(ValueError):  # noqa: N818 - the row is bad
-    """A conversation that cannot be trained on, with the reason in one line.
-
-    The caller adds the file and the line.
-    """
 
 
 def template_text(name: str) -> str:
@@ -131,7 +122,7 @@ def set_template(
 
     try:
         text, _ = render(tokenizer, _PROBE)
-    except BadRow as error:
+    except BadRecord as error:
         raise UserError(f"{name} cannot show two questions and two answers: {error}.") from None
     if any(message["content"] not in text for message in _PROBE):
         raise UserError(f"{name} does not show the content of messages; use another one.")
@@ -161,7 +152,7 @@ def render(
         template has no such blocks.
 
     Raises:
-        BadRow: if the template raises an error.
+        BadRecord: if the template raises an error.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -180,7 +171,7 @@ def render(
             **(switch or {}),
         )
     except Exception as error:  # a template can raise any error
-        raise BadRow(f"the chat template refuses it: {first_line(error)}") from None
+        raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
     return texts[0], spans[0] if has_marks else None
 
 
@@ -256,7 +247,7 @@ class ChatTemplate:
             The messages, and the reasoning of each; an empty text if it has none.
 
         Raises:
-            BadRow: if the template cannot show the calls of a message.
+            BadRecord: if the template cannot show the calls of a message.
         """
         adapted_messages = []
         thoughts = []
@@ -300,9 +291,9 @@ class ChatTemplate:
 
     def _adapt_calls(self, calls: list[Fields], place: str) -> list[Fields]:
         if self._arguments_form is None:
-            raise BadRow(f"{place} calls a tool, and the chat template shows no calls")
+            raise BadRecord(f"{place} calls a tool, and the chat template shows no calls")
         if len(calls) > 1 and not self._shows_several_calls:
-            raise BadRow(f"{place} makes several calls; the chat template shows one")
+            raise BadRecord(f"{place} makes several calls; the chat template shows one")
         return [_adapt_call(call, self._arguments_form) for call in calls]
 
     # --- properties that are found by rendering
@@ -323,7 +314,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 switch=switch,
             )
-        except BadRow:
+        except BadRecord:
             return ""
         return text
 

@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
-from llmtrain.data.chat_template import GENERATION_BLOCK, REASONING, BadRow, Message, Span, Switch
+from llmtrain.data.chat_template import GENERATION_BLOCK, Span, Switch
+from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import first_line
@@ -67,11 +68,11 @@ class JinjaTemplate:
         templates look for it.
 
         Raises:
-            BadRow: if a tool is no object.
+            BadRecord: if a tool is no object.
         """
         for tool in tools or []:
             if not isinstance(tool, dict):
-                raise BadRow(f"field 'tools' holds {tool!r:.40}, not an object")
+                raise BadRecord(f"field 'tools' holds {tool!r:.40}, not an object")
         # The usual case, in which there is nothing to convert.
         if tools is None and all(map(_has_only_texts, messages)):
             return PlainData(messages, tools)
@@ -95,7 +96,7 @@ class JinjaTemplate:
             switch: an option of the template.
 
         Raises:
-            BadRow: if the template raises an error.
+            BadRecord: if the template raises an error.
         """
         try:
             compiled = self._compiled_for(data.tools)
@@ -115,7 +116,7 @@ class JinjaTemplate:
             switch: an option of the template.
 
         Raises:
-            BadRow: if the template raises an error.
+            BadRecord: if the template raises an error.
         """
         try:
             compiled = self._compiled_for(data.tools)
@@ -333,5 +334,5 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def _refusal(error: Exception) -> BadRow:
-    return BadRow(f"the chat template refuses it: {first_line(error)}")
+def _refusal(error: Exception) -> BadRecord:
+    return BadRecord(f"the chat template refuses it: {first_line(error)}")

@@ -20,15 +20,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.plain_text import AnyRenderer
 from llmtrain.data.render import Rendered
 from llmtrain.errors import UserError
 
 Item = TypeVar("Item", bound=Conversation | PreferenceRecord)
 Tag = TypeVar("Tag")
-Result: TypeAlias = Rendered | BadRow
+Result: TypeAlias = Rendered | BadRecord
 
 # Fewer conversations take less time than the start of a process.
 FEWEST_FOR_PROCESSES = 2_000
@@ -80,7 +80,7 @@ def _rendered(renderer: AnyRenderer, item: Conversation | PreferenceRecord) -> R
         if isinstance(item, PreferenceRecord):
             return renderer.render_answers(item)
         return renderer(item)
-    except BadRow as error:
+    except BadRecord as error:
         return error
 
 

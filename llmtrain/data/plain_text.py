@@ -5,14 +5,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.chat_template import BadRow, Message
 from llmtrain.data.formats import (
     Conversation,
     PlainConversation,
     PlainPreferenceRecord,
     PreferenceRecord,
 )
-from llmtrain.data.render import Document, Rendered, Renderer, TurnEnd, cut
+from llmtrain.data.messages import BadRecord, Message
+from llmtrain.data.render import Rendered, Renderer, TokenSequence, TurnEnd, cut
 from llmtrain.data.text_encoder import TextEncoder
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 
@@ -54,7 +54,7 @@ class PlainTextRenderer:
             after: not used; the completion is the only turn.
 
         Raises:
-            BadRow: if they are not plain texts, or if their text cannot be used.
+            BadRecord: if they are not plain texts, or if their text cannot be used.
         """
         if not isinstance(conversation, PlainConversation):
             raise _not_plain_text()
@@ -69,21 +69,21 @@ class PlainTextRenderer:
             A document for each answer.
 
         Raises:
-            BadRow: if they are not plain texts, or if their text cannot be used.
+            BadRecord: if they are not plain texts, or if their text cannot be used.
         """
         documents = [self.render_answer(record, answer) for answer in record.answers]
         completions = [self._without_eos(answer[0]["content"]) for answer in record.answers]
         _, special_as_text = self.encoder.escape([record.prompt[0]["content"], *completions])
         return Rendered(documents, special_as_text=special_as_text)
 
-    def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> Document:
+    def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> TokenSequence:
         """Encode the prompt of a record and an answer to it. Only the answer is trained."""
         if not isinstance(record, PlainPreferenceRecord):
             raise _not_plain_text()
         document, _ = self._document(record.prompt[0]["content"], answer[0]["content"])
         return document
 
-    def cut(self, document: Document, width: int) -> Document:
+    def cut(self, document: TokenSequence, width: int) -> TokenSequence:
         """Return the first ``width`` tokens of a document, without the ends of its turns."""
         return cut(document, width, self.encoder)
 
@@ -91,7 +91,7 @@ class PlainTextRenderer:
         """Drop one EOS from the end of a completion: every document ends with it anyway."""
         return completion.removesuffix(self._eos)
 
-    def _document(self, prompt: str, completion: str) -> tuple[Document, int]:
+    def _document(self, prompt: str, completion: str) -> tuple[TokenSequence, int]:
         """Encode a prompt and its completion.
 
         If the last characters of the prompt and the first of the completion became one token, the
@@ -105,7 +105,7 @@ class PlainTextRenderer:
             completion_bytes = len(completion.encode())
             prompt.encode()
         except UnicodeEncodeError:
-            raise BadRow(
+            raise BadRecord(
                 "the record holds half of a surrogate pair, which is not valid text"
             ) from None
         (prompt, completion), special_as_text = self.encoder.escape([prompt, completion])
@@ -120,7 +120,7 @@ class PlainTextRenderer:
         loss_mask = np.zeros(len(ids), bool)
         loss_mask[len(self._beginning) + len(prompt_ids) :] = True
         loss_mask[:1] = False  # the first token has no context
-        document = Document(
+        document = TokenSequence(
             ids=np.array(ids, np.int32),
             loss_mask=loss_mask,
             target_bytes=completion_bytes,
@@ -166,8 +166,8 @@ def _control_tokens(tokenizer: FastTokenizer) -> dict[int, str]:
     return tokens
 
 
-def _not_plain_text() -> BadRow:
-    return BadRow(
+def _not_plain_text() -> BadRecord:
+    return BadRecord(
         "the record is not plain text (a prompt and completions without roles and tools), and "
         "there is no chat template; use --chat_template chatml"
     )

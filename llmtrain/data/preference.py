@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from llmtrain.console import pluralize
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.formats import PreferenceRecord, detect_format, preference_of
 from llmtrain.data.lengths import (
@@ -24,11 +23,12 @@ from llmtrain.data.lengths import (
     describe_overlong_count,
     ways_to_fit,
 )
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Document
+from llmtrain.data.render import TokenSequence
 from llmtrain.data.sft import add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
@@ -97,7 +97,7 @@ class _RenderedRecord(NamedTuple):
     """
 
     read: ReadRecord[PreferenceRecord]
-    answers: list[Document]
+    answers: list[TokenSequence]
 
 
 class _Pair(NamedTuple):
@@ -125,7 +125,7 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(
-        cls, record: int, first: Document, second: Document, is_first_desirable: bool
+        cls, record: int, first: TokenSequence, second: TokenSequence, is_first_desirable: bool
     ) -> "_Pair":
         """Measure two rendered answers."""
         return cls(
@@ -212,16 +212,16 @@ class Pairs:
         for read, _, rendered in self.records.progress(results):
             split = encoded.splits[read.split]
             split.audit.records += 1
-            if isinstance(rendered, BadRow):
+            if isinstance(rendered, BadRecord):
                 self.records.refuse(read.place, rendered)
                 split.audit.bad += 1
                 continue
             split.audit.special_as_text += rendered.special_as_text
             add_counts(split.audit.other_fields, rendered.other_fields)
             if self.unpaired:
-                self._add_unpaired(renderer, split, _RenderedRecord(read, rendered.documents))
+                self._add_unpaired(renderer, split, _RenderedRecord(read, rendered.sequences))
             else:
-                chosen, rejected = rendered.documents
+                chosen, rejected = rendered.sequences
                 split.add(read.number, chosen, rejected, read.record.desirable)
 
         if self.unpaired:
@@ -254,14 +254,14 @@ class Pairs:
         answer_to_other = record._replace(answers=split.previous.answers[:1])
         try:
             compared = renderer.render_answers(answer_to_other)
-        except BadRow as error:
+        except BadRecord as error:
             self.records.refuse(rendered.read.place, error)
             split.audit.bad += 1
             return
         for number, answer in enumerate(rendered.answers):
             # Of two answers, the first is the chosen one.
             is_desirable = record.desirable and number == 0
-            split.add(rendered.read.number, answer, compared.documents[0], is_desirable)
+            split.add(rendered.read.number, answer, compared.sequences[0], is_desirable)
 
 
 class _EncodedSplit:
@@ -281,7 +281,9 @@ class _EncodedSplit:
         self.previous: PreferenceRecord | None = None
         self._pairs = array.array("q")
 
-    def add(self, record: int, first: Document, second: Document, is_first_desirable: bool) -> None:
+    def add(
+        self, record: int, first: TokenSequence, second: TokenSequence, is_first_desirable: bool
+    ) -> None:
         """Add two answers.
 
         Args:
@@ -518,10 +520,10 @@ class EncodedPairs:
 
     def _truncated(
         self, encoded: _EncodedSplit, number: int, target_bytes: int, max_length: int
-    ) -> Document:
+    ) -> TokenSequence:
         """Return the beginning of a stored document, or all of it if it is short enough."""
         ids, loss_mask = encoded.store.read(number)
-        document = Document(ids, loss_mask, target_bytes)
+        document = TokenSequence(ids, loss_mask, target_bytes)
         if len(ids) <= max_length:
             return document
         return self.renderer.cut(document, max_length)
@@ -544,7 +546,9 @@ def _record_of(fields: Fields, has_artificial_nulls: bool, unpaired: bool) -> Pr
     """Read a record, which must have two answers unless the loss takes single ones."""
     record = preference_of(fields, has_artificial_nulls)
     if not unpaired and len(record.answers) < 2:
-        raise BadRow("the record has one answer with a label, but this loss compares two answers")
+        raise BadRecord(
+            "the record has one answer with a label, but this loss compares two answers"
+        )
     return record
 
 
@@ -581,7 +585,7 @@ def preference_format_of(source: Source, unpaired: bool) -> str:
     return format
 
 
-def _shared_length(first: Document, second: Document) -> int:
+def _shared_length(first: TokenSequence, second: TokenSequence) -> int:
     """Return how many tokens two documents can share: their prompt without its last token."""
     length = min(_prompt_length(first), _prompt_length(second))
     differences = np.flatnonzero(first.ids[:length] != second.ids[:length])
@@ -590,7 +594,7 @@ def _shared_length(first: Document, second: Document) -> int:
     return max(length - 1, 0)
 
 
-def _prompt_length(document: Document) -> int:
+def _prompt_length(document: TokenSequence) -> int:
     """Return the number of tokens before the first target."""
     if not document.loss_mask.any():
         return len(document.ids)

@@ -8,9 +8,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Split, hash_fraction
 from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
@@ -55,7 +55,7 @@ class Records(Generic[R]):
     Args:
         source: the records, as fields.
         read: turns the fields of a record into a conversation or a preference record, or raises
-            :class:`BadRow`.
+            :class:`BadRecord`.
         config: holds the share of the eval data.
         chat: says what to do with bad records.
         only_split: the split of all records; ``None`` divides them by their hashes.
@@ -91,7 +91,7 @@ class Records(Generic[R]):
         for number, (place, fields) in enumerate(self.source.records(None)):
             try:
                 record = self._read(fields)
-            except BadRow as error:
+            except BadRecord as error:
                 self.refuse(place, error)
                 self.unreadable += 1
                 continue
@@ -162,7 +162,7 @@ class Records(Generic[R]):
                 if text:
                     yield text
 
-    def refuse(self, place: str, error: BadRow) -> None:
+    def refuse(self, place: str, error: BadRecord) -> None:
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
         if self.chat.on_bad_row == "error":
             raise UserError(

@@ -13,22 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmtrain.data.chat_template import (
-    OPENED,
-    BadRow,
-    ChatTemplate,
+from llmtrain.data.chat_template import OPENED, ChatTemplate, Span, Switch
+from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
+from llmtrain.data.messages import (
+    BadRecord,
     Message,
-    Span,
-    Switch,
-)
-from llmtrain.data.formats import (
-    Conversation,
-    PreferenceRecord,
     other_fields_of,
     trained_messages,
     without_weights,
 )
-from llmtrain.data.jinja_template import JinjaTemplate, PlainData, Rendering
 from llmtrain.data.sources import Fields
 from llmtrain.data.text_encoder import Controls, TextEncoder, Tokens, texts_of
 from llmtrain.data.tokenizer import FastTokenizer
@@ -52,7 +46,7 @@ class TurnEnd(NamedTuple):
     ended: int
 
 
-class Document(NamedTuple):
+class TokenSequence(NamedTuple):
     """Tokens that are trained on together.
 
     Attributes:
@@ -83,7 +77,7 @@ class Rendered(NamedTuple):
     """A conversation as documents. Each assistant turn is a target in one of them.
 
     Attributes:
-        documents: the documents.
+        sequences: the token sequences.
         left_answers: answers that are in no document, because the template shows them differently
             from the way it prompts for them.
         left_calls: the same for turns that end with a call.
@@ -95,7 +89,7 @@ class Rendered(NamedTuple):
         other_fields: the number of messages that have each field that is not read here.
     """
 
-    documents: list[Document]
+    sequences: list[TokenSequence]
     left_answers: int = 0
     left_calls: int = 0
     unshown: int = 0
@@ -319,7 +313,7 @@ class Renderer:
             A document for each answer.
 
         Raises:
-            BadRow: if an answer cannot be rendered.
+            BadRecord: if an answer cannot be rendered.
         """
         documents = [self.render_answer(record, answer) for answer in record.answers]
         _, special_as_text = self.encoder.escape([record.messages, record.tools])
@@ -329,15 +323,15 @@ class Renderer:
             other_fields=other_fields_of(record.messages),
         )
 
-    def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> Document:
+    def render_answer(self, record: PreferenceRecord, answer: list[Message]) -> TokenSequence:
         """Render the prompt of a record and an answer to it. Only the answer is trained."""
         conversation = Conversation(record.prompt + answer, record.tools)
         rendered = self(conversation, after=len(record.prompt))
-        if rendered.left_answers or rendered.left_calls or len(rendered.documents) != 1:
-            raise BadRow(
+        if rendered.left_answers or rendered.left_calls or len(rendered.sequences) != 1:
+            raise BadRecord(
                 "the chat template shows the answer differently from the way it prompts for it"
             )
-        return rendered.documents[0]
+        return rendered.sequences[0]
 
     def __call__(self, conversation: Conversation, after: int | None = None) -> Rendered:
         """Render a conversation.
@@ -348,7 +342,7 @@ class Renderer:
                 trained, or with ``only_last_turns`` those after the last user message.
 
         Raises:
-            BadRow: if the chat template refuses the conversation or does not show it, or if its
+            BadRecord: if the chat template refuses the conversation or does not show it, or if its
                 text cannot be used.
         """
         tools = conversation.tools
@@ -370,7 +364,7 @@ class Renderer:
             self.encoder.check_json(rendering.text)
         marks = rendering.marks
         if marks is not None and all(start == end for start, end in marks):
-            raise BadRow("the chat template's {% generation %} marks nothing in it")
+            raise BadRecord("the chat template's {% generation %} marks nothing in it")
 
         counts = _TurnCounts()
         trained_turns: list[_TrainedTurn] = []
@@ -409,7 +403,7 @@ class Renderer:
         questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
         return max(questions, default=0)
 
-    def cut(self, document: Document, width: int) -> Document:
+    def cut(self, document: TokenSequence, width: int) -> TokenSequence:
         """Return the first ``width`` tokens of a document; see :func:`cut`."""
         return cut(document, width, self.encoder)
 
@@ -538,7 +532,7 @@ class Renderer:
         request = self._request(texts, turn, prompt, switch)
         try:
             altered = texts.altered_text(turn, switch)
-        except BadRow:
+        except BadRecord:
             return None
 
         common = itertools.takewhile(
@@ -564,8 +558,8 @@ class Renderer:
         """Cut a target after the token that ends the turn.
 
         Raises:
-            BadRow: if the template shows nothing of the turn, or if one of its messages follows a
-                turn that has ended.
+            BadRecord: if the template shows nothing of the turn, or if one of its messages follows
+                a turn that has ended.
         """
         end = self.template.find_end(target, 0, len(target))
         if end:
@@ -575,12 +569,12 @@ class Renderer:
             text = target
             rest = ""
         if not text.strip():
-            raise BadRow(f"the chat template shows nothing of message {turn.stop} (assistant)")
+            raise BadRecord(f"the chat template shows nothing of message {turn.stop} (assistant)")
 
         if len(turn.messages) > 1:
             request = self._request(texts, turn, prompt, switch).strip()
             if self.encoder.controls.sub("", rest).strip() or (request and request in text):
-                raise BadRow(
+                raise BadRecord(
                     f"message {turn.stop} (assistant) follows an assistant turn that has ended"
                 )
 
@@ -593,21 +587,21 @@ class Renderer:
 
     # --- from text to tokens
 
-    def _documents(self, turns: list[_TrainedTurn], has_escapes: bool) -> list[Document]:
+    def _documents(self, turns: list[_TrainedTurn], has_escapes: bool) -> list[TokenSequence]:
         """Encode the turns of a conversation.
 
         Args:
             turns: the turns.
             has_escapes: whether special tokens in their texts are escaped.
         """
-        documents: list[Document] = []
+        documents: list[TokenSequence] = []
         for run in _runs_of(turns):
             if has_escapes or not self._add_run(documents, run):
                 for turn in run:
                     self._add(documents, turn, has_escapes)
         return documents
 
-    def _add_run(self, documents: list[Document], run: list[_TrainedTurn]) -> bool:
+    def _add_run(self, documents: list[TokenSequence], run: list[_TrainedTurn]) -> bool:
         """Add turns whose texts are all beginnings of the last one's, which is encoded once.
 
         Args:
@@ -650,7 +644,7 @@ class Renderer:
         documents.append(_document(ids, loss_mask, turn_ends))
         return True
 
-    def _add(self, documents: list[Document], turn: _TrainedTurn, has_escapes: bool) -> None:
+    def _add(self, documents: list[TokenSequence], turn: _TrainedTurn, has_escapes: bool) -> None:
         """Add a turn to the last document if its prompt continues it, and as a new one otherwise.
 
         If the last characters of the prompt and the first of the target became one token, the
@@ -791,7 +785,9 @@ class Renderer:
         return _TargetTokens(ids, start, stop, controls)
 
 
-_EMPTY_DOCUMENT = Document(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0)
+_EMPTY_SEQUENCE = TokenSequence(
+    ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0
+)
 
 
 def _next_turn_end(
@@ -814,12 +810,12 @@ def _next_turn_end(
     )
 
 
-def _document(ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[TurnEnd]) -> Document:
+def _document(ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[TurnEnd]) -> TokenSequence:
     """Return a document that ends with the last one of its turns."""
-    return Document(ids, loss_mask, turn_ends[-1].target_bytes, tuple(turn_ends))
+    return TokenSequence(ids, loss_mask, turn_ends[-1].target_bytes, tuple(turn_ends))
 
 
-def cut(document: Document, width: int, encoder: TextEncoder) -> Document:
+def cut(document: TokenSequence, width: int, encoder: TextEncoder) -> TokenSequence:
     """Return the first ``width`` tokens of a document.
 
     The result has no ``turn_ends``, so its turns count neither as turns nor as ended.
@@ -828,10 +824,10 @@ def cut(document: Document, width: int, encoder: TextEncoder) -> Document:
     loss_mask = document.loss_mask[:width]
     target_ids = ids[loss_mask & ~np.isin(ids, encoder.control_ids)].tolist()
     text = encoder.backend.decode(target_ids, skip_special_tokens=False)
-    return Document(ids, loss_mask, target_bytes=len(text.encode()))
+    return TokenSequence(ids, loss_mask, target_bytes=len(text.encode()))
 
 
-def _taken_beginning(documents: list[Document], prompt_ids: np.ndarray) -> Document:
+def _taken_beginning(documents: list[TokenSequence], prompt_ids: np.ndarray) -> TokenSequence:
     """Remove the last document if a prompt begins with its tokens, and return it.
 
     Returns:
@@ -839,7 +835,7 @@ def _taken_beginning(documents: list[Document], prompt_ids: np.ndarray) -> Docum
     """
     if documents and np.array_equal(prompt_ids[: len(documents[-1].ids)], documents[-1].ids):
         return documents.pop()
-    return _EMPTY_DOCUMENT
+    return _EMPTY_SEQUENCE
 
 
 def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
@@ -855,7 +851,7 @@ def _runs_of(turns: list[_TrainedTurn]) -> Iterator[list[_TrainedTurn]]:
 
 
 def _check_text(shown: list[Any], messages: list[Message], thoughts: list[str]) -> None:
-    """Raise :class:`BadRow` if a conversation holds half of a surrogate pair.
+    """Raise :class:`BadRecord` if a conversation holds half of a surrogate pair.
 
     Args:
         shown: all that the template or a target may show.
@@ -871,8 +867,8 @@ def _check_text(shown: list[Any], messages: list[Message], thoughts: list[str]) 
     reason = "holds half of a surrogate pair, which is not valid text"
     for number, (message, thought) in enumerate(zip(messages, thoughts, strict=True), start=1):
         if any(map(_HALF.search, texts_of([message, thought]))):
-            raise BadRow(f"message {number} ({message['role']}) {reason}")
-    raise BadRow(f"field 'tools' {reason}")
+            raise BadRecord(f"message {number} ({message['role']}) {reason}")
+    raise BadRecord(f"field 'tools' {reason}")
 
 
 def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:

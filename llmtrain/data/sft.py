@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmtrain.console import is_or_are, pluralize
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.formats import Conversation, conversation_of, detect_format
 from llmtrain.data.lengths import (
@@ -22,6 +21,7 @@ from llmtrain.data.lengths import (
     describe_overlong_count,
     ways_to_fit,
 )
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import AnyRenderer, make_renderer
@@ -264,7 +264,7 @@ class Conversations:
         for read, _, rendered in self.records.progress(results):
             split = encoded.splits[read.split]
             split.audit.conversations += 1
-            if isinstance(rendered, BadRow):
+            if isinstance(rendered, BadRecord):
                 self.records.refuse(read.place, rendered)
                 split.audit.bad += 1
             else:
@@ -298,7 +298,7 @@ class _EncodedSplit:
             rendered: its documents.
         """
         _count(rendered, self.audit)
-        for document in rendered.documents:
+        for document in rendered.sequences:
             self.store.add(document.ids, document.loss_mask)
             self.records.append(record)
             self.first_turns.append(len(self.turns) // len(TurnEnd._fields))
@@ -514,8 +514,8 @@ def _sum_of_longest(lengths: np.ndarray, records: np.ndarray) -> int:
 
 def _count(rendered: Rendered, audit: Audit) -> None:
     """Add the counts of one rendered conversation."""
-    audit.documents += len(rendered.documents)
-    audit.untrained += not rendered.documents
+    audit.documents += len(rendered.sequences)
+    audit.untrained += not rendered.sequences
     audit.left_answers += rendered.left_answers
     audit.left_calls += rendered.left_calls
     audit.unshown += rendered.unshown

@@ -18,7 +18,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 
-from llmtrain.data.chat_template import BadRow, any_of
+from llmtrain.data.chat_template import any_of
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.files import json_text
 
@@ -121,7 +122,7 @@ class TextEncoder:
             has_escapes: whether :meth:`escape` has moved characters in it.
 
         Raises:
-            BadRow: if the tokenizer makes a control token of text that :meth:`escape` has moved.
+            BadRecord: if the tokenizer makes a control token of text that :meth:`escape` has moved.
         """
         if has_escapes:
             return self._encode_escaped(text)
@@ -143,13 +144,13 @@ class TextEncoder:
             there are none, it is the value itself.
 
         Raises:
-            BadRow: if a control token cannot be moved.
+            BadRecord: if a control token cannot be moved.
         """
         texts = texts_of(value)
         if not any(map(self.controls.search, texts)):
             return value, 0
         if any(map(_PRIVATE_USE.search, texts)):
-            raise BadRow("a message holds a special token and private-use characters of Unicode")
+            raise BadRecord("a message holds a special token and private-use characters of Unicode")
         counts: list[int] = []
         return self._escaped(value, counts), sum(counts)
 
@@ -174,10 +175,10 @@ class TextEncoder:
         return text.translate(self._unescaping)
 
     def check_json(self, text: str) -> None:
-        """Raise :class:`BadRow` if a template has written moved characters as JSON escapes."""
+        """Raise :class:`BadRecord` if a template has written moved characters as JSON escapes."""
         for escaped in self._escapes:
             if json_text(escaped)[1:-1] in text:
-                raise BadRow(
+                raise BadRecord(
                     "a message holds a special token, which the chat template writes as \\u escapes"
                 )
 
@@ -224,7 +225,7 @@ class TextEncoder:
         ids = [original_ids.get(id, id) for id in encoding.ids]
         encoded = [self.control_texts[id] for id in ids if id in self.control_texts]
         if encoded != by_template:
-            raise BadRow(
+            raise BadRecord(
                 "a message holds a special token, and the tokenizer cannot encode it as text"
             )
         return Tokens(ids, encode=lambda: encoding)
@@ -380,10 +381,10 @@ def _moved(text: str, plane: int) -> str:
     """Move the first character of a text to another plane of Unicode.
 
     Raises:
-        BadRow: if the character is not in the first plane.
+        BadRecord: if the character is not in the first plane.
     """
     if ord(text[0]) >= _PLANE_SIZE:
-        raise BadRow(f"a message holds {text}, which cannot be encoded as text")
+        raise BadRecord(f"a message holds {text}, which cannot be encoded as text")
     return chr(plane + ord(text[0])) + text[1:]
 
 

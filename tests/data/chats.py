@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
-from llmtrain.data.render import Document, Renderer
+from llmtrain.data.render import Renderer, TokenSequence
 
 CONTROLS = [
     *[
@@ -139,16 +139,16 @@ def chat(*contents: str) -> Conversation:
     )
 
 
-def one(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
+def one(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> TokenSequence:
     """The one document of a conversation of which the template changes nothing."""
-    (document,) = Renderer(tokenizer)(conversation).documents
+    (document,) = Renderer(tokenizer)(conversation).sequences
     return document
 
 
 def said(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[str]:
     """The trained text, a string for each unbroken run of tokens, of all documents."""
     texts = []
-    for document in Renderer(tokenizer)(conversation).documents:
+    for document in Renderer(tokenizer)(conversation).sequences:
         runs = itertools.groupby(
             range(len(document.ids)), key=lambda place, of=document: of.loss_mask[place]
         )

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig
 from llmtrain.data.formats import (
     _CHAT_FIELDS,
@@ -19,11 +18,9 @@ from llmtrain.data.formats import (
     conversation_of,
     detect_format,
     is_plain_text,
-    other_fields_of,
     preference_of,
-    trained_messages,
-    without_weights,
 )
+from llmtrain.data.messages import BadRecord, other_fields_of, trained_messages, without_weights
 from llmtrain.data.render import Renderer
 from tests.data.chats import ASSISTANT, CALL, CALLING, TEMPLATES, TOOL, USER, chat, make, unmarked
 
@@ -49,7 +46,7 @@ def test_the_same_conversation_is_the_same_tokens_in_every_format():
     )
     renderer = Renderer(make(unmarked(TEMPLATES["llama"])))
     rendered = [
-        renderer(conversation_of(record, detect_format(record))).documents[0]
+        renderer(conversation_of(record, detect_format(record))).sequences[0]
         for record in SAME.values()
     ]
     for other in rendered:
@@ -249,7 +246,7 @@ MESSAGES = {"messages": [USER, ASSISTANT]}
 )
 def test_a_record_of_two_formats_is_refused_unless_the_format_was_chosen(record, format, other):
     assert detect_format(record) == format
-    with pytest.raises(BadRow, match=f"choose one with --format {format} or --format {other}"):
+    with pytest.raises(BadRecord, match=f"choose one with --format {format} or --format {other}"):
         conversation_of(record, format, is_format_detected=True)
     for chosen in (format, other):
         assert conversation_of(record, chosen).messages
@@ -507,7 +504,7 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
     ],
 )
 def test_what_is_no_conversation_is_said_in_one_line(record, format, reason):
-    with pytest.raises(BadRow, match=reason) as caught:
+    with pytest.raises(BadRecord, match=reason) as caught:
         conversation_of(record, format)
     assert "\n" not in str(caught.value)
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from llmtrain.data import parallel_rendering
-from llmtrain.data.chat_template import BadRow, set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation, preference_of
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.plain_text import PlainTextRenderer
 from llmtrain.data.render import Rendered, Renderer
@@ -58,7 +59,7 @@ def chats(count: int) -> list[tuple[str, Any]]:
     return [(f"line {i}", random_conversation(generator)) for i in range(count)]
 
 
-def compared(result: Rendered | BadRow) -> Rendered | str:
+def compared(result: Rendered | BadRecord) -> Rendered | str:
     return result if isinstance(result, Rendered) else str(result)
 
 
@@ -77,7 +78,7 @@ def test_the_results_are_those_of_one_process_in_order(started: list[Any]) -> No
     for (_, _, result), (_, _, expected) in zip(results, wanted, strict=True):
         assert type(result) is type(expected)
         assert_same(compared(result), compared(expected))
-    assert any(isinstance(result, BadRow) for _, _, result in results)
+    assert any(isinstance(result, BadRecord) for _, _, result in results)
     assert_all_ended(started)
 
 

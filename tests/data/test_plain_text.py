@@ -10,13 +10,13 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.formats import PlainConversation, conversation_of, preference_of
 from llmtrain.data.loader import IGNORED
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.plain_text import PlainTextRenderer, make_renderer
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.render import Document, Renderer
+from llmtrain.data.render import Renderer, TokenSequence
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.test_prepare import complaint, left_behind
 
@@ -42,8 +42,8 @@ def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> Document:
-    (document,) = PlainTextRenderer(tokenizer)(pair(prompt, completion)).documents
+def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
+    (document,) = PlainTextRenderer(tokenizer)(pair(prompt, completion)).sequences
     return document
 
 
@@ -82,7 +82,7 @@ def test_no_token_holds_both_the_prompt_and_the_completion() -> None:
 def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
     tokenizer = make()
     rendered = PlainTextRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
-    (document,) = rendered.documents
+    (document,) = rendered.sequences
     assert tokenizer.decode(document.ids) == "<s>a</s>b<|im_end|> </s></s>"
     assert rendered.special_as_text == 4
     specials = set(tokenizer.all_special_ids) & set(document.ids.tolist())
@@ -101,7 +101,7 @@ def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
 )
 def test_other_records_are_refused(record: dict[str, Any]) -> None:
     with pytest.raises(
-        BadRow, match=r"not plain text .*--chat_template chatml|half of a surrogate"
+        BadRecord, match=r"not plain text .*--chat_template chatml|half of a surrogate"
     ):
         PlainTextRenderer(make())(conversation_of(record, "prompt_completion"))
 
@@ -110,13 +110,13 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     renderer = PlainTextRenderer(with_bos(make()))
     record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
     rendered = renderer.render_answers(record)
-    texts = [renderer.tokenizer.decode(document.ids) for document in rendered.documents]
+    texts = [renderer.tokenizer.decode(document.ids) for document in rendered.sequences]
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
-    targets = [document.ids[document.loss_mask] for document in rendered.documents]
+    targets = [document.ids[document.loss_mask] for document in rendered.sequences]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
     assert rendered.special_as_text == 1  # the last </s> is the EOS of the document
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
-    with pytest.raises(BadRow, match="not plain text"):
+    with pytest.raises(BadRecord, match="not plain text"):
         renderer.render_answers(chats)
 
 

@@ -14,8 +14,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import BadRow
 from llmtrain.data.formats import Conversation
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
 from tests.data.chats import TEXT
 
@@ -182,7 +182,7 @@ def cell_of(name: str, kind: str) -> str:
     renderer = Renderer(tokenizer)
     try:
         rendered = renderer(Conversation(messages, tools))
-    except BadRow as refused:
+    except BadRecord as refused:
         return next(letter for letter, words in REFUSALS.items() if words in str(refused))
     shown, thoughts = renderer.template.adapt(messages)
 
@@ -192,7 +192,7 @@ def cell_of(name: str, kind: str) -> str:
 
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
     targets = []
-    for document in rendered.documents:
+    for document in rendered.sequences:
         for start, end in runs_of(document.loss_mask):
             assert tokenizer.decode(document.ids[end - 1]) in stops_of(name)
             target = tokenizer.decode(document.ids[start:end])
@@ -204,7 +204,7 @@ def cell_of(name: str, kind: str) -> str:
             assert any(ids == tokenizer.encode(one, add_special_tokens=False) for one in sent)
     left = rendered.left_answers + rendered.left_calls
     assert len({*targets}) == len(targets) == len(turns) - left
-    return f"{len(rendered.documents)}" + f" -{left}" * bool(left) + " r" * bool(rendered.unshown)
+    return f"{len(rendered.sequences)}" + f" -{left}" * bool(left) + " r" * bool(rendered.unshown)
 
 
 def runs_of(trained: np.ndarray) -> list[tuple[int, int]]:

@@ -12,9 +12,10 @@ from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import BadRow, ChatTemplate, render, set_template
+from llmtrain.data.chat_template import ChatTemplate, render, set_template
 from llmtrain.data.formats import Conversation
-from llmtrain.data.render import Document, Renderer
+from llmtrain.data.messages import BadRecord
+from llmtrain.data.render import Renderer, TokenSequence
 from tests.data.chats import (
     ASSISTANT,
     CALLING,
@@ -48,7 +49,7 @@ def test_only_what_the_assistant_says_and_the_end_of_its_turn_is_trained(name, s
     assert said(tokenizer, conversation) == [
         space + text + END[name] for text in ("The answer", "yes, the answer")
     ]
-    documents = Renderer(tokenizer)(conversation).documents
+    documents = Renderer(tokenizer)(conversation).sequences
     assert (
         sum(document.turns for document in documents)
         == sum(document.ended for document in documents)
@@ -79,7 +80,7 @@ def test_the_spans_are_the_same_with_and_without_generation_blocks(name, spec, c
     both = [
         Renderer(make(mark(TEMPLATES[name]), spec))(conversation) for mark in (marked, unmarked)
     ]
-    for first, second in zip(*(rendered.documents for rendered in both), strict=True):
+    for first, second in zip(*(rendered.sequences for rendered in both), strict=True):
         np.testing.assert_array_equal(first.ids, second.ids)
         np.testing.assert_array_equal(first.loss_mask, second.loss_mask)
         assert first[2:] == second[2:]
@@ -127,7 +128,7 @@ def test_a_turn_is_trained_as_it_would_be_generated_where_later_prompts_show_it_
     """Reasoning is shown until the next question, so that each question makes a document."""
     tokenizer = make(QWEN3)
     conversation = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
-    documents = Renderer(tokenizer)(conversation).documents
+    documents = Renderer(tokenizer)(conversation).sequences
     asked = ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"]
     asked.append(asked[0] + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     answers = ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
@@ -148,7 +149,7 @@ def test_calls_since_the_last_question_share_a_document():
     again = [{**calling[0], "content": "And 4 + 3?"}, *calling[1:]]
     conversation = Conversation([*calling, *again], [TOOL])
     rendered = Renderer(tokenizer)(conversation)
-    assert [document.turns for document in rendered.documents] == [2, 2]
+    assert [document.turns for document in rendered.sequences] == [2, 2]
     starts = [text[:20] for text in said(tokenizer, conversation)]
     assert starts == ["<think>\nr1\n</think>\n", "<think>\nr3\n</think>\n"] * 2
     assert (rendered.left_answers, rendered.left_calls, rendered.unshown) == (0, 0, 0)
@@ -213,7 +214,7 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
     call = '[{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}]'
     conversation = Conversation([*CALLING, USER, ASSISTANT], [TOOL])
     assert said(tokenizer, conversation) == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
-    (document,) = Renderer(tokenizer)(conversation).documents
+    (document,) = Renderer(tokenizer)(conversation).sequences
     assert (document.turns, document.ended) == (3, 3)
     names = tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)
     assert set(names) == {"</s>", "<|user|>", "<|tool|>"}
@@ -227,7 +228,7 @@ def test_a_models_own_stops_end_a_turn():
     )
     stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert said(tokenizer, chat("a", "b.c")) == ["b<|eot_id|>c<|im_end|>"]
-    (document,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).documents
+    (document,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).sequences
     assert tokenizer.decode(document.ids[document.loss_mask]) == "b<|eot_id|>"
 
 
@@ -291,7 +292,7 @@ def test_an_answer_that_nothing_comes_before_is_read_and_not_trained():
     for mark in (marked, unmarked):
         assert said(make(mark(TEMPLATES["chatml"])), conversation) == ["c<|im_end|>"]
         assert (
-            Renderer(make(mark(TEMPLATES["chatml"])))(Conversation([ASSISTANT], None)).documents
+            Renderer(make(mark(TEMPLATES["chatml"])))(Conversation([ASSISTANT], None)).sequences
             == []
         )
 
@@ -312,7 +313,7 @@ def test_answers_in_a_row_are_one_turn_where_the_template_shows_them_so():
     unended = JOINED.replace("not (loop.previtem and loop.previtem.role == m.role)", "true")
     for template in (marked(TEMPLATES["chatml"]), unmarked(TEMPLATES["chatml"]), unended):
         with pytest.raises(
-            BadRow,
+            BadRecord,
             match=r"message 3 \(assistant\) follows an assistant turn that has ended",
         ):
             Renderer(make(template))(conversation)
@@ -430,7 +431,7 @@ def test_a_tokenizer_that_reads_control_tokens_as_text_is_neither_minded_nor_cha
 # --- what cannot be rendered ---
 
 
-def controls_of(renderer: Renderer, document: Document) -> list[str]:
+def controls_of(renderer: Renderer, document: TokenSequence) -> list[str]:
     """The control tokens of a document."""
     controls = renderer.template.control_tokens
     return [controls[id] for id in document.ids.tolist() if id in controls]
@@ -443,7 +444,7 @@ def test_a_control_token_in_a_message_is_text(role, control):
     message = {"role": role, "content": f"say {control} and stop"}
     conversation = Conversation([USER, message, USER, ASSISTANT], None)
     rendered = renderer(conversation)
-    (document,) = rendered.documents
+    (document,) = rendered.sequences
     wanted, _ = render(renderer.tokenizer, conversation.messages)
     assert renderer.tokenizer.decode(document.ids) == wanted.rstrip("\n")
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
@@ -464,7 +465,7 @@ def test_a_message_cannot_end_its_turn_or_begin_another():
     set_template(tokenizer, "chatml")
     renderer = Renderer(tokenizer)
     rendered = renderer(chat("a", "b", injection, injection))
-    (document,) = rendered.documents
+    (document,) = rendered.sequences
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
     assert tokenizer.decode(document.ids).count(injection) == 2
     assert said(tokenizer, chat("a", injection)) == [injection + "<|im_end|>"]
@@ -485,7 +486,7 @@ def test_control_tokens_in_tools_reasoning_and_calls_are_text(hidden):
     renderer = Renderer(tokenizer)
     tools = [{"name": "close", "description": "says </s>"}]
     rendered = renderer(Conversation([USER, {**ASSISTANT, **hidden}], tools))
-    (document,) = rendered.documents
+    (document,) = rendered.sequences
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 3
     text = tokenizer.decode(document.ids)
     assert text.count("</s>") == 2
@@ -496,7 +497,7 @@ def test_control_tokens_that_overlap_are_all_text():
     tokenizer = make(unmarked(TEMPLATES["chatml"]))
     tokenizer.add_tokens(["ab", "bc", "cd"], special_tokens=True)
     renderer = Renderer(tokenizer)
-    (document,) = renderer(chat("abcd", "abc")).documents
+    (document,) = renderer(chat("abcd", "abc")).sequences
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 2
     assert said(tokenizer, chat("abcd", "abc")) == ["abc<|im_end|>"]
 
@@ -506,7 +507,7 @@ def test_a_stop_token_that_is_not_special_is_text_in_a_message():
     tokenizer.add_tokens(["<stop>"])
     stop = tokenizer.convert_tokens_to_ids("<stop>")
     renderer = Renderer(tokenizer, [stop])
-    (document,) = renderer(chat("say <stop>", "<stop>!")).documents
+    (document,) = renderer(chat("say <stop>", "<stop>!")).sequences
     assert stop not in document.ids
     assert tokenizer.decode(document.ids[document.loss_mask]) == "<stop>!<|im_end|>"
 
@@ -526,19 +527,19 @@ def unigram() -> PreTrainedTokenizerFast:
 
 def test_a_control_token_that_the_tokenizer_makes_of_text_is_refused():
     renderer = Renderer(unigram())
-    (document,) = renderer(chat("a </s>", "b")).documents
+    (document,) = renderer(chat("a </s>", "b")).sequences
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 2
-    with pytest.raises(BadRow, match="the tokenizer cannot encode it as text"):
+    with pytest.raises(BadRecord, match="the tokenizer cannot encode it as text"):
         renderer(chat("a <s>", "b"))
 
 
 def test_special_tokens_beside_private_use_characters_or_as_escapes_are_refused():
-    with pytest.raises(BadRow, match="a special token and private-use characters"):
+    with pytest.raises(BadRecord, match="a special token and private-use characters"):
         Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("a </s>", "\U000f003c"))
-    (document,) = Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("\U000f003c", "b")).documents
+    (document,) = Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("\U000f003c", "b")).sequences
     assert document.turns == 1
     escaping = unmarked(TEMPLATES["chatml"]).replace("m.content", "m.content | tojson(true)")
-    with pytest.raises(BadRow, match=r"writes as .u escapes"):
+    with pytest.raises(BadRecord, match=r"writes as .u escapes"):
         Renderer(make(escaping))(chat("a </s>", "b"))
 
 
@@ -552,11 +553,11 @@ def test_a_turn_of_weight_zero_is_context_and_not_trained():
     ]
     plain = Renderer(tokenizer)(Conversation(messages, None))
     rendered = Renderer(tokenizer)(Conversation(weighted, None))
-    np.testing.assert_array_equal(rendered.documents[0].ids, plain.documents[0].ids)
+    np.testing.assert_array_equal(rendered.sequences[0].ids, plain.sequences[0].ids)
     assert said(tokenizer, Conversation(weighted, None)) == ["b<|im_end|>", "f<|im_end|>"]
-    assert (rendered.unweighted, plain.unweighted, rendered.documents[0].turns) == (1, 0, 2)
+    assert (rendered.unweighted, plain.unweighted, rendered.sequences[0].turns) == (1, 0, 2)
     untrained = [{**message, "weight": 0} for message in messages]
-    assert Renderer(tokenizer)(Conversation(untrained, None)).documents == []
+    assert Renderer(tokenizer)(Conversation(untrained, None)).sequences == []
 
 
 def test_other_fields_reach_the_template_and_are_counted():
@@ -583,16 +584,16 @@ def test_a_message_may_have_other_fields_of_any_kind():
 
 
 def test_half_of_a_surrogate_pair_is_refused():
-    with pytest.raises(BadRow, match="half of a surrogate pair"):
+    with pytest.raises(BadRecord, match="half of a surrogate pair"):
         Renderer(make(marked(TEMPLATES["chatml"])))(chat("a\ud83d", "b"))
     # The template shows no reasoning, but the target does.
-    with pytest.raises(BadRow, match=r"message 2 \(assistant\) holds half of a surrogate pair"):
+    with pytest.raises(BadRecord, match=r"message 2 \(assistant\) holds half of a surrogate pair"):
         Renderer(make(R1))(chat("a", "<think>\ud83d</think>b"))
 
 
 def test_what_a_template_refuses_is_said_in_its_own_words_and_one_line():
     renderer = Renderer(make(unmarked(TEMPLATES["mistral"])))
-    with pytest.raises(BadRow) as caught:
+    with pytest.raises(BadRecord) as caught:
         renderer(Conversation([USER, USER, ASSISTANT], None))
     assert str(caught.value) == "the chat template refuses it: user and assistant"
 
@@ -601,7 +602,8 @@ def test_what_a_template_refuses_is_said_in_its_own_words_and_one_line():
 @pytest.mark.parametrize("name", ["chatml", "llama"])
 def test_a_call_that_the_template_does_not_show_is_not_trained_as_silence(name, mark):
     with pytest.raises(
-        BadRow, match=r"message 2 \(assistant\) calls a tool, and the chat template shows no calls"
+        BadRecord,
+        match=r"message 2 \(assistant\) calls a tool, and the chat template shows no calls",
     ):
         Renderer(make(mark(TEMPLATES[name])))(Conversation(CALLING, [TOOL]))
 
@@ -612,7 +614,7 @@ def test_a_call_that_the_template_does_not_show_is_not_trained_as_silence(name, 
 )
 def test_a_template_that_marks_nothing_of_a_conversation_is_refused(said_by_bots):
     template = "{%- for m in messages -%}" + said_by_bots + "{{- m.content -}}{%- endfor -%}"
-    with pytest.raises(BadRow, match=r"{% generation %} marks nothing in it"):
+    with pytest.raises(BadRecord, match=r"{% generation %} marks nothing in it"):
         Renderer(make(marked(template)))(chat("a", "b"))
 
 
@@ -643,7 +645,7 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
         tokenizer = make(unmarked(template))
         rendered = Renderer(tokenizer)(Conversation(messages, None))
         prompts = [
-            tokenizer.decode(document.ids[~document.loss_mask]) for document in rendered.documents
+            tokenizer.decode(document.ids[~document.loss_mask]) for document in rendered.sequences
         ]
         expected = [
             tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
@@ -651,7 +653,7 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
             if message["role"] == "assistant"
         ]
         assert prompts == expected
-        assert [document.turns for document in rendered.documents] == [1, 1]
+        assert [document.turns for document in rendered.sequences] == [1, 1]
     assert said(make(unmarked(COUNTS)), chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
     assert said(make(ENDED_ONCE), chat("a", "b", "c", "d")) == ["b\n</s>", "d\n</s>"]
 
@@ -659,13 +661,13 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
 def test_a_turn_that_the_template_does_not_prompt_for_is_left_out_and_counted():
     template = unmarked(COUNTS).partition("{%- if add_generation_prompt -%}")[0]
     rendered = Renderer(make(template))(chat("a", "b", "c", "d"))
-    assert (rendered.documents, rendered.left_answers, rendered.left_calls) == ([], 2, 0)
+    assert (rendered.sequences, rendered.left_answers, rendered.left_calls) == ([], 2, 0)
 
 
 def test_blocks_that_mark_what_is_never_generated_are_passed_over_and_counted():
     tokenizer = make(marked(COUNTS))
     rendered = Renderer(tokenizer)(chat("a", "b", "c", "d"))
-    assert (len(rendered.documents), rendered.remade) == (2, 2)
+    assert (len(rendered.sequences), rendered.remade) == (2, 2)
     assert said(tokenizer, chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
 
 
@@ -686,7 +688,7 @@ def test_what_is_trained_reads_as_the_assistants_words_and_the_ends_of_its_turns
     answers = [answer for _, answer in turns]
     for mark in (marked, unmarked):
         tokenizer = RENDERERS[mark].tokenizer
-        (rendered,) = RENDERERS[mark](chat(*itertools.chain(*turns))).documents
+        (rendered,) = RENDERERS[mark](chat(*itertools.chain(*turns))).sequences
         expected = "".join(answer + "<|im_end|>" for answer in answers)
         assert tokenizer.decode(rendered.ids[rendered.loss_mask]) == expected
         assert rendered.target_bytes == sum(len(answer.encode()) for answer in answers)
@@ -703,11 +705,11 @@ def test_the_last_turns_alone_are_those_since_the_last_question(template):
     )
     renderer = Renderer(make(calling), only_last_turns=True)
     again = [{**CALLING[0], "content": "And 4 + 3?"}, *CALLING[1:]]
-    documents = renderer(Conversation([*CALLING, *again], [TOOL])).documents
+    documents = renderer(Conversation([*CALLING, *again], [TOOL])).sequences
     assert sum(document.turns for document in documents) == 2
     texts = [renderer.tokenizer.decode(document.ids[~document.loss_mask]) for document in documents]
     assert all("And 4 + 3?" in text and "2 + 3?" in text for text in texts)
-    assert renderer(Conversation([*CALLING, USER], [TOOL])).documents == []
+    assert renderer(Conversation([*CALLING, USER], [TOOL])).sequences == []
 
 
 def test_the_rest_of_a_thought_that_the_prompt_has_begun_is_one():

@@ -12,8 +12,9 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import BadRow, set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Rendered, Renderer
 from tests.data import test_published_templates as published
 from tests.data import test_render
@@ -165,7 +166,7 @@ TOKENIZERS = dict(all_tokenizers())
 def outcome(renderer: Renderer, conversation: Conversation) -> Rendered | str:
     try:
         return renderer(conversation)
-    except BadRow as error:
+    except BadRecord as error:
         return str(error)
 
 
@@ -174,7 +175,7 @@ def assert_same(first: Rendered | str, second: Rendered | str) -> None:
         assert first == second
         return
     assert first[1:] == second[1:]
-    for one, other in zip(first.documents, second.documents, strict=True):
+    for one, other in zip(first.sequences, second.sequences, strict=True):
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
         assert (one.ids.dtype, one.loss_mask.dtype) == (np.int32, np.bool_)
@@ -261,7 +262,7 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
             continue
         special, other = outcomes
         assert other.special_as_text == 0
-        for first, second in zip(special.documents, other.documents, strict=True):
+        for first, second in zip(special.sequences, other.sequences, strict=True):
             is_control = np.isin(first.ids, control_ids)
             wanted = second.ids[np.isin(second.ids, control_ids)]
             np.testing.assert_array_equal(first.ids[is_control], wanted)
@@ -295,7 +296,7 @@ def test_usual_templates_are_rendered_and_encoded_once(
     system = {"role": "system", "content": "Be brief."}
     several = chat("a", "b", "c", "d", "e", "f").messages
     for messages in (several, [system, *several]):
-        (document,) = renderer(Conversation(messages, None)).documents
+        (document,) = renderer(Conversation(messages, None)).sequences
         assert document.turns == 3
         assert len(texts) == 1
         texts.clear()
