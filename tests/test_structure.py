@@ -51,7 +51,7 @@ RENAMING = {
     "chat_template.py:template_text": "reads a file that the user names",
     "pretraining.py:_encoded": "the tokenizer",
     "readers.py:_read_jsonl": "json.loads",
-    "readers.py:_values_of_object": "json.loads",
+    "readers.py:_values_of": "json.loads",
     "file_sources.py:_saved_value": "json.loads",
     "hub.py:_load_splits": "datasets.load_dataset",
     "tokenizer.py:load_tokenizer": "AutoTokenizer.from_pretrained",

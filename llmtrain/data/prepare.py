@@ -28,7 +28,7 @@ from llmtrain.data.messages import BadRecord
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.plain_text import make_renderer
-from llmtrain.data.recipe_records import PythonRecords
+from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.records import Records
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
@@ -50,6 +50,7 @@ def tokenize(
     records: PythonRecords | None = None,
     unpaired: bool = False,
     max_positions: int | None = None,
+    records_fingerprint: str | None = None,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
 
@@ -70,6 +71,9 @@ def tokenize(
             records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
+        records_fingerprint: a name of your choice for the content of ``records``, such as "v3".
+            Change it whenever the records change. Without it, one process on each machine reads
+            all records at each start, to notice that they have changed.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -79,7 +83,7 @@ def tokenize(
         max_length,
         chat=chat,
         trust_remote_code=trust_remote_code,
-        records=records,
+        own_source=None if records is None else records_source(records, records_fingerprint),
         unpaired=unpaired,
         max_positions=max_positions,
     )

@@ -13,7 +13,6 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
 from llmtrain.data.formats import RECORD_FIELDS
-from llmtrain.data.recipe_records import PythonRecords
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.data.shuffle import counts_per_period
 from llmtrain.data.sources import Source
@@ -114,13 +113,16 @@ def make_request(
     max_length: int | Literal["auto"],
     chat: RowConfig | None,
     trust_remote_code: bool,
-    records: PythonRecords | None,
+    own_source: Source | None,
     unpaired: bool,
     max_positions: int | None,
 ) -> DataRequest:
     """Check the flags, and find out what the data sets hold.
 
-    The arguments are those of :func:`llmtrain.data.prepare.tokenize`.
+    Args:
+        own_source: the records of a recipe that has its own data.
+
+    The other arguments are those of :func:`llmtrain.data.prepare.tokenize`.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -133,7 +135,7 @@ def make_request(
         counts_per_period(config.mixture)
     _check_data_flags(config)
 
-    sources = requested_sources(config, chat, records, unpaired)
+    sources = requested_sources(config, chat, own_source, unpaired)
     _check_record_flags(config, sources, chat)
     if all(requested.format == "text" for requested in sources):
         row_config = None

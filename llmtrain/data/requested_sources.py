@@ -12,7 +12,6 @@ from llmtrain.data.formats import (
     detect_format,
     is_plain_text,
 )
-from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
@@ -56,24 +55,25 @@ class RequestedSource(NamedTuple):
 
 
 def requested_sources(
-    config: DataConfig, chat: RowConfig | None, records: PythonRecords | None, unpaired: bool
+    config: DataConfig, chat: RowConfig | None, own_source: Source | None, unpaired: bool
 ) -> list[RequestedSource]:
     """Open the data sets to train on, then those to evaluate on.
 
     Args:
         config: their names, and those of their fields.
         chat: how records become rows, if they are not text.
-        records: the records of a recipe that has its own data.
+        own_source: the records of a recipe that has its own data.
         unpaired: the loss takes single answers with a label, not only pairs.
 
     Raises:
         UserError: if there is no such data set, split or field, or if the records have no format
             that the recipe takes.
     """
-    if records is None:
+    if own_source is None:
         train = _training_sources(config)
     else:
-        train = [_own_source(config, records)]
+        _check_own_source(config)
+        train = [own_source]
     eval = _eval_sources(config)
     renamed = rename_columns([*train, *eval], config.renamed_columns)
 
@@ -120,15 +120,14 @@ def _eval_sources(config: DataConfig) -> list[Source]:
     return [source for source in sources if source.has_splits]
 
 
-def _own_source(config: DataConfig, records: PythonRecords) -> Source:
-    """Return the source of a recipe that has its own data."""
+def _check_own_source(config: DataConfig) -> None:
+    """Raise :class:`UserError` if a flag names other data than those of the recipe."""
     flags = ["dataset", "dataset_train_split"]
     if not config.eval_dataset:
         flags.append("dataset_test_split")
     for name in flags:
         if config.is_set(name):
             raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
-    return records_source(records)
 
 
 def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
