@@ -26,9 +26,9 @@ from llmtrain.data.lengths import (
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
-from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.prompt_completion import AnyRenderer, make_renderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import TokenSequence
+from llmtrain.data.rendered import TokenSequence
 from llmtrain.data.sft import add_counts, lines_about_messages
 from llmtrain.data.sources import Fields, Source
 from llmtrain.data.tokenizer import FastTokenizer
@@ -253,7 +253,7 @@ class Pairs:
         record = rendered.read.record
         answer_to_other = record._replace(answers=split.previous.answers[:1])
         try:
-            compared = renderer.render_answers(answer_to_other)
+            compared = renderer(answer_to_other)
         except BadRecord as error:
             self.records.refuse(rendered.read.place, error)
             split.audit.bad += 1

@@ -18,9 +18,9 @@ from llmtrain.data.data_log import describe
 from llmtrain.data.lengths import OverlongLengths, summarize_lengths
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import Split, SplitStats, TokenRows
-from llmtrain.data.plain_text import make_renderer
 from llmtrain.data.preference import PairAudit, Pairs
 from llmtrain.data.pretraining import Texts
+from llmtrain.data.prompt_completion import make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.sft import Audit, Conversations
 from llmtrain.data.shuffle import Mixture

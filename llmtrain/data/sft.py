@@ -24,9 +24,9 @@ from llmtrain.data.lengths import (
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Counts, Examples, Split, SplitStats, TokenStore
 from llmtrain.data.parallel_rendering import render_all
-from llmtrain.data.plain_text import AnyRenderer, make_renderer
+from llmtrain.data.prompt_completion import AnyRenderer, make_renderer
 from llmtrain.data.records import Records
-from llmtrain.data.render import Rendered, TurnEnd
+from llmtrain.data.rendered import Rendered, TurnEnd
 from llmtrain.data.sources import Source
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError
