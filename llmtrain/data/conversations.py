@@ -10,9 +10,9 @@ from llmtrain.data.config import RowConfig
 from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import Conversation
 from llmtrain.data.packing import Examples
-from llmtrain.data.plain_text import AnyRenderer
+from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Rendered, TurnEnd
+from llmtrain.data.rendered import Rendered, TurnEnd
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 

@@ -22,9 +22,9 @@ from llmtrain.data.lengths import check_not_all_overlong, describe_overlong
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.parallel_rendering import render_all
-from llmtrain.data.plain_text import AnyRenderer
+from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Rendered
+from llmtrain.data.rendered import Rendered
 from llmtrain.data.splits import Split
 from llmtrain.data.store import TokenStore
 

@@ -18,9 +18,9 @@ from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples
-from llmtrain.data.plain_text import AnyRenderer
+from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import Rendered, TokenSequence
+from llmtrain.data.rendered import Rendered, TokenSequence
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 
@@ -142,7 +142,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         previous = self._previous[bool(self._is_eval[read.number])]
         answer_to_other = read.record._replace(answers=previous.answers[:1])
         try:
-            compared = self.renderer.render_answers(answer_to_other)
+            compared = self.renderer(answer_to_other)
         except BadRecord as error:
             self.refuse(read, error)
             return {}

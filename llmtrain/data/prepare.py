@@ -27,7 +27,7 @@ from llmtrain.data.lengths import covering_length, describe_overlong
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
-from llmtrain.data.plain_text import make_renderer
+from llmtrain.data.prompt_completion import make_renderer
 from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.records import Records
 from llmtrain.data.request import DataRequest, make_request

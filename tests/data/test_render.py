@@ -15,7 +15,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.render import Renderer, TokenSequence
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import TokenSequence
 from llmtrain.data.template_properties import TemplateProperties
 from tests.data.chats import (
     ASSISTANT,

@@ -15,7 +15,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.render import Rendered, Renderer
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import Rendered
 from tests.data import test_published_templates as published
 from tests.data import test_render
 from tests.data.chats import (
