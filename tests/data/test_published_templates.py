@@ -203,9 +203,13 @@ def cell_of(name: str, kind: str) -> str:
             sent = {prompt(turn, enable_thinking=reasons), *([prompt(turn)] if reasons else [])}
             ids = document.ids[:start].tolist()
             assert any(ids == tokenizer.encode(one, add_special_tokens=False) for one in sent)
-    left = rendered.left_answers + rendered.left_calls
+    left = rendered.counts["mismatched_answers"] + rendered.counts["mismatched_calls"]
     assert len({*targets}) == len(targets) == len(turns) - left
-    return f"{len(rendered.sequences)}" + f" -{left}" * bool(left) + " r" * bool(rendered.unshown)
+    return (
+        f"{len(rendered.sequences)}"
+        + f" -{left}" * bool(left)
+        + " r" * bool(rendered.counts["hidden_turns"])
+    )
 
 
 def runs_of(trained: np.ndarray) -> list[tuple[int, int]]:
