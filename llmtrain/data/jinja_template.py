@@ -15,7 +15,7 @@ Span: TypeAlias = tuple[int, int]  # of characters
 # Variables of a template beside the messages and the tools, such as {"enable_thinking": False}.
 TemplateOptions: TypeAlias = dict[str, bool]
 
-_GENERATION_BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+_GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 
 
 class RenderedText(NamedTuple):
@@ -24,7 +24,7 @@ class RenderedText(NamedTuple):
     Attributes:
         text: the text.
         spans: the spans of the ``{% generation %}`` blocks; ``None`` if the template has no such
-            blocks.
+            blocks, or if they were not to be found.
     """
 
     text: str
@@ -51,7 +51,7 @@ class JinjaTemplate:
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._special_tokens = dict(tokenizer.special_tokens_map)
-        self._compiled: dict[bool, _CompiledTemplate] = {}
+        self._compiled: dict[tuple[bool, bool], _CompiledTemplate] = {}
 
     def plain_data(self, messages: list[Message], tools: list[Fields] | None) -> PlainData:
         """Convert messages and tools to the objects that a template gets.
@@ -78,6 +78,7 @@ class JinjaTemplate:
         data: PlainData,
         add_generation_prompt: bool = False,
         options: TemplateOptions | None = None,
+        find_spans: bool = False,
     ) -> RenderedText:
         """Render messages.
 
@@ -85,6 +86,8 @@ class JinjaTemplate:
             data: the messages and tools.
             add_generation_prompt: end the text with the words that ask for an answer.
             options: further variables of the template.
+            find_spans: find the spans of ``{% generation %}`` blocks. A template with such blocks
+                takes twice as long then.
 
         Raises:
             BadRecord: if the template raises an error.
@@ -98,17 +101,23 @@ class JinjaTemplate:
             **(options or {}),
         }
         try:
-            return self._compiled_for(data.tools).render(variables)
+            return self._compiled_for(data.tools, find_spans).render(variables)
         except Exception as error:  # a template can raise any error
             raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
 
-    def _compiled_for(self, tools: list[Fields] | None) -> "_CompiledTemplate":
-        """Return the template for conversations with or without tools."""
-        has_tools = tools is not None
-        if has_tools not in self._compiled:
+    def _compiled_for(self, tools: list[Fields] | None, find_spans: bool) -> "_CompiledTemplate":
+        """Return the template for conversations with or without tools.
+
+        If no spans are to be found, generation blocks become blocks that do nothing: each of them
+        is a call of a macro, which takes as long as all else that is rendered of a message.
+        """
+        key = (tools is not None, find_spans)
+        if key not in self._compiled:
             source = self._tokenizer.get_chat_template(tools=tools)
-            self._compiled[has_tools] = _CompiledTemplate(source)
-        return self._compiled[has_tools]
+            if not find_spans:
+                source = _GENERATION_TAG.sub(r"\1\2with\3", source)
+            self._compiled[key] = _CompiledTemplate(source)
+        return self._compiled[key]
 
 
 class _CompiledTemplate:
@@ -125,13 +134,16 @@ class _CompiledTemplate:
         compiled = chat_template_utils._compile_jinja_template(source)
         self._template = cast("jinja2.Template", compiled)
         self._globals = dict(self._template.globals)
-        self._has_generation_blocks = _GENERATION_BLOCK.search(source) is not None
+        self._has_generation_blocks = _GENERATION_TAG.search(source) is not None
 
     def render(self, variables: Fields) -> RenderedText:
         """Render the template with these variables."""
         # Jinja's own methods make such a dictionary from a chain of mappings, which takes as long
         # as to render a short conversation.
         context = self._template.new_context({**self._globals, **variables}, shared=True)
+        if not self._has_generation_blocks:
+            return RenderedText("".join(self._template.root_render_func(context)), spans=None)
+
         environment: Any = self._template.environment  # transformers adds a method to it
         pieces: list[str] = []
         spans: list[Span] = []
@@ -139,4 +151,4 @@ class _CompiledTemplate:
             # One by one: at each block, the tracker reads what has been written so far.
             for piece in self._template.root_render_func(context):
                 pieces.append(piece)
-        return RenderedText("".join(pieces), spans if self._has_generation_blocks else None)
+        return RenderedText("".join(pieces), spans)

@@ -109,12 +109,13 @@ class TextEncoder:
         self._added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
         self.border_texts = self._find_border_tokens()
         # Tables by id. Their last entry is for all larger ids, which are no control tokens.
-        self._is_control = np.zeros(max(control_tokens) + 2, bool)
-        self._is_border = np.zeros(len(self._is_control), bool)
-        self._control_bytes = np.zeros(len(self._is_control), int)
+        size = max(control_tokens) + 2
+        self._is_control = np.zeros(size, bool)
+        self._is_other_control = np.zeros(size, bool)  # at which a text is not always divided
+        self._control_bytes = np.zeros(size, int)
         for id, text in control_tokens.items():
             self._is_control[id] = True
-            self._is_border[id] = id in self.border_texts
+            self._is_other_control[id] = id not in self.border_texts
             self._control_bytes[id] = len(text.strip().encode())
 
         self._remembered: dict[tuple[int, str], list[int]] = {}
@@ -307,31 +308,25 @@ class TextEncoder:
 
     def are_controls(self, ids: np.ndarray) -> np.ndarray:
         """Return whether tokens are control tokens, bool [n]."""
-        are_controls: np.ndarray = self._is_control[self._clipped(ids)]
-        return are_controls
+        return self._is_control.take(ids, mode="clip")
 
     def control_bytes(self, ids: np.ndarray) -> int:
-        """Return the UTF-8 bytes of the control tokens among tokens."""
-        return int(self._control_bytes[self._clipped(ids)].sum())
+        """Return the number of UTF-8 bytes of the control tokens among tokens."""
+        return int(self._control_bytes.take(ids, mode="clip").sum())
 
     def fill(self, ids: np.ndarray, text: str) -> bool:
         """Return whether the tokens of a text certainly reach from its beginning to its end.
 
-        Some tokenizers leave out white space, or characters that their normalizer removes. Here
-        the text begins with a character that is always kept, and ends with a control token.
+        Some tokenizers leave out white space, or characters that their normalizer removes. The
+        answer is yes only if the text begins with a character that is always kept, and ends with a
+        control token.
         """
         if not self._keeps_all_bytes or not text[:1].isascii() or not len(ids):
             return False
         last_token = self.border_texts.get(int(ids[-1]))
         if last_token is None or not text.endswith(last_token):
             return False
-        numbers = self._clipped(ids)
-        return bool((self._is_control[numbers] == self._is_border[numbers]).all())
-
-    def _clipped(self, ids: np.ndarray) -> np.ndarray:
-        """Return the places of tokens in the tables by id, int [n]."""
-        clipped: np.ndarray = np.minimum(ids, len(self._is_control) - 1)
-        return clipped
+        return not self._is_other_control.take(ids, mode="clip").any()
 
     @functools.cached_property
     def _keeps_all_bytes(self) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from llmtrain.data.jinja_template import (
     JinjaTemplate,
     PlainData,
-    RenderedText,
     Span,
     TemplateOptions,
 )
@@ -100,6 +99,12 @@ class ConversationTexts:
         jinja: renders with the chat template.
         adapted: the messages and their reasoning, as the template takes them.
         tools: the tools.
+
+    Attributes:
+        complete: the complete conversation, with the spans of ``{% generation %}`` blocks.
+
+    Raises:
+        BadRecord: if the template refuses the conversation.
     """
 
     def __init__(
@@ -109,20 +114,18 @@ class ConversationTexts:
         self.reasoning = adapted.reasoning
         self._jinja = jinja
         self._data = jinja.plain_data(adapted.messages, tools)
-        self._rendered: dict[tuple[int, bool, tuple[tuple[str, bool], ...]], RenderedText] = {}
-
-    @property
-    def complete(self) -> RenderedText:
-        """The complete conversation, with the spans of ``{% generation %}`` blocks."""
-        return self._beginning(len(self.messages), is_prompt=False, options={})
+        self.complete = jinja.render(self._data, find_spans=True)
+        self._beginnings: dict[tuple[int, bool, tuple[tuple[str, bool], ...]], str] = {
+            (len(self.messages), False, ()): self.complete.text
+        }
 
     def text(self, stop: int, options: TemplateOptions) -> str:
         """Return the text of the first messages, up to number ``stop``."""
-        return self._beginning(stop, is_prompt=False, options=options).text
+        return self._beginning(stop, is_prompt=False, options=options)
 
     def prompt(self, stop: int, options: TemplateOptions) -> str:
         """Return the first messages, up to number ``stop``, with the request for an answer."""
-        return self._beginning(stop, is_prompt=True, options=options).text
+        return self._beginning(stop, is_prompt=True, options=options)
 
     def request(self, stop: int, options: TemplateOptions) -> str:
         """Return the words at the end of a prompt that ask for an answer.
@@ -142,15 +145,13 @@ class ConversationTexts:
             PlainData(history + data.messages, self._data.tools), options=options
         ).text
 
-    def _beginning(self, stop: int, is_prompt: bool, options: TemplateOptions) -> RenderedText:
+    def _beginning(self, stop: int, is_prompt: bool, options: TemplateOptions) -> str:
         key = (stop, is_prompt, tuple(options.items()))
-        if key not in self._rendered:
-            self._rendered[key] = self._jinja.render(
-                PlainData(self._data.messages[:stop], self._data.tools),
-                add_generation_prompt=is_prompt,
-                options=options,
-            )
-        return self._rendered[key]
+        if key not in self._beginnings:
+            data = PlainData(self._data.messages[:stop], self._data.tools)
+            rendered = self._jinja.render(data, add_generation_prompt=is_prompt, options=options)
+            self._beginnings[key] = rendered.text
+        return self._beginnings[key]
 
 
 class TurnFinder:
