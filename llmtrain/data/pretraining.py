@@ -164,7 +164,9 @@ class Texts:
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of one split, or of both."""
-        for number, text in enumerate(documents(self.source, self.config.text_column)):
+        for number, text in enumerate(
+            documents(self.source, self.config.text_column(self.source.name))
+        ):
             if split is None:
                 yield text
             elif self._cut is None:

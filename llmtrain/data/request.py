@@ -15,10 +15,10 @@ from llmtrain.data.chat_template import (
     set_template,
     template_text,
 )
-from llmtrain.data.columns import rename_columns
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
+from llmtrain.data.columns import Column, rename_columns
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.dataset_names import open_source
-from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
+from llmtrain.data.formats import is_plain_text
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.preference import preference_format_of
 from llmtrain.data.recipe_records import PythonRecords, records_source
@@ -100,19 +100,20 @@ class DataRequest:
     def digest(self) -> str:
         """Hash everything that the rows depend on, for the name of their cache entry."""
         config = self.config
+        names = config.column_names
         key: list[object] = [
             _FORMAT_VERSION,
             [self.max_length, self.max_positions] if self.is_auto else self.max_length,
             None if self.eval else config.eval_fraction,
             [source.fingerprint() for source in self.train],
             [source.fingerprint() for source in self.eval],
-            sorted(config.renamed_columns.items()),
+            [sorted(names.renamed(source.name).items()) for source in self.sources],
             tok.digest(self.tokenizer) if self.tokenizer is not None else self.spec,
         ]
         if self.chat is not None:
             key += [self.formats, _rendering_of(self.chat), self.stop_token_ids, self.unpaired]
         if "text" in self.formats:
-            key += [config.text_column, self.text_columns]
+            key += [[config.text_column(source.name) for source in self.sources], self.text_columns]
         return hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
 
 
@@ -244,18 +245,13 @@ def _check_data_flags(config: DataConfig) -> None:
             "data; leave one of them out."
         )
 
-    columns = parse_columns(config.columns)
-    for ours, theirs in columns.items():
-        if ours not in RECORD_FIELDS:
+    has_text_field = config.is_set("text_field") or config.text_field != "text"
+    for column in config.column_names.of_all_datasets():
+        if column.ours == "text" and has_text_field:
             raise UserError(
-                f"--columns {ours}={theirs}: no format has a field '{ours}'; write OURS=THEIRS, "
-                f"with one of {', '.join(RECORD_FIELDS)} on the left."
+                f"--columns {column} and --text_field {config.text_field} both name the field that "
+                "holds the text; leave one of them out."
             )
-    if "text" in columns and (config.is_set("text_field") or config.text_field != "text"):
-        raise UserError(
-            f"--columns text={columns['text']} and --text_field {config.text_field} both name the "
-            "field that holds the text; leave one of them out."
-        )
 
 
 def _sources_of(
@@ -294,7 +290,7 @@ def _sources_of(
         if not config.eval_dataset:
             eval = [source for source in eval if source.has_splits]
 
-    renamed = rename_columns([*train, *eval], config.renamed_columns)
+    renamed = rename_columns([*train, *eval], config.column_names)
     return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
 
 
@@ -358,17 +354,23 @@ def _check_text_flags(
         UserError: if such a flag is set and has no effect, or if it does not fit the others.
     """
     name = sources[0].name
-    if chat is None and config.renamed_columns:
-        ours, theirs = next(iter(config.renamed_columns.items()))
-        raise UserError(
-            f"--columns {ours}={theirs}: {name} is read as text, which has no field '{ours}'; "
-            f"rename all fields of a format of conversations, or write text={theirs}."
-        )
+    names = config.column_names
+    kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
+    if chat is None:
+        for column in names.of_all_datasets():
+            _check_names_text(column, name)
+    for source, format in zip(sources, formats, strict=True):
+        for column in names.of_dataset(source.name):
+            if format == "text":
+                _check_names_text(column, source.name)
+            elif column.ours == "text":
+                raise UserError(
+                    f"--columns {column} is for text, but {source.name} holds {kind}; leave it out."
+                )
+
     if "text" not in formats:
-        kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
-        columns = parse_columns(config.columns)
         are_set = {
-            f"--columns text={columns.get('text')}": "text" in columns,
+            f"--columns text={names.text('')}": names.text("") is not None,
             "--text_field": config.is_set("text_field"),
             "--isolate_documents": config.isolate_documents,
         }
@@ -379,6 +381,15 @@ def _check_text_flags(
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
             "run does not pack them; leave --isolate_documents out."
+        )
+
+
+def _check_names_text(column: Column, name: str) -> None:
+    """Raise :class:`UserError` if a word of ``--columns`` for text is not ``text=THEIRS``."""
+    if column.ours != "text":
+        raise UserError(
+            f"--columns {column}: {name} is read as text, which has no field '{column.ours}'; "
+            f"rename all fields of a format of conversations, or write text={column.theirs}."
         )
 
 
