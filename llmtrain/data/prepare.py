@@ -226,10 +226,10 @@ def _row_length(request: DataRequest, covering: int) -> int:
 
 def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
     """Return the documents or the records of a source, which it yields when they are encoded."""
-    source, format, only_split = requested
+    source, format, text_field, only_split = requested
     chat = request.chat
     if chat is None or format == "text":
-        return Corpus(source, request.text_field, request.eval_fraction, only_split)
+        return Corpus(source, text_field, request.eval_fraction, only_split)
 
     def read_conversation(fields: Fields) -> Conversation:
         return conversation_of(

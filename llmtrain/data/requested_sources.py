@@ -23,11 +23,13 @@ class RequestedSource(NamedTuple):
     Attributes:
         source: its records.
         format: their format.
+        text_field: the name of the field that holds the text, if they are text.
         only_split: the split of all its records; ``None`` to divide them.
     """
 
     source: Source
     format: str
+    text_field: str
     only_split: Split | None
 
     @property
@@ -75,14 +77,21 @@ def requested_sources(
         _check_own_source(config)
         train = [own_source]
     eval = _eval_sources(config)
-    renamed = rename_columns([*train, *eval], config.renamed_columns)
+    renamed = rename_columns([*train, *eval], config.column_names)
 
     requested = []
     for number, source in enumerate(renamed):
         split: Split | None = None
         if eval:
             split = "train" if number < len(train) else "eval"
-        requested.append(RequestedSource(source, _format_of(source, chat, unpaired), split))
+        requested.append(
+            RequestedSource(
+                source,
+                format=_format_of(source, chat, unpaired),
+                text_field=config.text_column(source.name),
+                only_split=split,
+            )
+        )
     return requested
 
 
