@@ -1,6 +1,6 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least
@@ -8,6 +8,7 @@ from llmtrain.data.columns import ColumnNames
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
 _MOST_DEFAULT_PROCESSES = 16  # that render conversations
@@ -244,6 +245,13 @@ class RowConfig(Config):
         """Whether a row may hold several conversations or pairs."""
         return self.packing is not False
 
+    def fingerprint(self) -> JsonObject:
+        """Return everything that the rows depend on, except the text of the template."""
+        flags = asdict(self)
+        del flags["chat_template"]  # a path, whose file may change, or be moved
+        del flags["dataset_num_proc"]  # the rows are the same from any number of processes
+        return {**flags, "packing": self.is_packed}
+
     def resolve_packing(self, can_pack: bool) -> None:
         """Decide whether rows are packed, unless the user has decided.
 
@@ -286,6 +294,10 @@ class PairConfig(RowConfig):
     def shares_prompts(self) -> bool:
         """Whether two answers follow one copy of their prompt."""
         return self.is_packed and self.share_prompts is not False
+
+    def fingerprint(self) -> JsonObject:
+        """Return everything that the rows depend on, except the text of the template."""
+        return {**super().fingerprint(), "share_prompts": self.shares_prompts}
 
     def resolve_sharing(self, can_share: bool) -> None:
         """Decide whether answers share a prompt, unless the user has decided.

@@ -5,7 +5,7 @@ Everything that can be wrong with the flags is reported here, before any row is 
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.config.flags import flags_of
@@ -19,7 +19,6 @@ from llmtrain.data.sources import Source
 from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
@@ -131,7 +130,7 @@ def make_request(
         tok.vocabulary_size(config.tokenizer)
     if config.mixture:
         counts_per_period(config.mixture)
-    _check_data_flags(config)
+    _check_data_flags(config, has_own_records=own_source is not None)
 
     sources = requested_sources(config, chat, own_source, unpaired)
     _check_record_flags(config, sources, chat)
@@ -152,7 +151,13 @@ def make_request(
             "the number of tokens in a row."
         )
 
-    tokenizer = _tokenizer_of(config.tokenizer, sources, row_config, trust_remote_code)
+    chat_template = None if row_config is None else row_config.chat_template
+    tokenizer = _tokenizer_of(
+        config.tokenizer,
+        sources,
+        chat_template,
+        trust_remote_code=trust_remote_code,
+    )
     names = config.column_names
     source_names = [requested.source.name for requested in sources]
     key: list[object] = [
@@ -165,7 +170,8 @@ def make_request(
         [requested.format for requested in sources],
         [requested.text_field for requested in sources],
         text_columns,
-        None if row_config is None else _rendering_of(row_config),
+        None if row_config is None else row_config.fingerprint(),
+        template_text(chat_template) if chat_template else None,
         list(tokenizer.stop_token_ids),
         unpaired,
     ]
@@ -186,25 +192,25 @@ def make_request(
 
 
 def _tokenizer_of(
-    spec: str, sources: list[RequestedSource], chat: RowConfig | None, trust_remote_code: bool
+    spec: str, sources: list[RequestedSource], chat_template: str | None, trust_remote_code: bool
 ) -> RequestedTokenizer:
     """Load a tokenizer, unless it is trained, and set its chat template.
 
     Args:
         spec: the value of ``--tokenizer``.
         sources: the data sets.
-        chat: how conversations become rows; ``None`` if all data sets are text.
+        chat_template: the value of ``--chat_template``.
         trust_remote_code: run code that comes with the tokenizer.
 
     Raises:
         UserError: if there is no such tokenizer, or if it does not fit the records.
     """
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
-    if chat is None:
+    if all(requested.format == "text" for requested in sources):
         return RequestedTokenizer(spec, pretrained)
 
     needing = [requested for requested in sources if requested.needs_template]
-    if chat.chat_template == NO_TEMPLATE and needing:
+    if chat_template == NO_TEMPLATE and needing:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
             f"of {needing[0].source.name} are conversations; use --chat_template chatml."
@@ -216,8 +222,8 @@ def _tokenizer_of(
         )
     if pretrained is None:
         return RequestedTokenizer(spec)
-    has_template = bool(chat.chat_template or pretrained.chat_template)
-    new_tokens = set_template(pretrained, chat.chat_template, is_plain_text=not needing)
+    has_template = bool(chat_template or pretrained.chat_template)
+    new_tokens = set_template(pretrained, chat_template, is_plain_text=not needing)
     return RequestedTokenizer(
         spec,
         pretrained,
@@ -227,21 +233,15 @@ def _tokenizer_of(
     )
 
 
-def _rendering_of(chat: RowConfig) -> JsonObject:
-    """Return everything in a config that says how conversations become rows."""
-    flags = asdict(chat)
-    del flags["dataset_num_proc"]  # the rows are the same from any number of processes
-    flags["packing"] = chat.is_packed
-    if isinstance(chat, PairConfig):
-        flags["share_prompts"] = chat.shares_prompts
-    # The text of the template instead of its path: the file may change, or be moved.
-    if chat.chat_template:
-        flags["chat_template"] = template_text(chat.chat_template)
-    return flags
-
-
-def _check_data_flags(config: DataConfig) -> None:
+def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     """Check the flags that say what the records are, before any of them is read."""
+    if has_own_records:
+        flags = ["dataset", "dataset_train_split"]
+        if not config.eval_dataset:
+            flags.append("dataset_test_split")
+        for name in flags:
+            if config.is_set(name):
+                raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
     if config.has_own_eval_data and config.is_set("eval_fraction"):
         flag = "--eval_dataset" if config.eval_dataset else "--dataset_test_split"
         raise UserError(

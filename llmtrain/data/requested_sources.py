@@ -74,7 +74,6 @@ def requested_sources(
     if own_source is None:
         train = _training_sources(config)
     else:
-        _check_own_source(config)
         train = [own_source]
     eval = _eval_sources(config)
     renamed = rename_columns([*train, *eval], config.column_names)
@@ -127,16 +126,6 @@ def _eval_sources(config: DataConfig) -> list[Source]:
     if config.eval_dataset:
         return sources
     return [source for source in sources if source.has_splits]
-
-
-def _check_own_source(config: DataConfig) -> None:
-    """Raise :class:`UserError` if a flag names other data than those of the recipe."""
-    flags = ["dataset", "dataset_train_split"]
-    if not config.eval_dataset:
-        flags.append("dataset_test_split")
-    for name in flags:
-        if config.is_set(name):
-            raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
 
 
 def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
