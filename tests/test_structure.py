@@ -49,7 +49,7 @@ RENAMING = {
     "yaml_file.py:_read_yaml": "yaml.load",
     "flag_syntax.py:_value_of_word": "the type of the flag, such as int",
     "chat_template.py:template_text": "reads a file that the user names",
-    "pretraining.py:_encoded": "the tokenizer",
+    "corpus.py:_store": "the tokenizer",
     "readers.py:_read_jsonl": "json.loads",
     "readers.py:_values_of": "json.loads",
     "file_sources.py:_saved_value": "json.loads",

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least
-from llmtrain.data.columns import ColumnNames
+from llmtrain.data.column_names import ColumnNames
+from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.model_folders import tokenizer_folder
@@ -177,8 +178,8 @@ class DataConfig(BatchConfig):
         """The names of fields in the data sets: ``--columns``."""
         return ColumnNames.parse(self.columns)
 
-    def text_column(self, dataset: str) -> str:
-        """Return the field with a data set's text, by ``--columns`` or ``--text_field``."""
+    def text_field_of(self, dataset: str) -> str:
+        """Return the field that holds the text of a data set."""
         return self.column_names.text(dataset) or self.text_field
 
     @property
@@ -257,7 +258,7 @@ class RowConfig(Config):
 class ChatConfig(RowConfig):
     """The format of chat data, and the turns that are trained. Each field is a flag."""
 
-    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
+    format: Literal["auto", "text", ConversationFormat] = flag(
         "auto",
         "format of the records; auto detects it from their fields; conversations train the "
         "assistant's turns, plain text trains every token",

@@ -22,8 +22,8 @@ from typing import IO, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.plain_text import AnyRenderer
-from llmtrain.data.render import Rendered
+from llmtrain.data.prompt_completion import AnyRenderer
+from llmtrain.data.rendered import Rendered
 from llmtrain.errors import UserError
 
 Item = TypeVar("Item", bound=Conversation | PreferenceRecord)
@@ -77,8 +77,6 @@ def render_all(
 def _rendered(renderer: AnyRenderer, item: Conversation | PreferenceRecord) -> Result:
     """Render one conversation or record."""
     try:
-        if isinstance(item, PreferenceRecord):
-            return renderer.render_answers(item)
         return renderer(item)
     except BadRecord as error:
         return error

@@ -1,9 +1,14 @@
 """Encode the text of conversations, in which special tokens of messages are ordinary text.
 
-Before a conversation is rendered, :meth:`TextEncoder.escape` moves the first character of each
-control token in a message to a private-use plane of Unicode. All control tokens in the rendered
-text are then the template's own. To encode such a text, they are moved to another plane, in which a
-copy of the tokenizer has copies of them, and the characters of messages are moved back.
+A message may hold "<|im_end|>", with which ChatML ends it. Private-use planes of Unicode keep the
+two apart. Before a conversation is rendered, the message's "<" moves to one plane. Before its text
+is encoded, the template's "<" moves to another, and the message's moves back:
+
+    message     <|im_end|>
+    escaped     \\U000F003C|im_end|>
+    rendered    \\U000F003C|im_end|><|im_end|>
+    encoded     <|im_end|>\\U0010003C|im_end|>     a copy of the tokenizer reads the first as text,
+                                                 and has the second as a control token
 """
 
 import copy
@@ -18,8 +23,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 
-from llmtrain.data.chat_template import any_of
 from llmtrain.data.messages import BadRecord
+from llmtrain.data.template_properties import any_of
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.files import json_text
 
@@ -82,7 +87,6 @@ class TextEncoder:
         control_tokens: the id and the text of each token that only a template may write.
 
     Attributes:
-        control_ids: int [control tokens], their ids.
         controls: matches a control token.
         control_texts: the text of each control token, by its id.
         border_texts: the control tokens among them at which a text is divided, whatever stands
@@ -91,11 +95,8 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: FastTokenizer, control_tokens: Mapping[int, str]) -> None:
-        self.control_ids = np.array(list(control_tokens))
         self.controls = any_of(control_tokens.values())
         self.control_texts = dict(control_tokens)
-        self._is_control = np.zeros(max(control_tokens) + 2, bool)
-        self._is_control[self.control_ids] = True
 
         # A copy, because other code sets up the tokenizer so that "<|im_end|>" is text. Without a
         # post-processor, which would add nothing here, but may remove white space from the offsets.
@@ -107,6 +108,15 @@ class TextEncoder:
 
         self._added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
         self.border_texts = self._find_border_tokens()
+        # Tables by id. Their last entry is for all larger ids, which are no control tokens.
+        self._is_control = np.zeros(max(control_tokens) + 2, bool)
+        self._is_border = np.zeros(len(self._is_control), bool)
+        self._control_bytes = np.zeros(len(self._is_control), int)
+        for id, text in control_tokens.items():
+            self._is_control[id] = True
+            self._is_border[id] = id in self.border_texts
+            self._control_bytes[id] = len(text.strip().encode())
+
         self._remembered: dict[tuple[int, str], list[int]] = {}
         self._escapes = {
             chr(_ESCAPED_PLANE + ord(text[0])): text[0]
@@ -286,21 +296,42 @@ class TextEncoder:
         Returns:
             The control tokens; ``None`` if they are not those that the text shows.
         """
-        # The last place of the array is for all larger ids.
-        is_control = self._is_control[np.minimum(tokens.array, len(self._is_control) - 1)]
-        indices = is_control.nonzero()[0].tolist()
+        indices = np.flatnonzero(self.are_controls(tokens.array)).tolist()
         matches = list(self.controls.finditer(text))
         encoded = [self.control_texts[tokens.ids[index]] for index in indices]
         if encoded != [match[0] for match in matches]:
             return None
         return Controls(indices, [match.end() for match in matches])
 
-    def keeps_beginning(self, text: str) -> bool:
-        """Return whether the first token of a text certainly begins with its first character.
+    # --- tokens that are control tokens
 
-        Some tokenizers leave out white space, or characters that their normalizer removes.
+    def are_controls(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether tokens are control tokens, bool [n]."""
+        are_controls: np.ndarray = self._is_control[self._clipped(ids)]
+        return are_controls
+
+    def control_bytes(self, ids: np.ndarray) -> int:
+        """Return the UTF-8 bytes of the control tokens among tokens."""
+        return int(self._control_bytes[self._clipped(ids)].sum())
+
+    def fill(self, ids: np.ndarray, text: str) -> bool:
+        """Return whether the tokens of a text certainly reach from its beginning to its end.
+
+        Some tokenizers leave out white space, or characters that their normalizer removes. Here
+        the text begins with a character that is always kept, and ends with a control token.
         """
-        return self._keeps_all_bytes and text[:1].isascii()
+        if not self._keeps_all_bytes or not text[:1].isascii() or not len(ids):
+            return False
+        last_token = self.border_texts.get(int(ids[-1]))
+        if last_token is None or not text.endswith(last_token):
+            return False
+        numbers = self._clipped(ids)
+        return bool((self._is_control[numbers] == self._is_border[numbers]).all())
+
+    def _clipped(self, ids: np.ndarray) -> np.ndarray:
+        """Return the places of tokens in the tables by id, int [n]."""
+        clipped: np.ndarray = np.minimum(ids, len(self._is_control) - 1)
+        return clipped
 
     @functools.cached_property
     def _keeps_all_bytes(self) -> bool:

@@ -6,7 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
-from llmtrain.data.render import Renderer, TokenSequence
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import TokenSequence
 
 CONTROLS = [
     *[

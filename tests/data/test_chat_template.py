@@ -8,8 +8,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import ChatTemplate, set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
+from llmtrain.data.template_properties import TemplateProperties
 from llmtrain.errors import UserError
 from tests.data.chats import (
     CALL,
@@ -38,7 +39,7 @@ def test_chatml_adds_its_tokens_once():
     assert set_template(tokenizer, "chatml") == set_template(tokenizer, None) == []
     assert (tokenizer.bos_token, tokenizer.eos_token) == (tok.END_OF_TEXT,) * 2
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert ChatTemplate(tokenizer).stop_token_ids == {end, tokenizer.eos_token_id}
+    assert TemplateProperties(tokenizer).stop_token_ids == {end, tokenizer.eos_token_id}
     assert tokenizer.encode("<|im_end|>") == [end]
 
 
@@ -48,7 +49,7 @@ def test_the_template_and_its_tokens_outlive_saving_and_loading(tmp_path):
     made.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert set_template(loaded, None) == []
-    assert ChatTemplate(loaded).stop_token_ids == ChatTemplate(made).stop_token_ids
+    assert TemplateProperties(loaded).stop_token_ids == TemplateProperties(made).stop_token_ids
     np.testing.assert_array_equal(one(loaded, chat("a", "b")).ids, one(made, chat("a", "b")).ids)
     assert said(loaded, chat("a", "b")) == ["b<|im_end|>"]
 
@@ -127,7 +128,7 @@ def test_a_template_of_the_tokenizer_s_own_that_cannot_show_a_conversation_is_re
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_ends_a_turn_is_learnt_from_the_template(name):
     tokenizer = make(unmarked(TEMPLATES[name]))
-    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)) == {
+    assert set(tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)) == {
         "</s>",
         END[name],
     }
@@ -140,9 +141,11 @@ def test_the_end_of_a_turn_is_the_special_token_behind_the_words_or_the_last_of_
     tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", end.replace("\n", "\\n")))
     tokenizer.add_tokens(["\n", " "])
     wanted = {"</s>", end.strip(" \n.").removeprefix("<|im_end|></s>")} - {""}
-    assert set(tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)) == wanted
+    assert (
+        set(tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)) == wanted
+    )
 
 
 def test_a_template_that_ends_no_turn_leaves_eos():
     tokenizer = make("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert ChatTemplate(tokenizer).stop_token_ids == {tokenizer.eos_token_id}
+    assert TemplateProperties(tokenizer).stop_token_ids == {tokenizer.eos_token_id}

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data.columns import ColumnNames
+from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.formats import RECORD_FIELDS
 from llmtrain.data.prepare import Tokenized, tokenize
@@ -27,7 +27,7 @@ FORMATS: dict[str, tuple[dict[str, Any], type[RowConfig] | None]] = {
     "sharegpt": ({"conversations": SHAREGPT, "system": "Be brief."}, ChatConfig),
     "alpaca": ({"instruction": "Count.", "input": "2", "output": "two"}, ChatConfig),
     "pairs": ({"prompt": "2?", "chosen": "two", "rejected": "three"}, PairConfig),
-    "examples": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
+    "labelled_answers": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
 }
 
 
@@ -57,7 +57,7 @@ def tokenized(path: str, format: str, columns: list[str], **settings: Any) -> To
         dataset=[path], tokenizer="byte", eval_fraction=0.0, columns=columns, **settings
     )
     return tokenize(
-        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "examples"
+        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "labelled_answers"
     )
 
 
@@ -130,7 +130,7 @@ def test_the_column_of_text_is_the_text_field(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("; from the cache\n")
     assert made.metadata == same.metadata
     (tmp_path / "b.txt").write_text("a text file has no fields")
-    assert tokenized(str(tmp_path / "b.txt"), "text", ["text=body"]).metadata.documents == 1
+    assert tokenized(str(tmp_path / "b.txt"), "text", ["text=body"]).metadata.records == 1
 
 
 def test_eval_data_are_renamed_too(tmp_path):
@@ -138,20 +138,22 @@ def test_eval_data_are_renamed_too(tmp_path):
     train, eval = (write(tmp_path / name, record) for name in ("t.json", "e.parquet"))
     columns = ["prompt=question", "completion=answer"]
     made = tokenized(train, "prompt_completion", columns, eval_dataset=[eval])
-    assert made.metadata.eval_documents == 3
+    assert made.metadata.eval_records == 3
 
 
 RENAMED = ["prompt=question", "completion=answer"]
 
 
+@pytest.mark.parametrize("is_for_all", [True, False])
 @pytest.mark.parametrize("order", [1, -1])
-def test_text_beside_renamed_conversations_keeps_its_own_names(tmp_path, order):
+def test_text_beside_renamed_conversations_keeps_its_own_names(tmp_path, order, is_for_all):
     chats = write(tmp_path / "chats.json", {"question": "2?", "answer": "two"})
     (tmp_path / "a.txt").write_text("some words")
     bodies = write(tmp_path / "bodies.json", {"body": "some words", "prompt": "unused"})
     sources = [chats, str(tmp_path / "a.txt"), bodies][::order]
+    word = "text=body" if is_for_all else f"{bodies}:text=body"
     data = DataConfig(
-        dataset=sources, tokenizer="byte", eval_fraction=0.0, columns=[*RENAMED, "text=body"]
+        dataset=sources, tokenizer="byte", eval_fraction=0.0, columns=[*RENAMED, word]
     )
     made = tokenize(data, BLOCK, ChatConfig())
     text = "<|endoftext|>".join([""] + ["some words"] * 3 + [""])
@@ -209,8 +211,7 @@ def test_every_data_set_may_have_a_field_of_its_own_for_the_text(tmp_path, capsy
     made = tokenize(data, 8)
     ids = {id for row in made.train for id in row["input_ids"] if id >= 0}
     assert "u" not in made.tokenizer.decode(sorted(ids))  # only "unused" has one
-    assert made.metadata.documents == 3
-    capsys.readouterr()
+    assert "3 documents" in capsys.readouterr().out
 
     data.columns = [columns[0], f"{second}:text=body"]
     tokenize(data, 8)

@@ -133,7 +133,7 @@ def test_only_data_sets_with_splits_give_eval_data(splits, tmp_path):
         dataset_train_split="train_sft",
         dataset_test_split="test_sft",
     )
-    assert made.metadata.documents == 3 + 1 + 1
+    assert made.metadata.records == 3 + 1 + 1
     assert made.metadata.source_rows[1] > 0
     assert documents_of(made.eval, made) == ["eval"]
 
@@ -255,5 +255,5 @@ def test_conversations_of_a_split_are_trained(tmp_path):
         pyarrow.parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
     config = DataConfig(dataset=[str(folder)], tokenizer="byte", dataset_test_split="test")
     made = tokenize(config, 95, ChatConfig())
-    assert (made.metadata.documents, made.metadata.eval_documents) == (12, 3)
+    assert (made.metadata.records, made.metadata.eval_records) == (12, 3)
     assert made.metadata.task == "conversations"

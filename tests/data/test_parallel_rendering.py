@@ -18,8 +18,9 @@ from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation, preference_of
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.parallel_rendering import render_all
-from llmtrain.data.plain_text import PlainTextRenderer
-from llmtrain.data.render import Rendered, Renderer
+from llmtrain.data.prompt_completion import PromptCompletionRenderer
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import Rendered
 from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, USER, chat, make
 from tests.data.test_shortcuts import assert_same, random_conversation
@@ -102,10 +103,10 @@ def test_few_conversations_start_nothing(started: list[Any]) -> None:
 
 def test_records_of_preference_data_and_plain_text_are_rendered_too(started: list[Any]) -> None:
     record = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
-    for maker in (renderer(), PlainTextRenderer(make())):
+    for maker in (renderer(), PromptCompletionRenderer(make())):
         results = list(render_all(maker, [("line", record)] * 30, processes=2))
         for _, _, result in results:
-            assert_same(compared(result), maker.render_answers(record))
+            assert_same(compared(result), maker(record))
     assert len(started) == 4
     assert_all_ended(started)
 

@@ -17,6 +17,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
+from llmtrain.data.template_messages import adapt_messages
 from tests.data.chats import TEXT
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates-table.md"
@@ -184,7 +185,7 @@ def cell_of(name: str, kind: str) -> str:
         rendered = renderer(Conversation(messages, tools))
     except BadRecord as refused:
         return next(letter for letter, words in REFUSALS.items() if words in str(refused))
-    shown, thoughts = renderer.template.adapt(messages)
+    shown, thoughts = adapt_messages(messages, renderer.template)
 
     def prompt(turn: int, **switch: bool) -> str:
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **switch}
@@ -202,9 +203,13 @@ def cell_of(name: str, kind: str) -> str:
             sent = {prompt(turn, enable_thinking=reasons), *([prompt(turn)] if reasons else [])}
             ids = document.ids[:start].tolist()
             assert any(ids == tokenizer.encode(one, add_special_tokens=False) for one in sent)
-    left = rendered.left_answers + rendered.left_calls
+    left = rendered.counts["mismatched_answers"] + rendered.counts["mismatched_calls"]
     assert len({*targets}) == len(targets) == len(turns) - left
-    return f"{len(rendered.sequences)}" + f" -{left}" * bool(left) + " r" * bool(rendered.unshown)
+    return (
+        f"{len(rendered.sequences)}"
+        + f" -{left}" * bool(left)
+        + " r" * bool(rendered.counts["hidden_turns"])
+    )
 
 
 def runs_of(trained: np.ndarray) -> list[tuple[int, int]]:

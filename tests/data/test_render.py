@@ -12,10 +12,12 @@ from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import ChatTemplate, render, set_template
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.render import Renderer, TokenSequence
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import TokenSequence
+from llmtrain.data.template_properties import TemplateProperties
 from tests.data.chats import (
     ASSISTANT,
     CALLING,
@@ -152,7 +154,11 @@ def test_calls_since_the_last_question_share_a_document():
     assert [document.turns for document in rendered.sequences] == [2, 2]
     starts = [text[:20] for text in said(tokenizer, conversation)]
     assert starts == ["<think>\nr1\n</think>\n", "<think>\nr3\n</think>\n"] * 2
-    assert (rendered.left_answers, rendered.left_calls, rendered.unshown) == (0, 0, 0)
+    assert (
+        rendered.counts["mismatched_answers"],
+        rendered.counts["mismatched_calls"],
+        rendered.counts["hidden_turns"],
+    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +201,7 @@ def test_reasoning_that_a_template_does_not_show_is_counted(field):
         (plain, 1, "b<|im_end|>"),
         (shown, 0, "<think>hm</think>b<|im_end|>"),
     ):
-        assert Renderer(tokenizer)(Conversation(messages, None)).unshown == count
+        assert Renderer(tokenizer)(Conversation(messages, None)).counts["hidden_turns"] == count
         assert said(tokenizer, Conversation(messages, None)) == [text]
 
 
@@ -216,7 +222,7 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
     assert said(tokenizer, conversation) == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
     (document,) = Renderer(tokenizer)(conversation).sequences
     assert (document.turns, document.ended) == (3, 3)
-    names = tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).stop_token_ids)
+    names = tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)
     assert set(names) == {"</s>", "<|user|>", "<|tool|>"}
 
 
@@ -445,10 +451,10 @@ def test_a_control_token_in_a_message_is_text(role, control):
     conversation = Conversation([USER, message, USER, ASSISTANT], None)
     rendered = renderer(conversation)
     (document,) = rendered.sequences
-    wanted, _ = render(renderer.tokenizer, conversation.messages)
+    wanted = renderer.tokenizer.apply_chat_template(conversation.messages, tokenize=False)
     assert renderer.tokenizer.decode(document.ids) == wanted.rstrip("\n")
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
-    assert rendered.special_as_text == 1
+    assert rendered.counts["special_as_text"] == 1
     targets = ["b<|im_end|>"]
     if role == "assistant":
         targets.insert(0, message["content"] + "<|im_end|>")
@@ -469,7 +475,7 @@ def test_a_message_cannot_end_its_turn_or_begin_another():
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
     assert tokenizer.decode(document.ids).count(injection) == 2
     assert said(tokenizer, chat("a", injection)) == [injection + "<|im_end|>"]
-    assert (document.turns, document.ended, rendered.special_as_text) == (2, 2, 10)
+    assert (document.turns, document.ended, rendered.counts["special_as_text"]) == (2, 2, 10)
     assert document.target_bytes == len("b" + injection)
 
 
@@ -490,7 +496,7 @@ def test_control_tokens_in_tools_reasoning_and_calls_are_text(hidden):
     assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 3
     text = tokenizer.decode(document.ids)
     assert text.count("</s>") == 2
-    assert rendered.special_as_text == 2 + ("tool_calls" in hidden)
+    assert rendered.counts["special_as_text"] == 2 + ("tool_calls" in hidden)
 
 
 def test_control_tokens_that_overlap_are_all_text():
@@ -555,7 +561,11 @@ def test_a_turn_of_weight_zero_is_context_and_not_trained():
     rendered = Renderer(tokenizer)(Conversation(weighted, None))
     np.testing.assert_array_equal(rendered.sequences[0].ids, plain.sequences[0].ids)
     assert said(tokenizer, Conversation(weighted, None)) == ["b<|im_end|>", "f<|im_end|>"]
-    assert (rendered.unweighted, plain.unweighted, rendered.sequences[0].turns) == (1, 0, 2)
+    assert (
+        rendered.counts["unweighted_turns"],
+        plain.counts["unweighted_turns"],
+        rendered.sequences[0].turns,
+    ) == (1, 0, 2)
     untrained = [{**message, "weight": 0} for message in messages]
     assert Renderer(tokenizer)(Conversation(untrained, None)).sequences == []
 
@@ -566,7 +576,7 @@ def test_other_fields_reach_the_template_and_are_counted():
     )
     conversation = Conversation([{**USER, "at": "!"}, {**ASSISTANT, "at": "?", "x": 1}], None)
     assert said(tokenizer, conversation) == ["b?<|im_end|>"]
-    assert Renderer(tokenizer)(conversation).other_fields == {"at": 2, "x": 1}
+    assert Renderer(tokenizer)(conversation).unread_fields == {"at": 2, "x": 1}
 
 
 def test_an_added_token_that_is_not_special_may_be_said():
@@ -661,13 +671,17 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
 def test_a_turn_that_the_template_does_not_prompt_for_is_left_out_and_counted():
     template = unmarked(COUNTS).partition("{%- if add_generation_prompt -%}")[0]
     rendered = Renderer(make(template))(chat("a", "b", "c", "d"))
-    assert (rendered.sequences, rendered.left_answers, rendered.left_calls) == ([], 2, 0)
+    assert (
+        rendered.sequences,
+        rendered.counts["mismatched_answers"],
+        rendered.counts["mismatched_calls"],
+    ) == ([], 2, 0)
 
 
 def test_blocks_that_mark_what_is_never_generated_are_passed_over_and_counted():
     tokenizer = make(marked(COUNTS))
     rendered = Renderer(tokenizer)(chat("a", "b", "c", "d"))
-    assert (len(rendered.sequences), rendered.remade) == (2, 2)
+    assert (len(rendered.sequences), rendered.counts["unmarked_turns"]) == (2, 2)
     assert said(tokenizer, chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
 
 
@@ -729,7 +743,9 @@ def test_words_beside_a_call_that_the_template_does_not_show_are_counted():
     )
     for content, count in (("", 0), ("I add.", 1)):
         messages = [CALLING[0], {**CALLING[1], "content": content, "reasoning_content": ""}]
-        assert Renderer(make(template))(Conversation(messages, [TOOL])).unshown == count
+        assert (
+            Renderer(make(template))(Conversation(messages, [TOOL])).counts["hidden_turns"] == count
+        )
 
 
 def test_dates_in_arguments_are_text_where_a_template_takes_text():

@@ -1,4 +1,4 @@
-"""A conversation that is rendered and encoded once makes the documents that it makes turn by turn."""
+"""A conversation that is encoded once makes the documents that it makes turn by turn."""
 
 import json
 import random
@@ -15,7 +15,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.render import Rendered, Renderer
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import Rendered
 from tests.data import test_published_templates as published
 from tests.data import test_render
 from tests.data.chats import (
@@ -69,10 +70,7 @@ WITHOUT_FIRST = """
 
 
 class SlowRenderer(Renderer):
-    """Renders and encodes each prompt and each turn by itself."""
-
-    def _prompted_in_conversation(self, texts: Any, turn: Any) -> None:
-        return None
+    """Encodes each prompt and each turn by itself."""
 
     def _add_run(self, documents: Any, run: Any) -> bool:
         return False
@@ -183,7 +181,7 @@ def assert_same(first: Rendered | str, second: Rendered | str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_documents_are_those_that_are_rendered_and_encoded_turn_by_turn(name: str) -> None:
+def test_the_documents_are_those_that_are_encoded_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
     tokenizer = TOKENIZERS[name]()
     # So that a turn that ends in either way has ended.
@@ -261,7 +259,7 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
             assert [isinstance(each, str) for each in outcomes] == [True, True], outcomes
             continue
         special, other = outcomes
-        assert other.special_as_text == 0
+        assert other.counts["special_as_text"] == 0
         for first, second in zip(special.sequences, other.sequences, strict=True):
             is_control = np.isin(first.ids, control_ids)
             wanted = second.ids[np.isin(second.ids, control_ids)]
@@ -271,15 +269,15 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
             assert target == plain(decode(second.ids[second.loss_mask]))
             text = decode(first.ids[first.loss_mask & ~is_control])
             assert first.target_bytes == len(text.encode())
-            compared += special.special_as_text > 0
+            compared += special.counts["special_as_text"] > 0
     assert compared > 0
 
 
 @pytest.mark.parametrize("name", ["our chatml", "without first", "published qwen2_5"])
-def test_usual_templates_are_rendered_and_encoded_once(
+def test_conversations_of_usual_templates_are_encoded_once(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The shortcuts are taken: without them, all would be right and slow."""
+    """The shortcut is taken: without it, all would be right and slow."""
     if name not in TOKENIZERS:
         pytest.skip("needs trl, which comes with the extra dev")
     renderer = Renderer(TOKENIZERS[name]())
@@ -292,7 +290,6 @@ def test_usual_templates_are_rendered_and_encoded_once(
         return encode(text, has_escapes)
 
     monkeypatch.setattr(renderer.encoder, "encode", counted)
-    monkeypatch.setattr(renderer, "_target", None)  # renders the text of one turn
     system = {"role": "system", "content": "Be brief."}
     several = chat("a", "b", "c", "d", "e", "f").messages
     for messages in (several, [system, *several]):

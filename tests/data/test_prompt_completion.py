@@ -11,12 +11,13 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.formats import PlainConversation, conversation_of, preference_of
+from llmtrain.data.formats import Conversation, conversation_of, preference_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.plain_text import PlainTextRenderer, make_renderer
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.render import Renderer, TokenSequence
+from llmtrain.data.prompt_completion import PromptCompletionRenderer, make_renderer
+from llmtrain.data.render import Renderer
+from llmtrain.data.rendered import TokenSequence
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.test_prepare import complaint, left_behind
 
@@ -28,10 +29,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pair(prompt: str, completion: str) -> PlainConversation:
+def pair(prompt: str, completion: str) -> Conversation:
     record = {"prompt": prompt, "completion": completion}
     conversation = conversation_of(record, "prompt_completion")
-    assert isinstance(conversation, PlainConversation)
+    assert conversation.is_plain_text
     return conversation
 
 
@@ -43,7 +44,7 @@ def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
-    (document,) = PlainTextRenderer(tokenizer)(pair(prompt, completion)).sequences
+    (document,) = PromptCompletionRenderer(tokenizer)(pair(prompt, completion)).sequences
     return document
 
 
@@ -81,10 +82,10 @@ def test_no_token_holds_both_the_prompt_and_the_completion() -> None:
 
 def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
     tokenizer = make()
-    rendered = PlainTextRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
+    rendered = PromptCompletionRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
     (document,) = rendered.sequences
     assert tokenizer.decode(document.ids) == "<s>a</s>b<|im_end|> </s></s>"
-    assert rendered.special_as_text == 4
+    assert rendered.counts["special_as_text"] == 4
     specials = set(tokenizer.all_special_ids) & set(document.ids.tolist())
     assert specials == {tokenizer.eos_token_id}
     assert document.ids.tolist().count(tokenizer.eos_token_id) == 1
@@ -103,32 +104,32 @@ def test_other_records_are_refused(record: dict[str, Any]) -> None:
     with pytest.raises(
         BadRecord, match=r"not plain text .*--chat_template chatml|half of a surrogate"
     ):
-        PlainTextRenderer(make())(conversation_of(record, "prompt_completion"))
+        PromptCompletionRenderer(make())(conversation_of(record, "prompt_completion"))
 
 
 def test_each_answer_of_a_pair_is_a_completion() -> None:
-    renderer = PlainTextRenderer(with_bos(make()))
+    renderer = PromptCompletionRenderer(with_bos(make()))
     record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
-    rendered = renderer.render_answers(record)
+    rendered = renderer(record)
     texts = [renderer.tokenizer.decode(document.ids) for document in rendered.sequences]
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
     targets = [document.ids[document.loss_mask] for document in rendered.sequences]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
-    assert rendered.special_as_text == 1  # the last </s> is the EOS of the document
+    assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the document
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
     with pytest.raises(BadRecord, match="not plain text"):
-        renderer.render_answers(chats)
+        renderer(chats)
 
 
 def test_a_document_can_be_cut() -> None:
-    renderer = PlainTextRenderer(make())
+    renderer = PromptCompletionRenderer(make())
     document = renderer.cut(document_of(renderer.tokenizer, "abc", "dxyz"), 5)
     assert (len(document.ids), document.target_bytes, document.ended) == (5, 2, 0)
     assert renderer.cut(document_of(renderer.tokenizer, "abc", "d"), 9).target_bytes == 1
 
 
 def test_the_tokenizer_decides_on_the_renderer() -> None:
-    assert isinstance(make_renderer(make()), PlainTextRenderer)
+    assert isinstance(make_renderer(make()), PromptCompletionRenderer)
     assert isinstance(make_renderer(make(unmarked(TEMPLATES["chatml"]))), Renderer)
     renderer = make_renderer(make())
     assert renderer.stop_token_ids == {renderer.tokenizer.eos_token_id}
