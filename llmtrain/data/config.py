@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least
-from llmtrain.data.columns import ColumnNames
+from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
@@ -179,8 +179,8 @@ class DataConfig(BatchConfig):
         """The names of fields in the data sets: ``--columns``."""
         return ColumnNames.parse(self.columns)
 
-    def text_column(self, dataset: str) -> str:
-        """Return the field with a data set's text, by ``--columns`` or ``--text_field``."""
+    def text_field_of(self, dataset: str) -> str:
+        """Return the field that holds the text of a data set."""
         return self.column_names.text(dataset) or self.text_field
 
     @property

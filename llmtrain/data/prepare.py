@@ -218,7 +218,7 @@ def _auto_length(covering: int, max_positions: int | None) -> int:
 
 def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
     """Return the documents or the records of a source, which it yields when they are encoded."""
-    source, format, text_field, only_split = requested
+    source, format, only_split, text_field = requested
     if request.chat is None or format == "text":
         return Corpus(source, text_field, request.eval_fraction, only_split)
 

@@ -25,12 +25,14 @@ class RequestedSource(NamedTuple):
         format: their format.
         text_field: the name of the field that holds the text, if they are text.
         only_split: the split of all its records; ``None`` to divide them.
+        text_field: the field that holds the text, if the format is text.
     """
 
     source: Source
     format: str
     text_field: str
     only_split: Split | None
+    text_field: str
 
     @property
     def is_for_training(self) -> bool:
@@ -87,8 +89,8 @@ def requested_sources(
             RequestedSource(
                 source,
                 format=_format_of(source, chat, unpaired),
-                text_field=config.text_column(source.name),
                 only_split=split,
+                text_field=config.text_field_of(source.name),
             )
         )
     return requested
