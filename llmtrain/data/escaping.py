@@ -7,7 +7,7 @@ is encoded, the template's "<" moves to another, and the message's moves back:
     message     <|im_end|>
     escaped     \U000F003C|im_end|>
     rendered    \U000F003C|im_end|><|im_end|>
-    encoded     <|im_end|>\U0010003C|im_end|>     a copy of the tokenizer reads the first as text,
+    to encode   <|im_end|>\U0010003C|im_end|>     a copy of the tokenizer reads the first as text,
                                                  and has the second as a control token
 """
 

@@ -90,7 +90,6 @@ class TextEncoder:
         self.backend.encode_special_tokens = False
         self.backend.post_processor = None
 
-        self._added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
         self.border_texts = self._find_border_tokens()
         # Tables by id. Their last entry is for all larger ids, which are no control tokens.
         size = max(control_tokens) + 2
@@ -231,9 +230,10 @@ class TextEncoder:
 
     def _find_border_tokens(self) -> dict[int, str]:
         """Return the control tokens at which a text is divided, whatever stands beside them."""
+        added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
         borders = {}
         for id, text in self.control_texts.items():
-            token = self._added_tokens.get(id)
+            token = added_tokens.get(id)
             if token is None or token.single_word or token.lstrip or token.rstrip:
                 continue
             if token.normalized and self.backend.normalizer is not None:
