@@ -42,11 +42,13 @@ def ours(folder: Path, pairs: Path, base: Path, loss: str = "sigmoid") -> float:
 def lengths(folder: Path) -> dict[str, float]:
     """Return what the rows hold, and what sharing prompts could save at most: (2P + C + R) / (P + C + R)."""
     audit = json.loads(newest(folder, "run.json").read_text())["audit"]
-    per_pair = {name: audit[name] / audit["kept"] for name in ("tokens", "judged", "shared")}
+    per_pair = {
+        name: audit[name] / audit["kept"] for name in ("tokens", "targets", "shared_tokens")
+    }
     return {
         "pairs": audit["kept"],
         **per_pair,
-        "bound": audit["tokens"] / (audit["tokens"] - audit["shared"]),
+        "bound": audit["tokens"] / (audit["tokens"] - audit["shared_tokens"]),
     }
 
 

@@ -129,7 +129,7 @@ def median_reading(folder: Path, key: str) -> float:
 def with_ignored(folder: Path, trained: float) -> float:
     """Return a rate of all tokens, also those that are not trained on, from the rate of those that are."""
     audit = json.loads(newest(folder, "run.json").read_text())["audit"]
-    return float(trained * audit["tokens"] / audit.get("trained", audit.get("judged")))
+    return float(trained * audit["tokens"] / audit["targets"])
 
 
 def recipe(

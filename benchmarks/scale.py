@@ -29,7 +29,8 @@ from benchmarks.runs import (
     scratch,
 )
 from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
-from llmtrain.data.loader import GlobalBatchSampler, train_loader
+from llmtrain.data.loader import train_loader
+from llmtrain.data.samplers import GlobalBatchSampler
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.calibration import measured_peak
 from llmtrain.launching.accelerator import start_accelerator

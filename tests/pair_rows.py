@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.packing import Examples, TokenRows, TokenStore, WrittenRows
+from llmtrain.data.packing import Examples, WrittenRows, write_rows
+from llmtrain.data.store import TokenRows, TokenStore
 
 TokenPair = tuple[list[int], list[int], list[int], bool]  # prompt, two answers, a label
 
@@ -26,11 +27,11 @@ def write_pair_rows(
 
     stops = store.lengths.reshape(-1, 2)
     examples = Examples(
-        documents=np.arange(len(store)).reshape(-1, 2),
+        sequences=np.arange(len(store)).reshape(-1, 2),
         starts=np.stack([np.zeros(len(shared), np.int64), np.array(shared)], axis=1),
         stops=stops,
         is_first_desirable=np.array(labels),
     )
-    written = store.write_rows(path, examples, width, packing)
+    written = write_rows(path, store, examples, width, packing)
     store.close()
     return TokenRows.open([path]), written

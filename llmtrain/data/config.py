@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.model_folders import tokenizer_folder
@@ -276,7 +277,7 @@ class RowConfig(Config):
 class ChatConfig(RowConfig):
     """The format of chat data, and the turns that are trained. Each field is a flag."""
 
-    format: Literal["auto", "text", "messages", "prompt_completion", "sharegpt", "alpaca"] = flag(
+    format: Literal["auto", "text", ConversationFormat] = flag(
         "auto",
         "format of the records; auto detects it from their fields; conversations train the "
         "assistant's turns, plain text trains every token",

@@ -1,13 +1,12 @@
 """The lines about the data in the start-up log."""
 
 from llmtrain.console import pluralize, say
+from llmtrain.data.audit import Audit
+from llmtrain.data.chat_template import DEFAULT_TEMPLATE
 from llmtrain.data.config import PairConfig
-from llmtrain.data.lengths import LengthSummary, OverlongLengths
+from llmtrain.data.lengths import COVERED_SHARE, overlong_sentence
 from llmtrain.data.metadata import DataMetadata
-from llmtrain.data.packing import Counts
-from llmtrain.data.preference import PairAudit
 from llmtrain.data.request import DataRequest
-from llmtrain.data.sft import Audit
 from llmtrain.data.tokenized import Tokenized, short_names
 
 # How the names of eval splits begin, such as "test_sft" and "validation".
@@ -24,9 +23,10 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     """
     metadata = rows.metadata
     kind = {"text": "document", "conversations": "conversation", "preferences": "preference"}
-    documents = pluralize(metadata.documents, kind[metadata.task])
-    if metadata.task == "conversations" and "text" in request.formats:
-        documents = f"{metadata.documents:,} conversations and documents"
+    documents = pluralize(metadata.records, kind[metadata.task])
+    formats = [requested.format for requested in request.sources]
+    if metadata.task == "conversations" and "text" in formats:
+        documents = f"{metadata.records:,} conversations and documents"
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
@@ -38,12 +38,12 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         _describe_task(request, metadata)
     _describe_shares(rows, [source.name for source in request.train])
 
-    if request.eval:
-        config = request.config
-        split = "" if config.eval_dataset else f"split {config.dataset_test_split} of "
-        say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
+    if request.has_eval_sources:
+        say("eval", f"the eval data are {request.eval_split}{' '.join(rows.eval_names)}")
     elif not is_cached:
         _describe_unread_splits(request)
+    if request.tokenizer.has_default_template:
+        say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
     assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
@@ -72,22 +72,20 @@ def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     for note in chat.packing_notes:
         say("packing", note)
 
-    audit_type: type[Audit | PairAudit] = Audit
-    if isinstance(chat, PairConfig):
-        audit_type = PairAudit
     if metadata.audit:
-        formats = ", ".join(dict.fromkeys(request.formats))
+        formats = ", ".join(dict.fromkeys(requested.format for requested in request.sources))
         say("task", f"{_task(request)}: the records are {formats}")
-        audit = audit_type(**metadata.audit)
+        audit = Audit(**metadata.audit)
         for line in audit.lines(chat.overlong):
             say("audit", line)
         _describe_lengths(request, metadata, audit)
     else:
         say("task", "continued pretraining: the training records are text, not conversations")
 
-    left_out = ("overlong", "untrained", "same", "bad")
-    if metadata.eval_audit and any(metadata.eval_audit.get(name) for name in left_out):
-        say("eval", audit_type(**metadata.eval_audit).left_out(chat.overlong))
+    if metadata.eval_audit:
+        eval_audit = Audit(**metadata.eval_audit)
+        if eval_audit.has_omissions:
+            say("eval", eval_audit.left_out(chat.overlong))
 
 
 def _task(request: DataRequest) -> str:
@@ -95,25 +93,21 @@ def _task(request: DataRequest) -> str:
     if isinstance(request.chat, PairConfig):
         return "preference training"
     task = "fine-tuning on the assistant's turns"
-    if "text" in request.train_formats:
+    training_formats = [each.format for each in request.sources if each.is_for_training]
+    if "text" in training_formats:
         task += ", and on every token of the text"
     return task
 
 
-def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Counts) -> None:
-    """Print how long the conversations are, if ``--max_length`` depends on that or should."""
-    lengths = LengthSummary(metadata.covering_length, tuple(metadata.length_histogram))
-    advice = lengths.advice(audit.overlong, metadata.block_size, request.max_positions)
-    lines = []
-    if request.is_auto:
-        lines.append(f"--max_length auto is {metadata.block_size:,}; {lengths.describe()} tokens")
-    elif advice is not None:
-        lines.append(advice)
-    if metadata.overlong_lengths:
-        overlong = OverlongLengths(*metadata.overlong_lengths)
-        lines.append(f"the overlong ones have {overlong.describe(request.max_positions)}")
-    for line in lines:
-        say("lengths", line)
+def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Audit) -> None:
+    """Print the length that ``auto`` chose, and how many conversations are longer."""
+    if request.max_length == "auto":
+        say("lengths", f"--max_length auto is {metadata.block_size:,}")
+    if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+        sentence = overlong_sentence(
+            audit.overlong, audit.examples, metadata.block_size, metadata.covering_length
+        )
+        say("lengths", sentence)
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

@@ -1,8 +1,15 @@
-"""Read records of chat and preference data in the usual formats, as chat templates take them."""
+"""The formats of records, and how a record becomes a conversation or preference data.
+
+To add a format of conversations, write a function that reads it, and add its name to
+:data:`ConversationFormat` and its entry to :data:`CONVERSATION_FORMATS`.
+"""
+
+from __future__ import annotations  # so that the flags do not import the sources
 
 import itertools
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from llmtrain.data.messages import (
     BadRecord,
@@ -14,33 +21,11 @@ from llmtrain.data.messages import (
     parse_messages,
     without_none,
 )
-from llmtrain.data.sources import Fields
 
-# The fields that a record of each format must have. If a record fits two formats, the first wins.
-_CHAT_FIELDS = {
-    "messages": {"messages"},
-    "prompt_completion": {"prompt", "completion"},
-    "sharegpt": {"conversations"},
-    "alpaca": {"instruction", "output"},
-}
-_PREFERENCE_FIELDS = {
-    "pairs": {"chosen", "rejected"},
-    "examples": {"prompt", "completion", "label"},
-}
-FORMATS = tuple(_CHAT_FIELDS)
-# All fields that a record may have, in any format; --columns can give each another name.
-RECORD_FIELDS = tuple(
-    dict.fromkeys(
-        [
-            "text",
-            *itertools.chain.from_iterable(map(sorted, _CHAT_FIELDS.values())),
-            *itertools.chain.from_iterable(map(sorted, _PREFERENCE_FIELDS.values())),
-            "system",
-            "input",
-            "tools",
-        ]
-    )
-)
+if TYPE_CHECKING:
+    from llmtrain.data.sources import Fields
+
+ConversationFormat: TypeAlias = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
 
 
 class Conversation(NamedTuple):
@@ -50,16 +35,13 @@ class Conversation(NamedTuple):
         messages: the messages. An assistant message that must not be trained has the field
             ``weight``, which is 0 and which no chat template gets.
         tools: the tools that the messages may call.
+        is_plain_text: whether it is a prompt and a completion that are plain texts, so that it
+            needs no chat template.
     """
 
     messages: list[Message]
     tools: list[Fields] | None
-
-
-class PlainConversation(Conversation):
-    """A prompt and its completion that are plain texts, so that they need no chat template."""
-
-    __slots__ = ()
+    is_plain_text: bool = False
 
 
 class PreferenceRecord(NamedTuple):
@@ -70,12 +52,15 @@ class PreferenceRecord(NamedTuple):
         tools: the tools that the messages may call.
         answers: the messages of [chosen, rejected], or of the single answer.
         desirable: the label of a single answer; True for a pair.
+        is_plain_text: whether the prompt and the answers are plain texts, so that they need no chat
+            template.
     """
 
     prompt: list[Message]
     tools: list[Fields] | None
     answers: list[list[Message]]
     desirable: bool = True
+    is_plain_text: bool = False
 
     @property
     def messages(self) -> list[Message]:
@@ -83,27 +68,181 @@ class PreferenceRecord(NamedTuple):
         return [*self.prompt, *itertools.chain.from_iterable(self.answers)]
 
 
-class PlainPreferenceRecord(PreferenceRecord):
-    """A prompt and its answers that are plain texts, so that they need no chat template."""
-
-    __slots__ = ()
+R = TypeVar("R", Conversation, PreferenceRecord)
 
 
-def detect_format(fields: Collection[str], preference: bool = False) -> str | None:
+@dataclass(frozen=True)
+class Format(Generic[R]):
+    """A format of records.
+
+    Attributes:
+        fields: the fields that every record has. They tell the format.
+        read: reads a record whose fields are not ``None``. It raises :class:`BadRecord` if the
+            record does not have this format.
+        optional: the fields that a record may have, too.
+    """
+
+    fields: tuple[str, ...]
+    read: Callable[[Fields], R]
+    optional: tuple[str, ...] = ()
+
+    def fits(self, fields: Collection[str]) -> bool:
+        """Return whether all fields of the format are among these."""
+        return set(self.fields) <= set(fields)
+
+    @property
+    def all_fields(self) -> tuple[str, ...]:
+        """The fields that every record has, and those that it may have."""
+        return (*self.fields, *self.optional)
+
+    @property
+    def can_be_plain_text(self) -> bool:
+        """Whether :func:`is_plain_text` holds for some records."""
+        return "prompt" in self.all_fields
+
+
+def _read_messages(record: Fields) -> Conversation:
+    return _conversation(record, field_of(record, "messages", list))
+
+
+def _read_prompt_completion(record: Fields) -> Conversation:
+    """Read a prompt and a completion, each of which is a text or a list of messages."""
+    raw_messages = [
+        *_raw_messages(record, "prompt", role="user"),
+        *_raw_messages(record, "completion", role="assistant"),
+    ]
+    return _conversation(record, raw_messages, is_plain_text=is_plain_text(record))
+
+
+def _read_sharegpt(record: Fields) -> Conversation:
+    raw_messages = [*_system_message(record), *field_of(record, "conversations", list)]
+    return _conversation(record, raw_messages)
+
+
+def _read_alpaca(record: Fields) -> Conversation:
+    instruction = field_of(record, "instruction", str)
+    context = field_of(record, "input", str, default="")
+    question = "\n\n".join(filter(None, [instruction, context]))
+    raw_messages = [
+        *_system_message(record),
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": field_of(record, "output", str)},
+    ]
+    return _conversation(record, raw_messages)
+
+
+def _read_pair(record: Fields) -> PreferenceRecord:
+    """Read two answers to compare.
+
+    Each answer is a text or a list of messages, and may repeat the prompt. Without a ``prompt``
+    field, both must be complete conversations. Then the prompt is the messages with which both
+    begin.
+    """
+    chosen = _messages(record, "chosen", role="assistant")
+    rejected = _messages(record, "rejected", role="assistant")
+    if "prompt" in record:
+        prompt = _messages(record, "prompt", role="user")
+    elif isinstance(record["chosen"], list) and isinstance(record["rejected"], list):
+        prompt = _common_beginning(chosen, rejected)
+    else:
+        raise BadRecord(
+            "the record has no prompt, so chosen and rejected must be lists of messages"
+        )
+
+    chosen = _without_prompt(chosen, prompt)
+    rejected = _without_prompt(rejected, prompt)
+    if chosen == rejected:
+        raise BadRecord("chosen and rejected are the same")
+    _check_answer("chosen", chosen)
+    _check_answer("rejected", rejected)
+    if not prompt and "prompt" not in record:
+        raise BadRecord("chosen and rejected share no prompt")
+    _check_prompt(prompt)
+
+    return PreferenceRecord(
+        prompt=prompt,
+        answers=[chosen, rejected],
+        tools=_tools(record),
+        is_plain_text=is_plain_text(record),
+    )
+
+
+def _read_labelled_answer(record: Fields) -> PreferenceRecord:
+    """Read a single answer. It is a text or a list of messages, and may repeat the prompt."""
+    answer = _messages(record, "completion", role="assistant")
+    if "prompt" not in record:
+        raise BadRecord("the record has no prompt")
+    prompt = _messages(record, "prompt", role="user")
+    answer = _without_prompt(answer, prompt)
+    _check_answer("completion", answer)
+    _check_prompt(prompt)
+
+    return PreferenceRecord(
+        prompt=prompt,
+        answers=[answer],
+        desirable=_label(record),
+        tools=_tools(record),
+        is_plain_text=is_plain_text(record),
+    )
+
+
+# If a record fits two formats, the first wins.
+CONVERSATION_FORMATS: dict[str, Format[Conversation]] = {
+    "messages": Format(
+        fields=("messages",),
+        optional=("tools",),
+        read=_read_messages,
+    ),
+    "prompt_completion": Format(
+        fields=("prompt", "completion"),
+        optional=("tools",),
+        read=_read_prompt_completion,
+    ),
+    "sharegpt": Format(
+        fields=("conversations",),
+        optional=("system", "tools"),
+        read=_read_sharegpt,
+    ),
+    "alpaca": Format(
+        fields=("instruction", "output"),
+        optional=("input", "system", "tools"),
+        read=_read_alpaca,
+    ),
+}
+PREFERENCE_FORMATS: dict[str, Format[PreferenceRecord]] = {
+    "pairs": Format(
+        fields=("chosen", "rejected"),
+        optional=("prompt", "tools"),
+        read=_read_pair,
+    ),
+    "labelled_answers": Format(
+        fields=("prompt", "completion", "label"),
+        optional=("tools",),
+        read=_read_labelled_answer,
+    ),
+}
+FORMATS: dict[str, Format[Conversation] | Format[PreferenceRecord]] = {
+    **CONVERSATION_FORMATS,
+    **PREFERENCE_FORMATS,
+}
+_FIELDS_BY_FORMAT = [format.all_fields for format in FORMATS.values()]
+# The fields to which --columns can give another name.
+RECORD_FIELDS = tuple(dict.fromkeys(["text", *itertools.chain(*_FIELDS_BY_FORMAT)]))
+
+
+def detect_format(fields: Collection[str], formats: Mapping[str, Format[R]]) -> str | None:
     """Detect the format of a record from the names of its fields.
 
     Args:
         fields: the names of the record's fields.
-        preference: look for preference data instead of conversations.
+        formats: :data:`CONVERSATION_FORMATS` or :data:`PREFERENCE_FORMATS`.
 
     Returns:
-        One of :data:`FORMATS`. If ``preference`` is set, ``pairs`` (two answers) or ``examples``
-        (one answer and its label). ``None`` if no format fits.
+        The name of the first format that fits; ``None`` if none does.
     """
-    formats = _PREFERENCE_FIELDS if preference else _CHAT_FIELDS
-    for format, required in formats.items():
-        if required <= set(fields):
-            return format
+    for name, format in formats.items():
+        if format.fits(fields):
+            return name
     return None
 
 
@@ -113,8 +252,7 @@ def is_plain_text(record: Fields) -> bool:
     Such a record needs no chat template.
     """
     texts = [record.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
-    present = [text for text in texts if text is not None]
-    is_text = all(isinstance(text, str) for text in present)
+    is_text = all(text is None or isinstance(text, str) for text in texts)
     has_tools = bool(from_json(record.get("tools") or []))
     return record.get("prompt") is not None and is_text and not has_tools
 
@@ -130,9 +268,8 @@ def conversation_of(
     In every format a field of the record or of a message that is ``None`` counts as absent.
 
     Args:
-        record: the fields of the record. In ``prompt_completion`` the two fields are texts or lists
-            of messages.
-        format: one of :data:`FORMATS`.
+        record: the fields of the record.
+        format: one of :data:`CONVERSATION_FORMATS`.
         has_artificial_nulls: the record comes from Parquet or Arrow, where an absent key of an
             object is ``None``. Then ``None`` counts as absent inside objects, too.
         is_format_detected: the user did not choose the format. Then a record that fits another
@@ -145,38 +282,11 @@ def conversation_of(
     record = without_none(record, everywhere=has_artificial_nulls)
     if is_format_detected:
         _check_that_only_fits(record, format)
-    if format == "prompt_completion":
-        raw_messages = [
-            *_raw_messages(record, "prompt", role="user"),
-            *_raw_messages(record, "completion", role="assistant"),
-        ]
-    elif format == "alpaca":
-        raw_messages = _system_message(record) + _alpaca_messages(record)
-    elif format == "sharegpt":
-        raw_messages = _system_message(record) + field_of(record, "conversations", list)
-    else:
-        raw_messages = field_of(record, "messages", list)
-
-    if not raw_messages:
-        raise BadRecord("the record has no messages")
-    messages = parse_messages(raw_messages)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("the conversation has no assistant message")
-    check_weights_of_turns(messages)
-
-    tools = _tools(record)
-    if format == "prompt_completion" and is_plain_text(record):
-        return PlainConversation(messages, tools)
-    return Conversation(messages, tools)
+    return CONVERSATION_FORMATS[format].read(record)
 
 
 def preference_of(record: Fields, has_artificial_nulls: bool = False) -> PreferenceRecord:
-    """Read a record of preference data.
-
-    It has the fields ``chosen`` and ``rejected``, or ``completion`` and ``label``. Each answer is a
-    text or a list of messages, and may repeat the prompt. Without a ``prompt`` field, ``chosen``
-    and ``rejected`` must be complete conversations. Then the prompt is the messages with which both
-    begin.
+    """Read a record of preference data: a pair, or a single answer with a label.
 
     Args:
         record: the fields of the record.
@@ -192,67 +302,40 @@ def preference_of(record: Fields, has_artificial_nulls: bool = False) -> Prefere
             "the record has two answers (chosen, rejected) and a single one (completion, label); "
             "keep one kind"
         )
-    names = ["chosen", "rejected"] if is_pair else ["completion"]
-    answers = [_messages(record, name, role="assistant") for name in names]
-    prompt = _prompt_of(record, names, answers)
-    answers = [_without_prompt(answer, prompt) for answer in answers]
-
-    if is_pair and answers[0] == answers[1]:
-        raise BadRecord("chosen and rejected are the same")
-    for name, answer in zip(names, answers, strict=True):
-        if not answer or answer[0]["role"] != "assistant":
-            raise BadRecord(f"{name} has no assistant message right after the prompt")
-        if any(is_untrained(message) for message in answer):
-            raise BadRecord(f"{name} has a message with weight 0, but all of an answer is compared")
-    if not prompt:
-        if "prompt" in record:
-            raise BadRecord("the prompt is empty")
-        raise BadRecord("chosen and rejected share no prompt")
-    if prompt[-1]["role"] == "assistant":
-        raise BadRecord("the prompt ends with an assistant message")
-
-    desirable = True if is_pair else _label(record)
-    record_type = PlainPreferenceRecord if is_plain_text(record) else PreferenceRecord
-    return record_type(prompt, _tools(record), answers, desirable)
+    return PREFERENCE_FORMATS["pairs" if is_pair else "labelled_answers"].read(record)
 
 
 def _check_that_only_fits(record: Fields, format: str) -> None:
     """Raise :class:`BadRecord` if a record has all fields of another format, too."""
-    for other, required in _CHAT_FIELDS.items():
-        if other != format and required <= record.keys():
+    for other, other_format in CONVERSATION_FORMATS.items():
+        if other != format and other_format.fits(record):
             raise BadRecord(
                 f"the record has the fields of two formats, {format} and {other}; choose one with "
                 f"--format {format} or --format {other}"
             )
 
 
-def _prompt_of(record: Fields, names: list[str], answers: list[list[Message]]) -> list[Message]:
-    """Return the prompt of a preference record.
+def _conversation(
+    record: Fields, raw_messages: list[object], is_plain_text: bool = False
+) -> Conversation:
+    """Check the messages of a record, and return them as a conversation with its tools."""
+    if not raw_messages:
+        raise BadRecord("the record has no messages")
+    messages = parse_messages(raw_messages)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord("the conversation has no assistant message")
+    check_weights_of_turns(messages)
+    return Conversation(messages, _tools(record), is_plain_text)
 
-    Args:
-        record: the fields of the record.
-        names: the names of the fields that hold the answers.
-        answers: the messages in these fields.
 
-    Returns:
-        The messages in the field ``prompt``. If there is no such field, the messages with which
-        both conversations begin.
-    """
-    if "prompt" in record:
-        return _messages(record, "prompt", role="user")
-    if len(names) < 2:
-        raise BadRecord("the record has no prompt")
-    if not all(isinstance(record[name], list) for name in names):
-        raise BadRecord(
-            "the record has no prompt, so chosen and rejected must be lists of messages"
-        )
-
-    prompt = []
-    for chosen, rejected in zip(*answers, strict=False):
-        if chosen != rejected:
+def _common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Return the messages with which two conversations begin."""
+    beginning = []
+    for message, other in zip(chosen, rejected, strict=False):
+        if message != other:
             break
-        prompt.append(chosen)
-    return prompt
+        beginning.append(message)
+    return beginning
 
 
 def _without_prompt(answer: list[Message], prompt: list[Message]) -> list[Message]:
@@ -260,6 +343,21 @@ def _without_prompt(answer: list[Message], prompt: list[Message]) -> list[Messag
     if answer[: len(prompt)] == prompt:
         return answer[len(prompt) :]
     return answer
+
+
+def _check_answer(field: str, answer: list[Message]) -> None:
+    """Check the messages of an answer, without the prompt that it may repeat."""
+    if not answer or answer[0]["role"] != "assistant":
+        raise BadRecord(f"{field} has no assistant message right after the prompt")
+    if any(is_untrained(message) for message in answer):
+        raise BadRecord(f"{field} has a message with weight 0, but all of an answer is compared")
+
+
+def _check_prompt(prompt: list[Message]) -> None:
+    if not prompt:
+        raise BadRecord("the prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise BadRecord("the prompt ends with an assistant message")
 
 
 def _label(record: Fields) -> bool:
@@ -277,16 +375,6 @@ def _system_message(record: Fields) -> list[object]:
     """Return the system message in the field ``system``, or no message if there is none."""
     system = field_of(record, "system", str, default="")
     return [{"role": "system", "content": system}] if system else []
-
-
-def _alpaca_messages(record: Fields) -> list[object]:
-    instruction = field_of(record, "instruction", str)
-    context = field_of(record, "input", str, default="")
-    question = "\n\n".join(filter(None, [instruction, context]))
-    return [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": field_of(record, "output", str)},
-    ]
 
 
 def _raw_messages(record: Fields, field: str, role: str) -> list[object]:

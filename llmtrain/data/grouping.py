@@ -1,11 +1,12 @@
 """Group unpacked rows by length, so that the rows of a micro-batch need little padding.
 
-The rows of 50 global batches, a block, are sorted by length. The sorted rows are cut into global
-batches, and the batches are drawn in a random order. Blocks follow each other through an epoch, so
-every row is still drawn once per epoch. The last block of an epoch may have fewer batches.
+The rows of 50 global batches, a megabatch, are sorted by length. The sorted rows are cut into
+global batches, and the batches are drawn in a random order. Megabatches follow each other through
+an epoch, so every row is still drawn once per epoch. The last megabatch of an epoch may have fewer
+batches.
 
-The rows of a block follow from (seed, epoch, block), so any step can be looked up without those
-before it.
+The rows of a megabatch follow from (seed, epoch, megabatch), so any step can be looked up without
+those before it.
 """
 
 from typing import NamedTuple
@@ -14,27 +15,27 @@ import numpy as np
 
 from llmtrain.data.shuffle import Mixture, key_of, permute
 
-# More batches in a block make the lengths in a batch more alike, and the batches of a small data
-# set more similar from epoch to epoch.
-BATCHES_PER_BLOCK = 50
+# More batches in a megabatch make the lengths in a batch more alike, and the batches of a small
+# data set more similar from epoch to epoch.
+BATCHES_PER_MEGABATCH = 50
 
 
-class _BlockKey(NamedTuple):
-    """Everything that the batches of a block follow from.
+class _MegabatchKey(NamedTuple):
+    """Everything that the batches of a megabatch follow from.
 
     Attributes:
         global_batch_size: the number of rows in a batch.
         seed: of the run.
         mixture: assigns positions of the run to sources. A run with a mixture has one epoch.
         epoch: the number of the epoch.
-        block: the number of the block in the epoch.
+        megabatch: the number of the megabatch in the epoch.
     """
 
     global_batch_size: int
     seed: int
     mixture: Mixture | None
     epoch: int
-    block: int
+    megabatch: int
 
 
 class LengthGrouping:
@@ -47,8 +48,8 @@ class LengthGrouping:
 
     def __init__(self, lengths: np.ndarray) -> None:
         self.lengths = lengths
-        # Consecutive steps are in the same block, so the last block is kept.
-        self._last_key: _BlockKey | None = None
+        # Consecutive steps are in the same megabatch, so the last megabatch is kept.
+        self._last_key: _MegabatchKey | None = None
         self._last_batches: list[np.ndarray] = []
 
     def rows_of_step(
@@ -70,18 +71,18 @@ class LengthGrouping:
         else:
             epoch = 0
             step_of_epoch = step
-        block, batch = divmod(step_of_epoch, BATCHES_PER_BLOCK)
+        megabatch, batch = divmod(step_of_epoch, BATCHES_PER_MEGABATCH)
 
-        key = _BlockKey(global_batch_size, seed, mixture, epoch, block)
+        key = _MegabatchKey(global_batch_size, seed, mixture, epoch, megabatch)
         if key != self._last_key:
             self._last_batches = self._batches_of(key)
             self._last_key = key
         return self._last_batches[batch]
 
-    def _batches_of(self, key: _BlockKey) -> list[np.ndarray]:
-        """Return the rows of each batch of a block, in the order of the steps."""
-        size = BATCHES_PER_BLOCK * key.global_batch_size
-        start = key.block * size
+    def _batches_of(self, key: _MegabatchKey) -> list[np.ndarray]:
+        """Return the rows of each batch of a megabatch, in the order of the steps."""
+        size = BATCHES_PER_MEGABATCH * key.global_batch_size
+        start = key.megabatch * size
         if key.mixture is None:
             n = len(self.lengths)
             positions = np.arange(start, min(start + size, n))
@@ -92,7 +93,7 @@ class LengthGrouping:
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         count = -(-len(rows) // key.global_batch_size)
         # The key of four numbers differs from all keys of orders of rows, which have two or three.
-        drawn = permute(np.arange(count), count, key_of(key.seed, key.epoch, key.block, count))
+        drawn = permute(np.arange(count), count, key_of(key.seed, key.epoch, key.megabatch, count))
 
         # The batch that is drawn last has the rest of the rows. It is a random one: if it were
         # always cut from an end of the sorted rows, the last step of every epoch would have the
@@ -101,14 +102,7 @@ class LengthGrouping:
         sizes[drawn[-1]] = len(rows) - (count - 1) * key.global_batch_size
         batches = np.split(ascending, np.cumsum(sizes)[:-1])
 
-        # Sorted rows give micro-batches of similar lengths, so the total work is least. On one
-        # process nothing else counts. With one micro-batch per rank, a step takes as long as its
-        # longest row in any order. With several, the rank with the longest rows makes the others
-        # wait. Dealing the rows out in turn would avoid that, but would put a long row into every
-        # micro-batch of every rank. Dealing out complete micro-batches would be better, but a slot
-        # does not know the micro-batches. There is little to gain: all rows of a batch are within
-        # 1/50 of the block's sorted lengths. As every other batch is descending, no rank has the
-        # longer rows all the time.
+        # Every other batch is in descending order, so that no rank always has the longer rows.
         return [
             batches[number] if number % 2 == 0 else batches[number][::-1]
             for number in drawn.tolist()

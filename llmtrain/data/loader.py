@@ -1,43 +1,25 @@
 """Load the rows of each step, and divide them into micro-batches.
 
-A slot is a position in the global batch. The row in slot ``j`` of step ``s`` depends only on (seed,
-s, j). The sampler yields complete global batches, and knows neither ranks nor micro-batches.
-Accelerate gives each rank its slice, and :class:`Collate` splits that slice into micro-batches. So
-the parallel layout decides which rank computes a row, but never which rows a step holds.
+Samplers yield the slots of complete global batches. Accelerate gives each rank its slice of them,
+and :class:`Collate` splits that slice into micro-batches.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.grouping import LengthGrouping
-from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
-from llmtrain.data.shuffle import Mixture, key_of, mix, permute
+from llmtrain.data.samplers import EvalSampler, GlobalBatchSampler, Slot, eval_batch_size
+from llmtrain.data.shuffle import Mixture, key_of, mix
+from llmtrain.data.store import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
 
-_POSITIONS_PER_CALL = 4096  # for which one call computes the order
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row
-
-
-class Slot(NamedTuple):
-    """A position in a global batch.
-
-    Attributes:
-        position: its number in the run: ``step * global_batch_size + j``.
-        row: the number of its row. ``None`` after the end of an epoch: the slot is then padding,
-            which has weight zero.
-        source: in an evaluation, the number of the source whose rows the batch has.
-    """
-
-    position: int
-    row: int | None
-    source: int = 0
 
 
 class RowBatch(NamedTuple):
@@ -53,132 +35,6 @@ class RowBatch(NamedTuple):
     slots: list[Slot]
     columns: dict[str, np.ndarray]
     lengths: np.ndarray | None = None
-
-
-def slots_of(
-    step: int,
-    n: int,
-    global_batch_size: int,
-    seed: int | None,
-    mixture: Mixture | None = None,
-    grouping: LengthGrouping | None = None,
-) -> list[Slot]:
-    """Return the global batch of a step.
-
-    An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
-    With a ``mixture`` each source has its own epochs, which may end inside a batch, and no slot is
-    empty. Without a seed, rows follow in their stored order, and a grouping is not used.
-
-    Args:
-        step: the number of the step, from 0.
-        n: the number of rows.
-        global_batch_size: the number of slots.
-        seed: chooses the order; ``None`` keeps the stored order.
-        mixture: assigns positions of the run to sources. It needs a seed.
-        grouping: gives each batch rows of similar length, if there is a seed.
-    """
-    assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
-    first_position = step * global_batch_size
-    if grouping is not None and seed is not None:
-        rows = grouping.rows_of_step(step, global_batch_size, seed, mixture)
-    elif mixture is not None and seed is not None:
-        positions = np.arange(first_position, first_position + global_batch_size)
-        rows = mixture.rows_at(positions, seed)
-    else:
-        rows = _rows_of_epoch(step, n, global_batch_size, seed)
-
-    padding = [None] * (global_batch_size - len(rows))
-    padded: list[int | None] = [*rows.tolist(), *padding]
-    return [Slot(first_position + j, row) for j, row in enumerate(padded)]
-
-
-def _rows_of_epoch(step: int, n: int, global_batch_size: int, seed: int | None) -> np.ndarray:
-    """Return the rows of a step; fewer than a batch at the end of an epoch."""
-    steps_per_epoch = -(-n // global_batch_size)
-    epoch, step_of_epoch = divmod(step, steps_per_epoch)
-
-    # The order is computed for several steps at once, which takes numpy no longer than for one.
-    steps_per_block = max(_POSITIONS_PER_CALL // global_batch_size, 1)
-    block, step_of_block = divmod(step_of_epoch, steps_per_block)
-    rows = _order(n, steps_per_block * global_batch_size, seed, epoch, block)
-    start = step_of_block * global_batch_size
-    return rows[start : start + global_batch_size]
-
-
-@functools.lru_cache(maxsize=4)
-def _order(n: int, size: int, seed: int | None, epoch: int, block: int) -> np.ndarray:
-    """Return the rows of a block of an epoch, which has ``size`` positions or fewer."""
-    positions = np.arange(block * size, min((block + 1) * size, n))
-    return positions if seed is None else permute(positions, n, key_of(seed, epoch))
-
-
-class GlobalBatchSampler(Sampler[list[Slot]]):
-    """Yields the global batch of every step in ``steps``."""
-
-    drop_last = False  # Accelerate reads it
-
-    def __init__(
-        self,
-        n: int,
-        global_batch_size: int,
-        steps: range,
-        seed: int | None,
-        mixture: Mixture | None = None,
-        grouping: LengthGrouping | None = None,
-    ) -> None:
-        self.n = n
-        self.batch_size = global_batch_size
-        self.steps = steps
-        self.seed = seed
-        self.mixture = mixture
-        self.grouping = grouping
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[list[Slot]]:
-        for step in self.steps:
-            yield slots_of(
-                step,
-                self.n,
-                self.batch_size,
-                self.seed,
-                mixture=self.mixture,
-                grouping=self.grouping,
-            )
-
-
-class EvalSampler(Sampler[list[Slot]]):
-    """Yields every row once, in the stored order. No batch has rows of two sources.
-
-    The position of a slot is the number of its row. Empty slots after the last row of a source
-    count on from there, so the next source has the same positions again. Nothing depends on that:
-    positions are for dropout, and an evaluation has none.
-
-    Args:
-        source_rows: the number of rows of each source.
-        batch_size: the number of slots in a batch.
-    """
-
-    drop_last = False  # Accelerate reads it
-
-    def __init__(self, source_rows: Sequence[int], batch_size: int) -> None:
-        self.source_rows = source_rows
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-rows // self.batch_size) for rows in self.source_rows)
-
-    def __iter__(self) -> Iterator[list[Slot]]:
-        first = 0
-        for source, rows in enumerate(self.source_rows):
-            end = first + rows
-            for start in range(first, end, self.batch_size):
-                yield [
-                    Slot(position, row=position if position < end else None, source=source)
-                    for position in range(start, start + self.batch_size)
-                ]
-            first = end
 
 
 class SlotRows(Dataset[RowBatch]):
@@ -208,8 +64,9 @@ class SlotRows(Dataset[RowBatch]):
         rows_in_chunks = rows - self.chunk_starts[chunks]
         columns = {}
         for name, matrices in self.columns.items():
-            places = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
-            columns[name] = np.stack([matrices[chunk][row] for chunk, row in places])
+            indices = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
+            columns[name] = np.stack([matrices[chunk][row] for chunk, row in indices])
+
         is_empty = [slot.row is None for slot in slots]
         lengths = columns.pop(LENGTHS, None)
         if lengths is not None:
@@ -342,7 +199,7 @@ def fingerprint(rows: np.ndarray) -> int:
     on the order of the rows, or on how they are divided among ranks.
     """
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-        # Each place in a row has its own factor, so the order of the tokens counts. The factors are
+        # Each index in a row has its own factor, so the order of the tokens counts. The factors are
         # odd, because a product with an odd number changes whenever the token does.
         factors = mix(np.arange(1, rows.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
         # 1 is added so that token 0 counts, too. A label of -100 becomes a large number.
@@ -418,28 +275,7 @@ def eval_loader(
     if bitwise:
         batch_size = processes * micro_batch
     else:
-        batch_size = _eval_batch_size(source_rows, processes, micro_batch)
+        batch_size = eval_batch_size(source_rows, processes, micro_batch)
     sampler = EvalSampler(source_rows, batch_size)
     collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
     return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
-
-
-def _eval_batch_size(source_rows: Sequence[int], processes: int, micro_batch: int) -> int:
-    """Return the number of slots in an eval batch that leaves the fewest empty rows to compute.
-
-    A smaller batch may leave fewer empty rows, but makes worse use of the device. So the result is
-    more than three quarters of the largest size, ``processes * micro_batch``. If several sizes
-    leave equally few empty rows, the largest is chosen.
-
-    Args:
-        source_rows: the number of rows of each source.
-        processes: the number of ranks that divide a batch; the result is a multiple of it.
-        micro_batch: the largest number of rows in a micro-batch.
-    """
-
-    def empty_rows(batch_size: int) -> int:
-        return sum(-count % batch_size for count in source_rows)
-
-    largest = processes * micro_batch
-    below_smallest = processes * (micro_batch * 3 // 4)
-    return min(range(largest, below_smallest, -processes), key=empty_rows)

@@ -1,14 +1,18 @@
 """Check the messages of a record, and bring them into the form that chat templates take."""
 
+from __future__ import annotations  # so that the flags do not import the sources
+
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from llmtrain.data.sources import Fields
+if TYPE_CHECKING:
+    from llmtrain.data.sources import Fields
 
-Message: TypeAlias = Fields  # role, content and all other fields, as chat templates take them
+# The role, the content and all other fields of a message, as chat templates take them.
+Message: TypeAlias = dict[str, Any]
 
 # The fields in which templates look for reasoning.
 REASONING = ("reasoning_content", "thinking", "reasoning")

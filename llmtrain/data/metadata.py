@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.packing import SplitStats
-from llmtrain.data.preference import PairAudit
-from llmtrain.data.sft import Audit, total_audit
+from llmtrain.data.audit import total_audit
+from llmtrain.data.encoded import SplitStats
 
 
 @dataclass
@@ -22,8 +21,8 @@ class DataMetadata:
         data_sha256: a hash of all tokens, of both splits.
         vocabulary: the largest token id, plus 1. Not every smaller id need be a token.
         block_size: the number of positions of a row that predict something.
-        documents: documents of both splits.
-        eval_documents: documents of the eval split.
+        records: documents, conversations or preference records of both splits.
+        eval_records: those of the eval split.
         train_tokens: target tokens of the training split.
         eval_tokens: target tokens of the eval split.
         train_rows: rows of the training split.
@@ -37,16 +36,11 @@ class DataMetadata:
             text, too.
         audit: counts of the training conversations or pairs; ``None`` for text alone.
         eval_audit: counts of the eval conversations or pairs.
-        ends: the tokens at which an answer ends; empty for text.
+        stop_token_ids: the tokens at which an answer ends; empty for text.
         pairs: the largest number of pairs in a row.
         shared: whether the answers of a pair share one copy of their prompt.
         covering_length: the smallest ``--max_length``, in multiples of 64, that is long enough for
             99.5 % of the training conversations; 0 for text.
-        length_histogram: how many training conversations there are in each bin of lengths; see
-            :class:`llmtrain.data.lengths.LengthSummary`.
-        overlong_lengths: the shortest, the median and the longest training conversation that is
-            longer than ``--max_length``, as :class:`llmtrain.data.lengths.OverlongLengths`; empty
-            if there is none.
         cache_entry: the name of the rows' folder in the cache; empty for rows that the recipe made.
     """
 
@@ -56,8 +50,8 @@ class DataMetadata:
     data_sha256: str
     vocabulary: int
     block_size: int
-    documents: int
-    eval_documents: int
+    records: int
+    eval_records: int
     train_tokens: int
     eval_tokens: int
     train_rows: int
@@ -69,12 +63,10 @@ class DataMetadata:
     task: str = "text"
     audit: dict[str, Any] | None = None
     eval_audit: dict[str, Any] | None = None
-    ends: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
     covering_length: int = 0
-    length_histogram: list[int] = field(default_factory=list)
-    overlong_lengths: list[int] = field(default_factory=list)
     cache_entry: str = ""
 
 
@@ -86,6 +78,7 @@ def metadata_of(
     train: Sequence[SplitStats],
     eval: Sequence[SplitStats],
     vocabulary: int = 0,
+    **others: Any,
 ) -> DataMetadata:
     """Return the metadata of rows that were written.
 
@@ -97,6 +90,7 @@ def metadata_of(
         train: the counts of each source's training split.
         eval: the counts of each source's eval split.
         vocabulary: the largest token id, plus 1, if there is no tokenizer.
+        others: further fields of the metadata, by name.
     """
     if tokenizer is not None:
         vocabulary = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
@@ -113,8 +107,8 @@ def metadata_of(
         data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
         vocabulary=vocabulary,
         block_size=block_size,
-        documents=sum(stats.documents for stats in both),
-        eval_documents=sum(stats.documents for stats in eval),
+        records=sum(stats.records for stats in both),
+        eval_records=sum(stats.records for stats in eval),
         train_tokens=sum(stats.targets for stats in train),
         eval_tokens=sum(stats.targets for stats in eval),
         train_rows=sum(stats.rows for stats in train),
@@ -127,16 +121,15 @@ def metadata_of(
         audit=_summed_audit(train),
         eval_audit=_summed_audit(eval),
         pairs=max(stats.pairs for stats in both),
+        **others,
     )
 
 
 def _task_of(train: Sequence[SplitStats]) -> str:
-    for stats in train:
-        if isinstance(stats.audit, Audit):
-            return "conversations"
-        if isinstance(stats.audit, PairAudit):
-            return "preferences"
-    return "text"
+    audits = [stats.audit for stats in train if stats.audit]
+    if not audits:
+        return "text"
+    return "conversations" if audits[0].unit == "conversation" else "preferences"
 
 
 def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, Any] | None:

@@ -1,12 +1,16 @@
-"""Turn text, conversations or preference data into rows of tokens on disk, and cache them."""
+"""Turn text, conversations or preference data into rows of tokens on disk, and cache them.
+
+A record passes these stages: source, record, example, token sequences, rows. See :mod:`sources`,
+:mod:`formats`, :mod:`render`, :mod:`encoded` and :mod:`packing`.
+"""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import filelock
 import numpy as np
@@ -14,20 +18,28 @@ import numpy as np
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.conversations import EncodedConversations
+from llmtrain.data.corpus import Corpus, EncodedCorpus
 from llmtrain.data.data_log import describe
-from llmtrain.data.lengths import OverlongLengths, summarize_lengths
+from llmtrain.data.encoded import EncodedSource, SplitStats
+from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, preference_of
+from llmtrain.data.lengths import covering_length, describe_overlong
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.metadata import DataMetadata, metadata_of
-from llmtrain.data.packing import Split, SplitStats, TokenRows
-from llmtrain.data.preference import PairAudit, Pairs
-from llmtrain.data.pretraining import Texts
+from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.prompt_completion import make_renderer
+from llmtrain.data.recipe_records import PythonRecords, records_source
+from llmtrain.data.records import Records
 from llmtrain.data.request import DataRequest, make_request
-from llmtrain.data.sft import Audit, Conversations
+from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.sources import PythonRecords, Source
+from llmtrain.data.sources import Fields, Source
+from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, new_folder, write_json
+
+_Reader: TypeAlias = Corpus | Records[Any]
 
 
 def tokenize(
@@ -38,6 +50,7 @@ def tokenize(
     records: PythonRecords | None = None,
     unpaired: bool = False,
     max_positions: int | None = None,
+    records_fingerprint: str | None = None,
 ) -> Tokenized:
     """Return the rows of a data set, from the cache if they were made before.
 
@@ -46,10 +59,10 @@ def tokenize(
 
     Args:
         config: the data sets and the tokenizer.
-        max_length: the length of the rows; see :meth:`Texts.write`,
-            :meth:`EncodedConversations.write` and :meth:`EncodedPairs.write`. ``auto`` chooses a
-            length that holds 99.5 % of the conversations. ``metadata.block_size`` of the result is
-            the length.
+        max_length: the length of the rows. A row of text or conversations holds one token more,
+            because its last token predicts nothing. A row of preference data holds twice as many,
+            for two answers with their prompts. ``auto`` chooses a length that holds 99.5 % of the
+            examples. ``metadata.block_size`` of the result is the length.
         chat: how conversations become rows. With a :class:`PairConfig` the records are preference
             data. ``None``: the records are plain text.
         trust_remote_code: run code that comes with the tokenizer.
@@ -57,8 +70,10 @@ def tokenize(
             texts or of dictionaries of fields, or a function that yields them, always the same
             records in the same order. Then ``config.dataset`` is not read.
         unpaired: the loss takes single answers with a label, not only pairs.
-        max_positions: the number of positions of the model. ``auto`` chooses no larger length, and
-            no message suggests one. ``None`` if there is no limit.
+        max_positions: the number of positions of the model, which ``auto`` does not exceed.
+        records_fingerprint: a name of your choice for the content of ``records``, such as "v3".
+            Change it whenever the records change. Without it, one process on each machine reads
+            all records at each start, to notice that they have changed.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -68,113 +83,25 @@ def tokenize(
         max_length,
         chat=chat,
         trust_remote_code=trust_remote_code,
-        records=records,
+        own_source=None if records is None else records_source(records, records_fingerprint),
         unpaired=unpaired,
         max_positions=max_positions,
     )
-    folder = cache_folder() / request.digest()
-    rows = _open(folder, request.spec)
+    folder = cache_folder() / request.digest
+    rows = _open(folder, request)
     is_cached = rows is not None
     if rows is None:
         rows = _make_once(folder, request)
-
-    # The cache entry may have been made from other files with the same content.
-    rows.metadata.dataset = " ".join(config.dataset)
-    rows.metadata.tokenizer = request.spec
-    rows.metadata.cache_entry = folder.name
-    rows.new_tokens = request.new_tokens
-    rows.eval_names = [source.name for source in request.eval or request.train]
-    if config.mixture:
-        rows.mixture = Mixture(rows.metadata.source_rows, config.mixture)
     describe(request, rows, is_cached)
-    config.fit_micro_batch(rows.positions)
     return rows
-
-
-# --- the data of each source
-
-
-class Corpus(Protocol):
-    """The training and eval data of one source.
-
-    Attributes:
-        source: the records.
-        only_split: the split of all records; ``None`` if they are divided.
-    """
-
-    source: Source
-    only_split: Split | None
-
-    def texts(self, split: Split | None = None) -> Iterator[str]:
-        """Yield the texts of one split, or of both, to train a tokenizer on."""
-
-    def encode(self, tokenizer: tok.FastTokenizer, folder: Path) -> "EncodedCorpus":
-        """Render what does not depend on the length of rows, into a folder for temporary files."""
-
-
-class EncodedCorpus(Protocol):
-    """The data of one source, ready to be written as rows of any length."""
-
-    def lengths(self, split: Split) -> np.ndarray:
-        """Return the smallest row length that holds each conversation; empty for text."""
-
-    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
-        """Write the rows of a split."""
-
-    def close(self) -> None:
-        """Delete all temporary files."""
-
-
-def _corpora(request: DataRequest) -> list[Corpus]:
-    """Return the objects that turn the records of each source into rows."""
-    corpora: list[Corpus] = []
-    for number, (source, format) in enumerate(zip(request.sources, request.formats, strict=True)):
-        split: Split | None = None
-        if request.eval:
-            split = "train" if number < len(request.train) else "eval"
-        corpora.append(_corpus(request, source, format, split))
-    return corpora
-
-
-def _corpus(request: DataRequest, source: Source, format: str, only_split: Split | None) -> Corpus:
-    """Return the object that turns the records of a source into rows.
-
-    Args:
-        request: says how.
-        source: the records.
-        format: their format.
-        only_split: the split of all records; ``None`` to divide them.
-    """
-    config = request.config
-    chat = request.chat
-    if isinstance(chat, PairConfig):
-        return Pairs(
-            source,
-            config,
-            chat,
-            stop_token_ids=request.stop_token_ids,
-            unpaired=request.unpaired,
-            only_split=only_split,
-            max_positions=request.max_positions,
-        )
-    if isinstance(chat, ChatConfig) and format != "text":
-        return Conversations(
-            source,
-            format,
-            config,
-            chat,
-            stop_token_ids=request.stop_token_ids,
-            only_split=only_split,
-            max_positions=request.max_positions,
-        )
-    return Texts(source, config, columns=request.text_columns, only_split=only_split)
 
 
 # --- cache entries
 
 
-def _open(folder: Path, spec: str) -> Tokenized | None:
+def _open(folder: Path, request: DataRequest) -> Tokenized | None:
     """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
+    spec = request.tokenizer.spec
     try:
         metadata = DataMetadata(**json.loads((folder / "facts.json").read_text()))
         train_numbers = range(len(metadata.source_rows))
@@ -184,15 +111,27 @@ def _open(folder: Path, spec: str) -> Tokenized | None:
         tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
         return None
-    return Tokenized(train, eval if metadata.eval_rows else None, tokenizer, metadata)
+    mixture = Mixture(metadata.source_rows, request.mixture) if request.mixture else None
+    return Tokenized(
+        train,
+        eval if metadata.eval_rows else None,
+        tokenizer,
+        # The cache entry may have been made from other files with the same content.
+        dataclasses.replace(
+            metadata, dataset=request.dataset, tokenizer=spec, cache_entry=folder.name
+        ),
+        mixture=mixture,
+        new_tokens=[*request.tokenizer.new_tokens],
+        eval_names=[source.name for source in request.eval],
+    )
 
 
 def _make_once(folder: Path, request: DataRequest) -> Tokenized:
     """Make a cache entry, unless another process makes it first, and return its rows."""
     with _cache_lock(folder):
-        if _open(folder, request.spec) is None:
+        if _open(folder, request) is None:
             _make(folder, request)
-    rows = _open(folder, request.spec)
+    rows = _open(folder, request)
     assert rows is not None, f"{folder} cannot be read back"
     return rows
 
@@ -222,40 +161,48 @@ def _make(folder: Path, request: DataRequest) -> None:
         folder: the cache entry. It exists only once it is complete.
         request: the rows to make.
     """
-    chat = request.chat
-    corpora = _corpora(request)
-    with new_folder(folder) as working:
-        tokenizer = request.tokenizer
+    readers = [_reader_of(requested, request) for requested in request.sources]
+    spec = request.tokenizer.spec
+    with new_folder(folder) as working, contextlib.ExitStack() as temporary:
+        tokenizer = request.tokenizer.pretrained
         if tokenizer is None:
-            tokenizer = _trained_tokenizer(request.spec, corpora)
-            if chat is not None:
-                set_template(tokenizer, chat.chat_template)
+            tokenizer = _trained_tokenizer(spec, readers)
+            if request.chat is not None:
+                set_template(tokenizer, request.chat.chat_template)
 
-        with _encoded_corpora(corpora, tokenizer, working) as encoded:
-            lengths = np.concatenate([corpus.lengths("train") for corpus in encoded])
-            summary = summarize_lengths(lengths)
-            length = _row_length(request, summary.covering)
-            if tok.is_trained(request.spec):
-                tokenizer.model_max_length = length
-            tokenizer.save_pretrained(working / "tokenizer")
-            train, eval = _write_rows(working, request, corpora, encoded, length)
+        encoded: list[EncodedSource] = []
+        for number, reader in enumerate(readers):
+            encoding = working / f"encoding-{number}"
+            encoding.mkdir()
+            temporary.callback(encoding.rmdir)
+            source = _encoder_of(reader, tokenizer, request, encoding)
+            temporary.callback(source.close)
+            source.encode()
+            encoded.append(source)
 
+        covering = covering_length(np.concatenate([one.lengths("train") for one in encoded]))
+        length = _row_length(request, covering)
+        if tok.is_trained(spec):
+            tokenizer.model_max_length = length
+        tokenizer.save_pretrained(working / "tokenizer")
+        train, eval = _write_rows(working, request, encoded, length)
+
+        stop_token_ids: list[int] = []
+        if request.chat is not None:
+            renderer = make_renderer(tokenizer, request.tokenizer.stop_token_ids)
+            stop_token_ids = sorted(renderer.stop_token_ids)
         metadata = metadata_of(
-            " ".join(request.config.dataset),
-            request.spec,
+            request.dataset,
+            spec,
             tokenizer,
             length,
             train=train,
             eval=eval,
+            shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
+            covering_length=covering,
+            stop_token_ids=stop_token_ids,
         )
-        metadata.shared = isinstance(chat, PairConfig) and chat.shares_prompts
-        metadata.covering_length = summary.covering
-        metadata.length_histogram = list(summary.histogram)
-        metadata.overlong_lengths = list(OverlongLengths.of(lengths, length) or ())
-        if chat is not None:
-            renderer = make_renderer(tokenizer, request.stop_token_ids)
-            metadata.ends = sorted(renderer.stop_token_ids)
-        write_json(working / "facts.json", asdict(metadata), durable=False)
+        write_json(working / "facts.json", dataclasses.asdict(metadata), durable=False)
 
 
 def _row_length(request: DataRequest, covering: int) -> int:
@@ -264,7 +211,7 @@ def _row_length(request: DataRequest, covering: int) -> int:
     Args:
         request: holds the length, or ``auto``.
         covering: the length that ``auto`` chooses, unless the model has fewer positions; 0 if no
-            conversation has a target. Writing the rows then reports that, whatever their length.
+            example has a target. Writing the rows then reports that, whatever their length.
     """
     if request.max_length != "auto":
         return request.max_length
@@ -274,11 +221,69 @@ def _row_length(request: DataRequest, covering: int) -> int:
     return min(covering, request.max_positions)
 
 
+# --- the stages of each source
+
+
+def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
+    """Return the documents or the records of a source, which it yields when they are encoded."""
+    source, format, only_split = requested
+    chat = request.chat
+    if chat is None or format == "text":
+        return Corpus(source, request.text_field, request.eval_fraction, only_split)
+
+    def read_conversation(fields: Fields) -> Conversation:
+        return conversation_of(
+            fields,
+            format,
+            has_artificial_nulls=source.has_artificial_nulls,
+            is_format_detected=isinstance(chat, ChatConfig) and chat.format == "auto",
+        )
+
+    def read_preference(fields: Fields) -> PreferenceRecord:
+        record = preference_of(fields, source.has_artificial_nulls)
+        if not request.unpaired and len(record.answers) < 2:
+            raise BadRecord(
+                "the record has one answer with a label, but this loss compares two answers"
+            )
+        return record
+
+    skips_bad = chat.on_bad_row == "skip"
+    if isinstance(chat, PairConfig):
+        return Records(source, read_preference, request.eval_fraction, skips_bad, only_split)
+    return Records(source, read_conversation, request.eval_fraction, skips_bad, only_split)
+
+
+def _encoder_of(
+    reader: _Reader, tokenizer: tok.FastTokenizer, request: DataRequest, folder: Path
+) -> EncodedSource:
+    """Return the object that encodes the records of a source.
+
+    Args:
+        reader: the records.
+        tokenizer: the tokenizer.
+        request: the rows to make.
+        folder: the folder of a temporary file.
+    """
+    chat = request.chat
+    if isinstance(reader, Corpus):
+        is_trained = tok.is_trained(request.tokenizer.spec)
+        return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, folder)
+
+    assert chat is not None, "records that are not text have a config"
+    renderer = make_renderer(
+        tokenizer,
+        stop_token_ids=request.tokenizer.stop_token_ids,
+        only_last_turns=isinstance(chat, ChatConfig) and chat.turns == "last",
+    )
+    if isinstance(chat, PairConfig):
+        return EncodedPairs(reader, renderer, chat, request.unpaired, folder)
+    return EncodedConversations(reader, renderer, chat, folder)
+
+
 def _write_rows(
     working: Path,
     request: DataRequest,
-    corpora: Sequence[Corpus],
-    encoded: Sequence[EncodedCorpus],
+    encoded: Sequence[EncodedSource],
     length: int,
 ) -> tuple[list[SplitStats], list[SplitStats]]:
     """Write the rows of all sources, and return the counts of both splits, one for each source.
@@ -288,16 +293,13 @@ def _write_rows(
     """
     train: list[SplitStats] = []
     eval: list[SplitStats] = []
-    for corpus, encoded_corpus in zip(corpora, encoded, strict=True):
-        if corpus.only_split != "eval":
-            path = working / f"train-{len(train)}.arrow"
-            train.append(encoded_corpus.write(path, "train", length))
-        if corpus.only_split != "train":
-            path = working / f"eval-{len(eval)}.arrow"
-            eval.append(encoded_corpus.write(path, "eval", length))
-        if corpus.only_split == "eval":
-            overlong = OverlongLengths.of(encoded_corpus.lengths("eval"), length)
-            _check_eval_data(corpus.source, eval[-1], request, overlong)
+    for requested, source in zip(request.sources, encoded, strict=True):
+        if requested.is_for_training:
+            train.append(source.write(working / f"train-{len(train)}.arrow", "train", length))
+        if requested.is_for_eval:
+            eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
+        if requested.only_split == "eval":
+            _check_eval_data(requested.source, source, eval[-1], request, length)
 
     if request.chat is None:
         sizes = [stats.targets for stats in train]
@@ -311,52 +313,28 @@ def _write_rows(
     return train, eval
 
 
-@contextlib.contextmanager
-def _encoded_corpora(
-    corpora: Sequence[Corpus], tokenizer: tok.FastTokenizer, working: Path
-) -> Iterator[list[EncodedCorpus]]:
-    """Encode the data of all sources, and delete their temporary files at the end."""
-    with contextlib.ExitStack() as stack:
-        encoded = []
-        for i, corpus in enumerate(corpora):
-            folder = working / f"encoded-{i}"
-            folder.mkdir()
-            corpus_of_tokens = corpus.encode(tokenizer, folder)
-            stack.callback(folder.rmdir)
-            stack.callback(corpus_of_tokens.close)
-            encoded.append(corpus_of_tokens)
-        yield encoded
-
-
 def _check_eval_data(
-    source: Source, stats: SplitStats, request: DataRequest, overlong: OverlongLengths | None
+    source: Source, encoded: EncodedSource, stats: SplitStats, request: DataRequest, length: int
 ) -> None:
-    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets.
-
-    Args:
-        source: the data set.
-        stats: the counts of its rows.
-        request: the rows to make.
-        overlong: the lengths of the records that do not fit in a row; ``None`` if all fit.
-    """
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
     if stats.targets:
         return
     reason = ""
-    if request.chat is not None and isinstance(stats.audit, Audit | PairAudit):
-        reason = f" ({stats.audit.left_out(request.chat.overlong)})"
     advice = "check --columns and the chat template"
-    if overlong is not None:
-        advice = f"the overlong ones have {overlong.describe(request.max_positions)}"
+    if request.chat is not None and stats.audit is not None:
+        reason = f" ({stats.audit.left_out(request.chat.overlong)})"
+        if stats.audit.overlong:
+            advice = describe_overlong(encoded.lengths("eval"), length)
     raise UserError(
         f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
     )
 
 
-def _trained_tokenizer(spec: str, corpora: Sequence[Corpus]) -> tok.FastTokenizer:
+def _trained_tokenizer(spec: str, readers: Sequence[_Reader]) -> tok.FastTokenizer:
     """Train the tokenizer ``char``, ``byte`` or ``bpe:N`` on the data."""
     trained = tok.train_tokenizer(
         spec,
-        train=chain.from_iterable(corpus.texts("train") for corpus in corpora),
-        all_texts=lambda: chain.from_iterable(corpus.texts() for corpus in corpora),
+        train=chain.from_iterable(reader.texts("train") for reader in readers),
+        all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
     )
     return tok.as_pretrained(trained)

@@ -8,8 +8,6 @@ import numpy as np
 
 from llmtrain.data.formats import (
     Conversation,
-    PlainConversation,
-    PlainPreferenceRecord,
     PreferenceRecord,
 )
 from llmtrain.data.messages import BadRecord
@@ -54,7 +52,7 @@ class PromptCompletionRenderer:
         Raises:
             BadRecord: if they are not plain texts, or if their text cannot be used.
         """
-        if not isinstance(record, PlainConversation | PlainPreferenceRecord):
+        if not record.is_plain_text:
             raise BadRecord(
                 "the record is not plain text (a prompt and completions without roles and tools), "
                 "and there is no chat template; use --chat_template chatml"

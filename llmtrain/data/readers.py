@@ -1,38 +1,33 @@
 """Read the records of a file: text, JSON, JSON Lines, CSV, TSV, Parquet or Arrow.
 
-Files of text, JSON and CSV may be compressed. They are decompressed while they are read.
+docs/explanation/performance.md says why these are not the readers of ``datasets``.
 """
 
-import codecs
-import contextlib
 import csv
 import functools
 import io
-import itertools
 import json
-import lzma
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, AnyStr, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from llmtrain.console import say
+from llmtrain.data import text_files
+from llmtrain.data.text_files import CODECS, decode, lines_of, open_bytes, split_suffix
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
     import pyarrow
 
-# The most bytes in a line of JSON Lines, and characters in a line or a field of CSV. A file without
-# line breaks is then an error, before it fills the memory.
-MAX_LINE_LENGTH = 1 << 28
-
 _SHOWN_CHARACTERS = 40  # of a value that an error message quotes
-_ROWS_PER_BATCH = 1000  # rows of an Arrow file that become Python objects at a time
+_ROWS_PER_BATCH = 1000  # rows of a parquet or Arrow file that become Python objects at a time
 _ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an IPC file; an IPC stream has others
-# The formats of compressed files, as pyarrow names them. It cannot read xz.
-_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+_LARGE_JSON = 1_000_000_000  # characters of an array from which the log names JSON Lines
+# A JSON object on the first line, and the beginning of another one after it.
+_JSON_LINES = re.compile(r"[ \t\n\r]*(\{.*)\n[ \t\n\r]*\{")
 
 
 class Record(NamedTuple):
@@ -62,14 +57,14 @@ def read_file(path: Path, field: str | None) -> Iterator[Record]:
         UserError: with the file, and the line, row or record that cannot be read.
     """
     try:
-        yield from _READERS[_split_suffix(path).kind](path, field)
+        yield from _READERS[split_suffix(path).kind](path, field)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
 
 
 def is_readable(path: Path) -> bool:
     """Return whether the end of a file's name says that it can be read."""
-    suffix = _split_suffix(path)
+    suffix = split_suffix(path)
     return suffix.kind in _READERS and not (suffix.compression and suffix.kind in _ARROW_KINDS)
 
 
@@ -79,7 +74,7 @@ def count_records(path: Path) -> int | None:
     Returns:
         About how many there are; ``None`` if that would take as long as reading the file.
     """
-    suffix = _split_suffix(path)
+    suffix = split_suffix(path)
     if suffix.kind == ".parquet":
         return _parquet_rows(path)
     if suffix.compression or suffix.kind not in _LINE_KINDS:
@@ -91,12 +86,12 @@ def count_records(path: Path) -> int | None:
 
 def suffix_of(path: Path) -> str:
     """Return the end of a file's name in lower case, such as ``.jsonl`` or ``.jsonl.gz``."""
-    return "".join(_split_suffix(path))
+    return "".join(split_suffix(path))
 
 
 def has_artificial_nulls(path: Path) -> bool:
     """Return whether nulls in a file may stand for absent keys, as in the structs of Arrow."""
-    return _split_suffix(path).kind in _ARROW_KINDS
+    return split_suffix(path).kind in _ARROW_KINDS
 
 
 def shown(value: object) -> str:
@@ -124,121 +119,18 @@ def numbered(records: Iterable[object], place: str, field: str | None = None) ->
         yield Record(f"{place} {number}", fields)
 
 
-# --- the bytes and lines of a file
-
-
-class _Suffix(NamedTuple):
-    """The end of a file's name, in lower case.
-
-    Attributes:
-        kind: the kind of file, such as ``.jsonl``.
-        compression: a key of ``_CODECS``; empty if the file is not compressed.
-    """
-
-    kind: str
-    compression: str
-
-
-def _split_suffix(path: Path) -> _Suffix:
-    suffix = path.suffix.lower()
-    if suffix not in _CODECS:
-        return _Suffix(suffix, "")
-    return _Suffix(Path(path.stem).suffix.lower(), suffix)
-
-
-@contextlib.contextmanager
-def _open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, and decompress it if its name says that it is compressed."""
-    compression = _split_suffix(path).compression
-    if not compression:
-        with path.open("rb") as file:
-            yield file
-        return
-
-    import pyarrow
-
-    if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty, and no {compression} file; copy or download it again.")
-    try:
-        if compression == ".xz":
-            with lzma.open(path) as stream, io.BufferedReader(stream) as file:
-                yield file
-        else:
-            codec = _CODECS[compression]
-            with (
-                pyarrow.OSFile(str(path)) as compressed,
-                pyarrow.CompressedInputStream(compressed, codec) as stream,
-                io.BufferedReader(stream) as file,
-            ):
-                yield file
-    except (EOFError, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system, not of the compressed data
-        raise UserError(
-            f"{path} cannot be decompressed ({first_line(error)}); copy or download it again."
-        ) from None
-
-
-def _decode(raw: bytes, path: Path, line: int = 1) -> str:
-    """Decode UTF-8.
-
-    Args:
-        raw: the content of a file, or one line of it.
-        path: the file.
-        line: the number of the first line in ``raw``, from 1.
-
-    Raises:
-        UserError: with the number of the line that is not UTF-8.
-    """
-    if line == 1:
-        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UserError(
-                f"{path} is UTF-16, not UTF-8; convert it with iconv -f UTF-16 -t UTF-8."
-            )
-        raw = raw.removeprefix(codecs.BOM_UTF8)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
-        byte = raw[error.start]
-        raise UserError(
-            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
-        ) from None
-
-
-def _lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    """Yield the lines of a file, with their line breaks.
-
-    Raises:
-        UserError: with the number of a line that is longer than ``MAX_LINE_LENGTH``.
-    """
-    for number in itertools.count(start=1):
-        line = file.readline(MAX_LINE_LENGTH + 1)
-        if not line:
-            return
-        if len(line) > MAX_LINE_LENGTH:
-            raise UserError(
-                f"{path}, line {number}: the line is longer than {MAX_LINE_LENGTH:,} bytes; write "
-                "each record on a line of its own, or split the record."
-            )
-        yield line
-
-
-# --- the kinds of files
-
-
 def _read_text(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the file as one record, whose only field has the requested name."""
-    with _open_bytes(path) as file:
+    with open_bytes(path) as file:
         raw = file.read()
-    yield Record(str(path), {field or "text": _decode(raw, path)})
+    yield Record(str(path), {field or "text": decode(raw, path)})
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
-    with _open_bytes(path) as file:
-        for number, raw in enumerate(_lines(file, path), start=1):
+    with open_bytes(path) as file:
+        for number, raw in enumerate(lines_of(file, path), start=1):
             place = f"{path}, line {number}"
-            line = _decode(raw, path, number)
+            line = decode(raw, path, number)
             if not line.strip():
                 continue
             try:
@@ -258,96 +150,52 @@ def _json_reason(error: Exception) -> str:
 
 def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
-    with _open_bytes(path) as file:
-        text = _decode(file.read(), path)
+    with open_bytes(path) as file:
+        text = decode(file.read(), path)
 
     if _is_json_lines(text):
         yield from _read_jsonl(path, field)
         return
-    start = _after_space(text, 0)
-    if text.startswith("[", start):
-        values: Iterable[object] = _array_values(text, start, path)
-    else:
-        values = _values_of_object(text, path)
-
-    is_empty = True
-    for record in numbered(values, f"{path}, record", field):
-        is_empty = False
-        yield record
-    if is_empty:
+    if len(text) > _LARGE_JSON:
+        _advise_json_lines(path)
+    values = _values_of(text, path)
+    del text  # the values take more memory still
+    if not values:
         raise UserError(f"{path}: the array is empty; it must hold records.")
+    yield from numbered(values, f"{path}, record", field)
 
 
 def _is_json_lines(text: str) -> bool:
     """Return whether a text has a JSON object on its first line, and another one after it."""
-    start = _after_space(text, 0)
-    end = text.find("\n", start)
-    if end < 0 or not text.startswith("{", start):
-        return False
-    if not text.startswith("{", _after_space(text, end)):
+    match = _JSON_LINES.match(text)
+    if match is None:
         return False
     try:
-        return isinstance(json.loads(text[start:end]), dict)
+        return isinstance(json.loads(match[1]), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def _after_space(text: str, start: int) -> int:
-    match = _JSON_SPACE.match(text, start)
-    assert match is not None  # it matches the empty string
-    return match.end()
+@functools.cache
+def _advise_json_lines(path: Path) -> None:
+    """Log once that JSON Lines take less time and memory than an array."""
+    say(
+        "data",
+        f"{path} is one large array, which is parsed whole before its first record is known; a "
+        ".jsonl file, with a record on each line, is read line by line",
+    )
 
 
-def _array_values(text: str, start: int, path: Path) -> Iterator[object]:
-    """Yield the values of an array, each when it is asked for.
-
-    So the format of the records is detected without parsing all of them.
-
-    Args:
-        text: the content of a JSON file.
-        start: the position of the opening bracket.
-        path: the file, for error messages.
-    """
-    decoder = json.JSONDecoder()
-    position = _after_space(text, start + 1)
-    is_at_end = text.startswith("]", position)
-    for number in itertools.count():
-        if is_at_end:
-            break
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError):
-                position = error.pos
-            raise _bad_json(path, number, text, position, _json_reason(error)) from None
-        yield value
-
-        position = _after_space(text, position)
-        is_at_end = text.startswith("]", position)
-        if not is_at_end:
-            if not text.startswith(",", position):
-                reason = "the comma or bracket after it is missing"
-                raise _bad_json(path, number, text, position, reason)
-            position = _after_space(text, position + 1)
-
-    rest = _after_space(text, position + 1)
-    if rest < len(text):
-        line = text.count("\n", 0, rest) + 1
-        raise UserError(f"{path}, line {line}: not JSON (there is text after the array).")
-
-
-def _bad_json(path: Path, number: int, text: str, position: int, reason: str) -> UserError:
-    line = text.count("\n", 0, position) + 1
-    return UserError(f"{path}, record {number}: not JSON ({reason}, line {line}).")
-
-
-def _values_of_object(text: str, path: Path) -> list[object]:
-    """Return the records under the key ``data`` of a JSON object."""
+def _values_of(text: str, path: Path) -> list[object]:
+    """Return the values of a JSON array, or of the array under the key ``data`` of an object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(f"{path}, line {line}: not JSON ({_json_reason(error)}).") from None
+        # Other errors, such as a number with too many digits, have no place.
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not JSON ({_json_reason(error)}).") from None
+    if isinstance(content, list):
+        return content
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {shown(content)}, not an array of records.")
     if isinstance(content.get("data"), list):
@@ -366,15 +214,15 @@ def _values_of_object(text: str, path: Path) -> list[object]:
 
 
 def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]:
-    csv.field_size_limit(MAX_LINE_LENGTH)
+    csv.field_size_limit(text_files.MAX_LINE_LENGTH)
     kind = "CSV" if delimiter == "," else "TSV"
     separators = "commas" if delimiter == "," else "tabs"
     try:
         with (
-            _open_bytes(path) as raw_file,
+            open_bytes(path) as raw_file,
             io.TextIOWrapper(raw_file, encoding="utf-8-sig", newline="") as file,
         ):
-            reader = csv.DictReader(_lines(file, path), delimiter=delimiter, strict=True)
+            reader = csv.DictReader(lines_of(file, path), delimiter=delimiter, strict=True)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in fields:
@@ -392,9 +240,9 @@ def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]
 
 def _find_bad_encoding(path: Path) -> None:
     """Raise :class:`UserError` for the first line of a file that is not UTF-8."""
-    with _open_bytes(path) as file:
-        for number, raw in enumerate(_lines(file, path), start=1):
-            _decode(raw, path, number)
+    with open_bytes(path) as file:
+        for number, raw in enumerate(lines_of(file, path), start=1):
+            decode(raw, path, number)
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
@@ -403,7 +251,7 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     def batches() -> Iterator["pyarrow.RecordBatch"]:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = [field] if field in file.schema_arrow.names else None
-            yield from file.iter_batches(columns=columns)
+            yield from file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns)
 
     yield from _rows(batches(), path, field)
 
@@ -458,7 +306,7 @@ def _rows(
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file system, not of the content
-        kind = _ARROW_KINDS[_split_suffix(path).kind]
+        kind = _ARROW_KINDS[split_suffix(path).kind]
         raise UserError(
             f"{path} is not {kind}, or it is damaged ({first_line(error).rstrip('.')}); copy or "
             "download it again."
@@ -481,4 +329,4 @@ _LINE_KINDS = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ARROW_KINDS = {".parquet": "a parquet file", ".arrow": "an Arrow file"}
 _TEXT_KINDS = [kind for kind in _READERS if kind not in _ARROW_KINDS]
 # The files that can be read, for error messages.
-READABLE = f"{' '.join(_TEXT_KINDS)} (also with {' '.join(_CODECS)}) {' '.join(_ARROW_KINDS)}"
+READABLE = f"{' '.join(_TEXT_KINDS)} (also with {' '.join(CODECS)}) {' '.join(_ARROW_KINDS)}"

@@ -1,31 +1,18 @@
-"""The conversations or preference records of a source, divided into training and eval data."""
+"""The conversations or preference records of a source, in two splits."""
 
 import array
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
 
-from tqdm import tqdm
+import numpy as np
 
-from llmtrain.console import can_show_bars
-from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.packing import Split, hash_fraction
 from llmtrain.data.sources import Fields, Source
+from llmtrain.data.splits import Split, eval_limit_of, hash_of
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
 
 R = TypeVar("R", Conversation, PreferenceRecord)
-T = TypeVar("T")
-
-
-class _Closable(Protocol):
-    def close(self) -> None:
-        """Delete all temporary files."""
-
-
-C = TypeVar("C", bound=_Closable)
 
 
 class ReadRecord(NamedTuple, Generic[R]):
@@ -34,13 +21,11 @@ class ReadRecord(NamedTuple, Generic[R]):
     Attributes:
         number: its number in the source, from 0. Unreadable records are counted, too.
         place: the file and the line or row, for error messages.
-        split: the split that it belongs to.
         record: the conversation or the preference record.
     """
 
     number: int
     place: str
-    split: Split
     record: R
 
 
@@ -48,20 +33,19 @@ class Records(Generic[R]):
     """The records of a source, each of which is training or eval data.
 
     A record is eval data if the hash of its prompt is below a limit, so all answers to a prompt are
-    in the same split. The limit is ``--eval_fraction``, unless that would choose no record or far
-    too many; see :func:`eval_limit_of`. Then the limit depends on all hashes, so it is known only
-    after all records were read; see :meth:`settle_limit`.
+    in the same split. The limit depends on all hashes; see
+    :func:`llmtrain.data.splits.eval_limit_of`. So a pass over all records comes first: the one that
+    renders them, unless a split is needed before.
 
     Args:
         source: the records, as fields.
         read: turns the fields of a record into a conversation or a preference record, or raises
             :class:`BadRecord`.
-        config: holds the share of the eval data.
-        chat: says what to do with bad records.
+        eval_fraction: the share of the eval data.
+        skips_bad: leave bad records out instead of stopping.
         only_split: the split of all records; ``None`` divides them by their hashes.
 
     Attributes:
-        unreadable: the number of records that the last pass over the source could not read.
         first_fault: the place of the first bad record that was skipped, and what is wrong with it;
             empty if there is none.
     """
@@ -70,91 +54,58 @@ class Records(Generic[R]):
         self,
         source: Source,
         read: Callable[[Fields], R],
-        config: DataConfig,
-        chat: RowConfig,
+        eval_fraction: float,
+        skips_bad: bool,
         only_split: Split | None = None,
     ) -> None:
         self.source = source
-        self.chat = chat
         self.only_split = only_split
-        self.unreadable = 0
         self.first_fault = ""
         self._read: Callable[[Fields], R] = read
-        self._eval_fraction = config.eval_fraction
-        self._limit = config.eval_fraction
-        self._hashes: array.array[float] = array.array("d")
+        self._eval_fraction = eval_fraction
+        self._skips_bad = skips_bad
+        self._hashes: np.ndarray | None = None  # float64 [records]; NaN if it is unreadable
 
     def __iter__(self) -> Iterator[ReadRecord[R]]:
         """Yield the readable records, in the order of the source."""
-        self.unreadable = 0
-        self._hashes = array.array("d")
+        hashes = array.array("d")
         for number, (place, fields) in enumerate(self.source.records(None)):
             try:
                 record = self._read(fields)
             except BadRecord as error:
                 self.refuse(place, error)
-                self.unreadable += 1
+                hashes.append(np.nan)
                 continue
-            yield ReadRecord(number, place, self._split_of(record), record)
+            hashes.append(hash_of(record))
+            yield ReadRecord(number, place, record)
 
-        if self.unreadable and not self._hashes:
-            source = f"{self.source.flag} {self.source.name}"
-            if self.unreadable == 1:
-                raise UserError(f"{source}: the only record was skipped: {self.first_fault}.")
-            raise UserError(
-                f"{source}: all {self.unreadable:,} records were skipped; the first one is bad: "
-                f"{self.first_fault}."
-            )
-        if not self._hashes:
-            raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
+        self._hashes = np.array(hashes)
+        if np.isnan(self._hashes).all():
+            raise self._nothing_readable(len(hashes))
 
-    def progress(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield one item for each record, and show a progress bar."""
-        return iter(
-            tqdm(
-                items,
-                total=self.source.count(),
-                desc="rendering",
-                unit=" records",
-                leave=False,
-                disable=not can_show_bars(),
-            )
-        )
+    @property
+    def is_readable(self) -> np.ndarray:
+        """Whether each record can be read, bool [records]."""
+        is_readable: np.ndarray = ~np.isnan(self._hashes_of_all())
+        return is_readable
 
-    def encode_settled(self, encode_once: Callable[[], C]) -> C:
-        """Encode all records, and again if their splits are others than the first pass assumed.
+    def is_in(self, split: Split) -> np.ndarray:
+        """Return whether each record belongs to a split, bool [records].
 
-        That happens to few records, or to many copies of one.
-
-        Args:
-            encode_once: passes over all records, and returns what it has made of them.
+        If records are divided, unreadable ones count as training data.
         """
-        encoded = encode_once()
-        if self.settle_limit():
-            encoded.close()
-            encoded = encode_once()
-        return encoded
-
-    def settle_limit(self) -> bool:
-        """Choose the limit for the records that were read, after all of them were.
-
-        Returns:
-            Whether the limit has changed, so that records may belong to the other split.
-        """
-        before = self._limit
-        if self.only_split is None:
-            self._limit = eval_limit_of(self._hashes, self._eval_fraction)
-        return self._limit != before
+        hashes = self._hashes_of_all()
+        if self.only_split is not None:
+            return np.full(len(hashes), self.only_split == split)
+        limit = eval_limit_of(hashes[~np.isnan(hashes)].tolist(), self._eval_fraction)
+        is_eval: np.ndarray = hashes < limit  # false for NaN
+        return is_eval if split == "eval" else ~is_eval
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the text of every message in one split, or in both."""
-        if split is not None:
-            for _ in self:  # read all hashes
-                pass
-            self.settle_limit()
-
+        is_selected = None if split is None else self.is_in(split)
         for read in self:
-            if split not in (None, read.split):
+            if is_selected is not None and not is_selected[read.number]:
                 continue
             for message in read.record.messages:
                 # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
@@ -164,7 +115,7 @@ class Records(Generic[R]):
 
     def refuse(self, place: str, error: BadRecord) -> None:
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
-        if self.chat.on_bad_row == "error":
+        if not self._skips_bad:
             raise UserError(
                 f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
             ) from None
@@ -177,50 +128,21 @@ class Records(Generic[R]):
                 return record.place
         return self.source.name  # the source has changed
 
-    def _split_of(self, record: R) -> Split:
-        """Return the split of a record, and remember its hash."""
-        hashed = _hash_of(record)
-        self._hashes.append(hashed)
-        if self.only_split is not None:
-            return self.only_split
-        return "eval" if hashed < self._limit else "train"
+    def _hashes_of_all(self) -> np.ndarray:
+        """Return the hash of each record, after a pass over all of them."""
+        if self._hashes is None:
+            for _ in self:
+                pass
+        assert self._hashes is not None, "a pass over all records sets them"
+        return self._hashes
 
-
-def eval_limit_of(hashes: Sequence[float], fraction: float) -> float:
-    """Return the limit below which the hash of a record makes it eval data.
-
-    The limit is ``fraction``, unless that would choose no record or far too many. Then it is a
-    limit that chooses about ``fraction`` of them. Records with the same prompt have the same hash
-    and stay in the same split.
-
-    Args:
-        hashes: the hash of each record, in [0, 1).
-        fraction: the share of eval data, in [0, 1).
-    """
-    chosen = sum(number < fraction for number in hashes)
-    largest = min(len(hashes) * max(0.5, 2 * fraction), len(hashes) - 1)
-    if not fraction or 0 < chosen <= largest:
-        return fraction
-
-    ascending = sorted(hashes)
-    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
-    for number in ascending[count:]:
-        if number > ascending[0]:
-            return number
-    return 0.0  # all prompts are the same
-
-
-def _hash_of(record: Conversation | PreferenceRecord) -> float:
-    """Hash the prompt of a record to a number in [0, 1).
-
-    The prompt of a conversation is what comes before its first answer. A conversation that begins
-    with an answer is hashed as a whole.
-    """
-    if isinstance(record, PreferenceRecord):
-        prompt = record.prompt
-    else:
-        first_answer = 0
-        while record.messages[first_answer]["role"] != "assistant":
-            first_answer += 1
-        prompt = record.messages[:first_answer] or record.messages
-    return hash_fraction(json_text(prompt, sort_keys=True, default=str))
+    def _nothing_readable(self, count: int) -> UserError:
+        source = f"{self.source.flag} {self.source.name}"
+        if not count:
+            return UserError(f"{source} holds no conversation.")
+        if count == 1:
+            return UserError(f"{source}: the only record was skipped: {self.first_fault}.")
+        return UserError(
+            f"{source}: all {count:,} records were skipped; the first one is bad: "
+            f"{self.first_fault}."
+        )

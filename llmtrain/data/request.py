@@ -1,123 +1,111 @@
-"""The rows that a recipe asks for: its data sets, their formats, and how they become rows.
+"""The rows that a recipe asks for: its data sets, its tokenizer, and how records become rows.
 
 Everything that can be wrong with the flags is reported here, before any row is made.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import (
-    DEFAULT_TEMPLATE,
-    NO_TEMPLATE,
-    set_template,
-    template_text,
-)
+from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
-from llmtrain.data.formats import RECORD_FIELDS, is_plain_text
-from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
-from llmtrain.data.preference import preference_format_of
-from llmtrain.data.sft import format_of
+from llmtrain.data.formats import RECORD_FIELDS
+from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.data.shuffle import counts_per_period
-from llmtrain.data.sources import (
-    PythonRecords,
-    Source,
-    SplitChoice,
-    open_source,
-    records_source,
-    rename_columns,
-)
+from llmtrain.data.sources import Source
+from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 8
+_FORMAT_VERSION = 9
 
 
-@dataclass
+@dataclass(frozen=True)
+class RequestedTokenizer:
+    """The tokenizer of a run.
+
+    Attributes:
+        spec: the value of ``--tokenizer``.
+        pretrained: the tokenizer with its chat template; ``None`` to train one on the data.
+        new_tokens: tokens that the chat template has added to it.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
+        has_default_template: whether it has no chat template of its own and gets the default one.
+    """
+
+    spec: str
+    pretrained: "tok.FastTokenizer | None" = None
+    new_tokens: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()
+    has_default_template: bool = False
+
+
+@dataclass(frozen=True)
 class DataRequest:
     """The rows that a recipe asks for.
 
     Attributes:
-        config: the data sets, the tokenizer and the share of the eval data.
-        max_length: the length of the rows, or ``auto``.
-        max_positions: the number of positions of the model, which no length may exceed; ``None`` if
-            there is no limit.
-        takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
-            on text.
-        train: the data sets to train on.
-        eval: the data sets to evaluate on; empty to keep a share of the training data for that.
-        formats: the format of each data set, first of those in ``train``, then in ``eval``.
+        sources: the data sets to train on, then those to evaluate on.
+        tokenizer: the tokenizer.
         chat: how conversations or pairs become rows; ``None`` if all data sets are text.
         unpaired: the loss takes single answers with a label, not only pairs.
+        takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
+            on text.
+        eval_fraction: the share of the records that is kept for evaluation.
+        mixture: the sampling weight of each data set; empty to draw every row once per epoch.
+        text_field: the name of the field that holds the text.
         text_columns: the columns of rows of text.
-        tokenizer: a pretrained tokenizer with its chat template; ``None`` to train one.
-        new_tokens: tokens that the chat template has added to it.
-        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
-            them.
+        max_length: the length of the rows, or ``auto``.
+        max_positions: the number of positions of the model, which ``auto`` does not exceed.
+        eval_split: ``split NAME of `` if a split of the training data sets is the eval data;
+            otherwise empty.
+        digest: a hash of everything that the rows depend on, the name of their cache entry.
     """
 
-    config: DataConfig
-    max_length: int | Literal["auto"]
-    max_positions: int | None
-    takes_conversations: bool
-    train: list[Source]
-    eval: list[Source]
-    formats: list[str]
+    sources: list[RequestedSource]
+    tokenizer: RequestedTokenizer
     chat: RowConfig | None
     unpaired: bool
+    takes_conversations: bool
+    eval_fraction: float
+    mixture: list[float]
+    text_field: str
     text_columns: list[str]
-    tokenizer: "tok.FastTokenizer | None"
-    new_tokens: list[int]
-    stop_token_ids: list[int]
+    max_length: int | Literal["auto"]
+    max_positions: int | None
+    eval_split: str
+    digest: str
 
     @property
-    def spec(self) -> str:
-        """The value of ``--tokenizer``."""
-        assert self.config.tokenizer is not None
-        return self.config.tokenizer
+    def train(self) -> list[Source]:
+        """The data sets to train on."""
+        return [requested.source for requested in self.sources if requested.is_for_training]
 
     @property
-    def sources(self) -> list[Source]:
-        """All data sets, in the order of ``formats``."""
-        return [*self.train, *self.eval]
+    def eval(self) -> list[Source]:
+        """The data sets that have eval records."""
+        return [requested.source for requested in self.sources if requested.is_for_eval]
 
     @property
-    def train_formats(self) -> list[str]:
-        """The format of each data set in ``train``."""
-        return self.formats[: len(self.train)]
+    def has_eval_sources(self) -> bool:
+        """Whether the eval data are other data sets or splits than the training data."""
+        return self.sources[0].only_split is not None
+
+    @property
+    def dataset(self) -> str:
+        """The names of the data sets to train on."""
+        return " ".join(source.name for source in self.train)
 
     @property
     def length_flag(self) -> str:
         """The flag that sets the length of the rows, for error messages."""
         return "--max_length" if self.takes_conversations else "--block_size"
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the length of the rows is chosen by the conversations."""
-        return self.max_length == "auto"
-
-    def digest(self) -> str:
-        """Hash everything that the rows depend on, for the name of their cache entry."""
-        config = self.config
-        key: list[object] = [
-            _FORMAT_VERSION,
-            [self.max_length, self.max_positions] if self.is_auto else self.max_length,
-            None if self.eval else config.eval_fraction,
-            [source.fingerprint() for source in self.train],
-            [source.fingerprint() for source in self.eval],
-            sorted(config.renamed_columns.items()),
-            tok.digest(self.tokenizer) if self.tokenizer is not None else self.spec,
-        ]
-        if self.chat is not None:
-            key += [self.formats, _rendering_of(self.chat), self.stop_token_ids, self.unpaired]
-        if "text" in self.formats:
-            key += [config.text_column, self.text_columns]
-        return hashlib.sha256(json_text(key).encode()).hexdigest()[:32]
 
 
 def make_request(
@@ -125,14 +113,16 @@ def make_request(
     max_length: int | Literal["auto"],
     chat: RowConfig | None,
     trust_remote_code: bool,
-    records: PythonRecords | None,
+    own_source: Source | None,
     unpaired: bool,
     max_positions: int | None,
 ) -> DataRequest:
     """Check the flags, and find out what the data sets hold.
 
-    The arguments are those of :func:`llmtrain.data.prepare.tokenize`. If ``chat`` leaves open
-    whether rows are packed, they are.
+    Args:
+        own_source: the records of a recipe that has its own data.
+
+    The other arguments are those of :func:`llmtrain.data.prepare.tokenize`.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -145,97 +135,110 @@ def make_request(
         counts_per_period(config.mixture)
     _check_data_flags(config)
 
-    sources = _sources_of(config, records)
-    all_sources = [*sources.train, *sources.eval]
-    formats = _formats_of(all_sources, chat, unpaired=unpaired)
-    row_config = None if set(formats) == {"text"} else chat
-    if row_config is not None:
-        # The recipe has asked the model class, unless the recipe has a model of its own.
-        row_config.resolve_packing(can_pack=True)
-    if isinstance(row_config, PairConfig):
-        row_config.resolve_sharing(can_share=True)
+    sources = requested_sources(config, chat, own_source, unpaired)
+    _check_record_flags(config, sources, chat)
+    if all(requested.format == "text" for requested in sources):
+        row_config = None
+        text_columns = ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
+    else:
+        row_config = chat
+        # Beside conversations, text has the columns of conversations, because all rows of a run
+        # have the same ones.
+        is_packed = chat is None or chat.is_packed
+        text_columns = TOKEN_COLUMNS if is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
-    _check_text_flags(config, all_sources, formats, row_config)
-    if max_length == "auto" and set(formats[: len(sources.train)]) == {"text"}:
+    training_formats = {requested.format for requested in sources if requested.is_for_training}
+    if max_length == "auto" and training_formats == {"text"}:
         raise UserError(
-            f"--max_length auto is for conversations, but {sources.train[0].name} is text; give "
+            f"--max_length auto is for conversations, but {sources[0].source.name} is text; give "
             "the number of tokens in a row."
         )
-    request = DataRequest(
-        config=config,
-        max_length=max_length,
-        max_positions=max_positions,
-        takes_conversations=chat is not None,
-        train=sources.train,
-        eval=sources.eval,
-        formats=formats,
+
+    tokenizer = _tokenizer_of(config.tokenizer, sources, row_config, trust_remote_code)
+    key: list[object] = [
+        _FORMAT_VERSION,
+        [max_length, max_positions] if max_length == "auto" else max_length,
+        config.eval_fraction if sources[0].only_split is None else None,
+        [[requested.source.fingerprint(), requested.only_split] for requested in sources],
+        sorted(config.renamed_columns.items()),
+        tok.digest(tokenizer.pretrained) if tokenizer.pretrained else tokenizer.spec,
+        [requested.format for requested in sources],
+        config.text_column,
+        text_columns,
+        None if row_config is None else _rendering_of(row_config),
+        list(tokenizer.stop_token_ids),
+        unpaired,
+    ]
+    return DataRequest(
+        sources=sources,
+        tokenizer=tokenizer,
         chat=row_config,
         unpaired=unpaired,
-        text_columns=_text_columns(config, row_config),
-        tokenizer=None,
-        new_tokens=[],
-        stop_token_ids=[],
+        takes_conversations=chat is not None,
+        eval_fraction=config.eval_fraction,
+        mixture=config.mixture,
+        text_field=config.text_column,
+        text_columns=text_columns,
+        max_length=max_length,
+        max_positions=max_positions,
+        eval_split="" if config.eval_dataset else f"split {config.dataset_test_split} of ",
+        digest=hashlib.sha256(json_text(key).encode()).hexdigest()[:32],
     )
-    _load_tokenizer(request, trust_remote_code)
-    return request
 
 
-def _load_tokenizer(request: DataRequest, trust_remote_code: bool) -> None:
-    """Load the tokenizer of a request, unless it is trained, and set its chat template.
+def _tokenizer_of(
+    spec: str, sources: list[RequestedSource], chat: RowConfig | None, trust_remote_code: bool
+) -> RequestedTokenizer:
+    """Load a tokenizer, unless it is trained, and set its chat template.
+
+    Args:
+        spec: the value of ``--tokenizer``.
+        sources: the data sets.
+        chat: how conversations become rows; ``None`` if all data sets are text.
+        trust_remote_code: run code that comes with the tokenizer.
 
     Raises:
         UserError: if there is no such tokenizer, or if it does not fit the records.
     """
-    chat = request.chat
-    spec = request.spec
-    if not tok.is_trained(spec):
-        request.tokenizer = tok.load_tokenizer(spec, trust_remote_code)
+    pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
     if chat is None:
-        return
+        return RequestedTokenizer(spec, pretrained)
 
-    conversations = _first_that_needs_template(request.sources, request.formats)
-    if chat.chat_template == NO_TEMPLATE and conversations is not None:
+    needing = [requested for requested in sources if requested.needs_template]
+    if chat.chat_template == NO_TEMPLATE and needing:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
-            f"of {conversations.name} are conversations; use --chat_template chatml."
+            f"of {needing[0].source.name} are conversations; use --chat_template chatml."
         )
-    if request.tokenizer is not None:
-        has_template = chat.chat_template or request.tokenizer.chat_template
-        if conversations is not None and not has_template:
-            chat.set_default(
-                "chat_template", DEFAULT_TEMPLATE, "the tokenizer has no chat template"
-            )
-        request.new_tokens = set_template(
-            request.tokenizer, chat.chat_template, is_plain_text=conversations is None
-        )
-        request.stop_token_ids = tok.stop_token_ids_of(spec)
     if spec == "char":
         raise UserError(
             "--tokenizer char knows only the characters of the data, and a chat template has "
             "others; use byte."
         )
+    if pretrained is None:
+        return RequestedTokenizer(spec)
+    has_template = bool(chat.chat_template or pretrained.chat_template)
+    new_tokens = set_template(pretrained, chat.chat_template, is_plain_text=not needing)
+    return RequestedTokenizer(
+        spec,
+        pretrained,
+        new_tokens=new_tokens,
+        stop_token_ids=tok.stop_token_ids_of(spec),
+        has_default_template=bool(needing) and not has_template,
+    )
 
 
 def _rendering_of(chat: RowConfig) -> JsonObject:
     """Return everything in a config that says how conversations become rows."""
     flags = asdict(chat)
     del flags["dataset_num_proc"]  # the rows are the same from any number of processes
+    flags["packing"] = chat.is_packed
+    if isinstance(chat, PairConfig):
+        flags["share_prompts"] = chat.shares_prompts
     # The text of the template instead of its path: the file may change, or be moved.
     if chat.chat_template:
         flags["chat_template"] = template_text(chat.chat_template)
     return flags
-
-
-class _Sources(NamedTuple):
-    """The data sets of a run.
-
-    Attributes:
-        train: the data sets to train on.
-        eval: the data sets to evaluate on; empty to keep a share of the training data for that.
-    """
-
-    train: list[Source]
-    eval: list[Source]
 
 
 def _check_data_flags(config: DataConfig) -> None:
@@ -261,105 +264,30 @@ def _check_data_flags(config: DataConfig) -> None:
         )
 
 
-def _sources_of(config: DataConfig, records: PythonRecords | None) -> _Sources:
-    """Return the sources in ``--dataset`` or the recipe's own source, and those of the eval data.
-
-    The fields are renamed as ``--columns`` says.
-    """
-    if records is None:
-        choice = SplitChoice(value=config.dataset_train_split)
-        if config.dataset_test_split is not None and not config.eval_dataset:
-            # A folder of files has splits then. Its files must not all be training data.
-            choice = SplitChoice(value=choice.split)
-        train = [open_source(name, choice) for name in config.dataset]
-        if config.dataset_train_split is not None:
-            _check_splits(train, choice)
-    else:
-        train = [_own_source(config, records)]
-
-    test = SplitChoice("--dataset", "--dataset_test_split", "test", config.dataset_test_split)
-    if config.eval_dataset:
-        test = SplitChoice("--eval_dataset", test.split_flag, test.default, test.value)
-        eval = [open_source(name, test) for name in config.eval_dataset]
-        if config.dataset_test_split is not None:
-            _check_splits(eval, test)
-    elif config.dataset_test_split is not None:
-        opened = [open_source(name, test) for name in config.dataset]
-        _check_splits(opened, test)
-        eval = [source for source in opened if source.has_splits]
-    else:
-        eval = []
-
-    renamed = rename_columns([*train, *eval], config.renamed_columns)
-    return _Sources(train=renamed[: len(train)], eval=renamed[len(train) :])
-
-
-def _own_source(config: DataConfig, records: PythonRecords) -> Source:
-    """Return the source of a recipe that has its own data."""
-    flags = ["dataset", "dataset_train_split"]
-    if not config.eval_dataset:
-        flags.append("dataset_test_split")
-    for name in flags:
-        if config.is_set(name):
-            raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
-    source = records_source(records)
-    config.dataset = [source.name]
-    return source
-
-
-def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
-    """Check that some data set has the splits among which the user chose one."""
-    if not any(source.has_splits for source in sources):
-        names = " ".join(source.name for source in sources)
-        raise UserError(
-            f"{choice.split_flag} {choice.value}: {names} has no splits, which data sets of the "
-            "hub and folders have; leave the flag out, or name eval files with --eval_dataset."
-        )
-
-
-def _formats_of(sources: list[Source], chat: RowConfig | None, unpaired: bool) -> list[str]:
-    """Return the format of each source's records.
-
-    A run has sources of text, of conversations or both, or only sources of preference data.
-    """
-    if isinstance(chat, PairConfig):
-        return [preference_format_of(source, unpaired) for source in sources]
-    if isinstance(chat, ChatConfig):
-        formats = [format_of(source, chat) for source in sources]
-    else:
-        formats = ["text"] * len(sources)
-
-    if set(formats) == {"text"} and chat:
-        for name in flags_of(ChatConfig):
-            if chat.is_set(name) and name != "format":
-                raise UserError(
-                    f"--{name} is for conversations, but {sources[0].name} is text; "
-                    "leave it out, or see --format."
-                )
-    return formats
-
-
-def _check_text_flags(
-    config: DataConfig, sources: list[Source], formats: list[str], chat: RowConfig | None
+def _check_record_flags(
+    config: DataConfig, sources: list[RequestedSource], chat: RowConfig | None
 ) -> None:
     """Check the flags that are for text, or only for other records.
-
-    Args:
-        config: the flags.
-        sources: the data sets.
-        formats: the format of each data set.
-        chat: how conversations or pairs become rows; ``None`` if all data sets are text.
 
     Raises:
         UserError: if such a flag is set and has no effect, or if it does not fit the others.
     """
-    name = sources[0].name
-    if chat is None and config.renamed_columns:
-        ours, theirs = next(iter(config.renamed_columns.items()))
-        raise UserError(
-            f"--columns {ours}={theirs}: {name} is read as text, which has no field '{ours}'; "
-            f"rename all fields of a format of conversations, or write text={theirs}."
-        )
+    name = sources[0].source.name
+    formats = {requested.format for requested in sources}
+    if formats == {"text"}:
+        for flag in flags_of(ChatConfig) if chat else ():
+            if chat and chat.is_set(flag) and flag != "format":
+                raise UserError(
+                    f"--{flag} is for conversations, but {name} is text; leave it out, or see "
+                    "--format."
+                )
+        if config.renamed_columns:
+            ours, theirs = next(iter(config.renamed_columns.items()))
+            raise UserError(
+                f"--columns {ours}={theirs}: {name} is read as text, which has no field '{ours}'; "
+                f"rename all fields of a format of conversations, or write text={theirs}."
+            )
+
     if "text" not in formats:
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
         columns = parse_columns(config.columns)
@@ -371,39 +299,10 @@ def _check_text_flags(
         for flag, is_set in are_set.items():
             if is_set:
                 raise UserError(f"{flag} is for text, but {name} holds {kind}; leave it out.")
-    if config.isolate_documents and chat is not None and not chat.is_packed:
+
+    is_mixed = "text" in formats and len(formats) > 1
+    if config.isolate_documents and is_mixed and chat is not None and not chat.is_packed:
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
             "run does not pack them; leave --isolate_documents out."
         )
-
-
-def _text_columns(config: DataConfig, chat: RowConfig | None) -> list[str]:
-    """Return the columns of rows of text.
-
-    Beside conversations, text has the columns of conversations, because all rows of a run have the
-    same ones.
-
-    Args:
-        config: says whether documents of text alone attend to each other.
-        chat: how conversations become rows; ``None`` if all data sets are text.
-    """
-    if chat is None:
-        return ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
-    return TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
-
-
-def _first_that_needs_template(sources: list[Source], formats: list[str]) -> Source | None:
-    """Return the first source whose records are not prompts with texts as completions.
-
-    The first record of each source decides. Sources of text have no prompts, and do not count.
-    """
-    for source, format in zip(sources, formats, strict=True):
-        if format == "text":
-            continue
-        if format not in ("prompt_completion", "pairs", "examples"):
-            return source
-        first = next(source.records(None), None)
-        if first is None or not is_plain_text(first.fields):
-            return source
-    return None

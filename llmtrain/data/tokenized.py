@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.grouping import BATCHES_PER_BLOCK
+from llmtrain.data.encoded import SplitStats
+from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
-from llmtrain.data.packing import (
-    LENGTHS,
-    TOKEN_COLUMNS,
-    Rows,
-    Split,
-    SplitStats,
-    TokenRows,
-    as_matrices,
-)
 from llmtrain.data.readers import is_readable, suffix_of
 from llmtrain.data.shuffle import Mixture
+from llmtrain.data.splits import Split
+from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 
@@ -50,7 +44,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
-    eval_names: list[str] = field(default_factory=list)
+    eval_names: Sequence[str] = ()
 
     @property
     def vocabulary(self) -> int:
@@ -68,13 +62,13 @@ class Tokenized:
         if self.in_order:
             return "stored"
         if LENGTHS in self.train.column_names:
-            return f"shuffled, grouped by length over {BATCHES_PER_BLOCK} batches"
+            return f"shuffled, grouped by length over {BATCHES_PER_MEGABATCH} batches"
         return "shuffled"
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The tokens at which an answer ends; empty for text."""
-        return tuple(self.metadata.ends)
+        return tuple(self.metadata.stop_token_ids)
 
     @property
     def eval_sources(self) -> dict[str, int]:
@@ -253,7 +247,7 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Spli
             text = tokenizer.backend_tokenizer.decode(labels.tolist())
             target_bytes += len(text.encode())
     return SplitStats(
-        documents=len(rows),
+        records=len(rows),
         rows=len(rows),
         targets=targets,
         bytes=target_bytes,

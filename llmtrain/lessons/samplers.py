@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from llmtrain.data.loader import slots_of
+from llmtrain.data.samplers import slots_of
 from llmtrain.lessons.common import claim, show
 
 PROCESSES = 1

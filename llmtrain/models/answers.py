@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmtrain.interfaces import answer_codes
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models.documents import Documents
 from llmtrain.models.loss import inputs_of, target_positions_of, targets_of
@@ -14,9 +15,8 @@ from llmtrain.models.loss import inputs_of, target_positions_of, targets_of
 class AnswerRows:
     """Where the answers of preference pairs are in rows of tokens.
 
-    The column ``answers`` [B, T] has a code for the answer that each position belongs to. The code
-    is four times the number of the pair in its row, plus 2 if the answer is undesirable, plus 1 if
-    it is the second answer of its pair.
+    The column ``answers`` [B, T] has the code of the answer that each position belongs to; see
+    :mod:`llmtrain.interfaces.answer_codes`.
 
     Attributes:
         answers_per_row: the most answers that a row has.
@@ -60,13 +60,13 @@ class AnswerRows:
         rows = torch.arange(len(codes), device=codes.device)[:, None]
         if not self.are_packed:
             rows = rows // 2
-        numbers = rows * self.answers_per_row + (codes >> 2) * 2 + (codes & 1)
+        numbers = rows * self.answers_per_row + answer_codes.answer_of(codes)
         is_target = targets_of(labels) != IGNORED
         return numbers.clamp(min=0).flatten(), is_target.flatten()
 
     def is_undesirable(self, answers: Tensor) -> Tensor:
         """Return whether each target belongs to an undesirable answer, bool [R * (T - 1)]."""
-        return targets_of(answers).flatten() & 2 > 0
+        return answer_codes.is_undesirable(targets_of(answers).flatten())
 
     def count_pairs(self, labels: Tensor, answers: Tensor) -> Tensor:
         """Return the number of pairs with target tokens in rows [B, T], an int64 scalar."""

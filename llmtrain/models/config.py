@@ -72,10 +72,6 @@ class GPTConfig(Config):
             )
 
 
-# The length with which packing is tried for a model without a limit, if --max_length is auto.
-_LONGEST_AUTO_ROW = 8192
-
-
 def parse_max_length(text: str) -> int | Literal["auto"]:
     """Parse the value of ``--max_length``."""
     if text == "auto":
@@ -244,13 +240,6 @@ class ModelConfig(Config):
         """``max_length`` as a number, which it is once the data are tokenised."""
         assert self.max_length != "auto", "the recipe sets max_length to that of its rows"
         return self.max_length
-
-    @property
-    def longest_row(self) -> int:
-        """``max_length`` as a number, or what it is at most if it is ``auto``."""
-        if self.max_length != "auto":
-            return self.max_length
-        return self.max_positions() or _LONGEST_AUTO_ROW
 
     def max_positions(self) -> int | None:
         """Return the number of positions of the model; ``None`` if there is no limit.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmtrain.interfaces.answer_codes import pair_of
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
 from llmtrain.padded_sizes import padded_size
@@ -53,8 +54,9 @@ class Documents:
         Args:
             position_ids: [B, T] on the host. A document begins if they do not count up by one.
             on_gpu: prepare what a GPU takes, in shapes that recur.
-            answers: [B, T], the answer that each token of a row of preference pairs belongs to. The
-                second answer of a pair continues the prompt of the first, at its own positions.
+            answers: [B, T], the code of the answer that each token of preference data belongs to;
+                see :mod:`llmtrain.interfaces.answer_codes`. The second answer of a pair continues
+                the prompt of the first, at its own positions.
         """
         # numpy stays on the calling thread. torch would start threads, which compete with training.
         positions = position_ids.numpy()
@@ -65,7 +67,7 @@ class Documents:
 
         codes = answers.numpy()
         is_begin |= np.diff(codes, prepend=codes[:, :1] - 1) != 0
-        return cls._of_pairs(position_ids, is_begin, pairs=codes >> 2, on_gpu=on_gpu)
+        return cls._of_pairs(position_ids, is_begin, pairs=pair_of(codes), on_gpu=on_gpu)
 
     @classmethod
     def _of_documents(cls, is_begin: np.ndarray, on_gpu: bool) -> "Documents":
@@ -94,8 +96,14 @@ class Documents:
     ) -> "Documents":
         starts = _latest(np.diff(pairs, prepend=pairs[:, :1] - 1) != 0)
 
-        # An answer sees itself, and its prompt up to the position that it continues from. The
-        # tokens between are the other answer. There are none between if the answer is the first.
+        # The second answer begins with a copy of the prompt's last token, p2:
+        #
+        #     token          p0 p1 p2 a3 a4 p2 b3 b4
+        #     position_ids    0  1  2  3  4  2  3  4
+        #     answer_starts   0  0  0  0  0  5  5  5
+        #
+        # It continues from position 2, so it does not see the indices from 2 to 4. The first answer
+        # continues from position 0, so all tokens before it are visible.
         answer_starts = _latest(is_begin)
         continued_from = np.take_along_axis(position_ids.numpy(), answer_starts, axis=1)
         other_answers = np.stack([starts + continued_from, answer_starts])

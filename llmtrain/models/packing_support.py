@@ -1,207 +1,97 @@
-"""Find out whether a model class keeps packed documents apart, before rows are made for it.
+"""Whether a model keeps packed documents apart, which decides how its rows are made.
 
-The rows of a run are made before its model is. So a miniature of the model is tried: a model of the
-same class, with layers of the same kinds and random weights, on the CPU. The model itself is tried
-again when its weights are in place (:mod:`llmtrain.models.pretrained`).
+Rows are made before the weights are loaded, so the model itself cannot be tried then. Its class is
+looked up in ``packing_verdicts.json`` instead. The model is tried when its weights are in place
+(:mod:`llmtrain.models.pretrained`).
 """
 
-import contextlib
-import copy
-import hashlib
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from llmtrain.errors import first_line
-from llmtrain.files import json_text, read_object, write_json
-from llmtrain.models.causal_lm import has_recurrence_kernels, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.meta_models import model_configuration
-from llmtrain.models.miniature import ROW_LENGTH, miniatures
-from llmtrain.models.probe import leaks, probe, shares_prompts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
-# Raise this number if another verdict may follow from the same configuration.
-_VERSION = 1
-_MOST_PARAMETERS = 300_000_000  # of a miniature, which has float32 weights
+# Made by tests/models/packing_verdicts.py, which tries a small model of every class. The verdict on
+# a class is "leaks", "packs", or "shares", which means that it packs and shares prompts as well.
+VERDICTS = Path(__file__).with_name("packing_verdicts.json")
 
 
 @dataclass(frozen=True)
 class PackingSupport:
-    """What rows a model class can be trained on.
+    """What rows a model can be trained on.
 
     Attributes:
         class_name: the class.
         packs: whether packed documents do not see each other.
         shares_prompts: whether two answers can follow one copy of their prompt.
-        problem: why nothing was found out; empty if a miniature was tried.
+        problem: why this is not known, in which case both are false; empty if it is known.
     """
 
     class_name: str
-    packs: bool
-    shares_prompts: bool
+    packs: bool = False
+    shares_prompts: bool = False
     problem: str = ""
 
 
-def packing_support(config: ModelConfig, folder: Path) -> PackingSupport | None:
-    """Return what rows a model can be trained on, or ``None`` if there is no such model.
-
-    Args:
-        config: which model, and how it is used.
-        folder: where verdicts are kept. A damaged one is ignored.
-    """
-    import transformers
-
+def packing_support(config: ModelConfig) -> PackingSupport | None:
+    """Return what rows a model can be trained on, or ``None`` if there is no such model."""
     try:
         model_config = model_configuration(config)
     except Exception:  # loading the model will report what is wrong with it
         return None
 
-    class_name = _class_name(model_config, config.trust_remote_code)
-    if not class_name:
-        return PackingSupport(
-            class_name=str(config.model_name_or_path or config.from_config),
-            packs=False,
-            shares_prompts=False,
-            problem=(
-                "its code is not part of transformers"
-                if _has_own_code(model_config, config.trust_remote_code)
-                else "transformers has no causal LM of this type"
-            ),
-        )
-
-    implementation = _attention_to_try(config, model_config)
-    values = model_config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "dtype", "architectures"):
-        values.pop(name, None)  # the class does not depend on it
-    key = [
-        _VERSION,
-        transformers.__version__,
-        torch.__version__,
-        class_name,
-        values,
-        implementation,
-        config.longest_row,
-        has_recurrence_kernels() and torch.cuda.is_available(),
-    ]
-    digest = hashlib.sha256(json_text(key, sort_keys=True, default=str).encode()).hexdigest()
-    path = folder / f"{digest[:32]}.json"
-
-    support = _read(path, class_name)
-    if support is None:
-        support = _try(class_name, model_config, implementation, config.longest_row)
-        if not support.problem:
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(path, asdict(support))
-    return support
+    name = str(config.model_name_or_path or config.from_config)
+    if config.trust_remote_code and _has_own_code(model_config):
+        return PackingSupport(name, problem="its code is not part of transformers")
+    class_name = _class_name(model_config)
+    if class_name is None:
+        return PackingSupport(name, problem="transformers has no causal LM of this type")
+    return _support_of_class(class_name, model_config, config)
 
 
-def _class_name(model_config: "PreTrainedConfig", trust_remote_code: bool) -> str | None:
-    """Return the name of transformers' class that is trained, or ``None`` if it has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    has_own_code = _has_own_code(model_config, trust_remote_code)
-    if has_own_code or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
-    return str(getattr(model_class, "__name__", model_config.model_type))
-
-
-def _has_own_code(model_config: "PreTrainedConfig", trust_remote_code: bool) -> bool:
-    """Return whether the model is of a class that comes with it."""
-    auto_map = getattr(model_config, "auto_map", None) or {}
-    return trust_remote_code and "AutoModelForCausalLM" in auto_map
-
-
-def _attention_to_try(config: ModelConfig, model_config: "PreTrainedConfig") -> str | None:
-    """Return the attention of transformers that a miniature uses; ``None`` for the class's own.
-
-    Flash attention needs a GPU. It keeps documents apart in the same classes as others do.
-    """
-    implementation = config.attn_implementation or model_config._attn_implementation
-    return implementation if implementation in ("eager", "sdpa") else None
-
-
-def _read(path: Path, class_name: str) -> PackingSupport | None:
-    """Return the verdict in a file, or ``None`` if it is damaged or absent."""
-    content = read_object(path)
-    packs = content.get("packs")
-    shares = content.get("shares_prompts")
-    if not isinstance(packs, bool) or not isinstance(shares, bool):
-        return None
-    return PackingSupport(class_name, packs=packs, shares_prompts=shares)
-
-
-def _try(
-    class_name: str,
-    model_config: "PreTrainedConfig",
-    implementation: str | None,
-    row_length: int,
+def _support_of_class(
+    class_name: str, model_config: "PreTrainedConfig", config: ModelConfig
 ) -> PackingSupport:
-    """Try the smallest miniature that the class accepts."""
-    problem = ""
-    for miniature in miniatures(model_config, row_length, _on_meta_device):
-        try:
-            parameters = sum(weight.numel() for weight in _on_meta_device(miniature).parameters())
-            if parameters > _MOST_PARAMETERS:
-                raise ValueError(f"it has {parameters:,} parameters")
-            packs, shares = _verdicts(miniature, implementation, min(row_length, ROW_LENGTH))
-        except Exception as error:  # each class fails in its own way
-            problem = problem or f"a small model of it fails: {first_line(error).rstrip('.')}"
-        else:
-            return PackingSupport(class_name, packs=packs, shares_prompts=shares)
+    """Return what rows a model of a class of transformers can be trained on."""
+    verdict = _verdicts().get(class_name)
+    if verdict is None:
+        return PackingSupport(class_name, problem="the class was not tried")
+    if verdict == "leaks":
+        return PackingSupport(class_name)
+
+    # Only this package's attention keeps two answers apart. A model with transformers' "sdpa" gets
+    # it, unless attention has chunks that are shorter than the row (llmtrain.models.probe).
+    implementation = config.attn_implementation or model_config._attn_implementation or "sdpa"
+    chunk = getattr(model_config.get_text_config(), "attention_chunk_size", None)
+    has_chunks = bool(chunk) and (config.max_length == "auto" or chunk < config.max_length)
     return PackingSupport(
         class_name,
-        packs=False,
-        shares_prompts=False,
-        problem=problem or "it accepts no small sizes",
+        packs=True,
+        shares_prompts=verdict == "shares" and implementation == "sdpa" and not has_chunks,
     )
 
 
-def _verdicts(
-    miniature: "PreTrainedConfig", implementation: str | None, row_length: int
-) -> tuple[bool, bool]:
-    """Return whether a miniature keeps documents apart, and answers that share a prompt."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = _build(miniature, implementation)
-    if has_recurrence_kernels() and torch.cuda.is_available():
-        # These kernels need a GPU. This branch has not been run yet.
-        model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # type: ignore[arg-type]
-
-    # A model that shares prompts may compute its attention in another way.
-    for_pairs = make_causal_lm(copy.deepcopy(model), row_length, shares_prompts=True)
-    for_documents = make_causal_lm(model, row_length)
-    probe(for_documents)
-    if leaks(for_documents):
-        return False, False
-    probe(for_pairs)
-    return True, not leaks(for_pairs) and shares_prompts(for_pairs)
+def _verdicts() -> dict[str, str]:
+    """Return the verdicts on the classes of transformers, by the name of the class."""
+    classes: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
+    return classes
 
 
-def _on_meta_device(config: "PreTrainedConfig") -> nn.Module:
-    from transformers.initialization import no_init_weights
-
-    with torch.device("meta"), no_init_weights():
-        return _build(config, None)
+def _has_own_code(model_config: "PreTrainedConfig") -> bool:
+    """Return whether the model comes with the code of its class."""
+    return "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
 
 
-def _build(config: "PreTrainedConfig", implementation: str | None) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+def _class_name(model_config: "PreTrainedConfig") -> str | None:
+    """Return the name of transformers' class that is trained, or ``None`` if it has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    options: dict[str, object] = {"dtype": torch.float32}
-    if implementation is not None:
-        options["attn_implementation"] = implementation
-    config = copy.deepcopy(config)  # a model changes the configuration that it is built from
-    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
-    return build(config, **options)
+    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    return str(getattr(model_class, "__name__", model_config.model_type))

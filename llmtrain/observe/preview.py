@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import rank
+from llmtrain.interfaces.answer_codes import PADDING, is_second
 from llmtrain.interfaces.batches import IGNORED, RowSequence
 
 _LENGTHS = "lengths"  # the column of unpacked rows that has their number of tokens
@@ -59,9 +60,9 @@ def _print_row(
     answers = row.get("answers")
     padding = 0  # tokens of the padding that ends here
     for start, end in pairwise([0, *_segment_starts(row), len(tokens)]):
-        answer = 0 if answers is None else answers[start]
-        # Padding is at the end of a row, or between two answers, with a negative answer.
-        is_padding = answer < 0 or all(label == IGNORED for label in labels[start:])
+        # Padding is at the end of a row, or between two answers.
+        is_between_answers = answers is not None and answers[start] == PADDING
+        is_padding = is_between_answers or all(label == IGNORED for label in labels[start:])
         if start > 0 and is_padding:
             padding += end - start
             continue
@@ -69,7 +70,7 @@ def _print_row(
         _print_padding(padding)
         padding = 0
         if start > 0:
-            is_second_answer = answer & 1
+            is_second_answer = answers is not None and is_second(answers[start])
             print("----- the other answer" if is_second_answer else "----- the next document")
         print(_marked_text(tokens, labels, range(start, end), tokenizer, marks))
     _print_padding(padding)

@@ -38,7 +38,7 @@ from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.status import RunStatus
-from llmtrain.training.steps import settle_steps
+from llmtrain.training.steps import settle
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (
@@ -70,8 +70,8 @@ def open_run(
             be used.
     """
     ranks = Ranks(accelerator)
+    settle(settings, rows)  # for a recipe that does not call `place`
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
-    settle_steps(settings, rows)  # for a recipe that does not call `place`
     if settings.eval.keeps_best and rows.eval is None:
         raise UserError(
             f"{settings.eval.best_flag} needs eval rows, and there are none; raise "

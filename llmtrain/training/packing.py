@@ -1,7 +1,6 @@
 """Decide how rows are packed for a model, before they are made."""
 
 from llmtrain.data.config import PairConfig
-from llmtrain.files import cache_folder
 from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.packing_support import packing_support
 from llmtrain.training.settings import AnySettings
@@ -12,7 +11,7 @@ def resolve_packing(settings: AnySettings) -> None:
 
     Call it before :func:`llmtrain.tokenize`. A class that lets packed documents see each other is
     trained with one document in each row, and :func:`llmtrain.tokenize` logs that if the data have
-    conversations. The verdict on a class is kept in the cache folder.
+    conversations.
 
     Args:
         settings: settings with a ``ModelConfig``, and with chat or preference data.
@@ -32,7 +31,7 @@ def resolve_packing(settings: AnySettings) -> None:
     if not is_packing_open and not (is_sharing_open and chat.is_packed):
         return
 
-    support = packing_support(settings.model, cache_folder() / "packing")
+    support = packing_support(settings.model)
     if support is None:
         return
 
@@ -40,8 +39,8 @@ def resolve_packing(settings: AnySettings) -> None:
     chat.resolve_packing(support.packs)
     if is_packing_open and support.problem:
         chat.packing_notes += (
-            f"{rows} are not packed: {support.class_name} was not tried, because {support.problem} "
-            "(--packing packs them)",
+            f"{rows} are not packed: it is not known whether {support.class_name} keeps packed "
+            f"documents apart, because {support.problem} (--packing packs them)",
         )
     elif is_packing_open and not support.packs:
         chat.packing_notes += (
@@ -52,9 +51,10 @@ def resolve_packing(settings: AnySettings) -> None:
     if isinstance(chat, PairConfig):
         chat.resolve_sharing(support.shares_prompts)
         if is_sharing_open and chat.is_packed and not chat.shares_prompts:
-            reason = "cannot share it between two answers"
+            reason = f"{support.class_name} cannot share it between two answers"
             if support.problem:
-                reason = f"was not tried, because {support.problem} (--share_prompts shares it)"
-            chat.packing_notes += (
-                f"each answer has its own copy of the prompt: {support.class_name} {reason}",
-            )
+                reason = (
+                    f"it is not known whether {support.class_name} can share it between two "
+                    f"answers, because {support.problem} (--share_prompts shares it)"
+                )
+            chat.packing_notes += (f"each answer has its own copy of the prompt: {reason}",)

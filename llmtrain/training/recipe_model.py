@@ -19,7 +19,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.training.settings import AnySettings
-from llmtrain.training.steps import settle_steps
+from llmtrain.training.steps import settle
 
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
 
@@ -77,7 +77,7 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         if isinstance(settings.model, ModelConfig):
             settings.model.outline_folder = folder  # a plan writes nothing into a run
         rows = names["tokenized"](settings)
-        settle_steps(settings, rows)
+        settle(settings, rows)
         try:
             with torch.device("meta"):
                 bundle: ModelBundle | nn.Module = names["build"](settings, rows, precision)

@@ -18,7 +18,7 @@ from llmtrain.parallel.config import ParallelConfig
 def steps_or_fraction(text: str) -> float:
     """Parse a number of steps, or a number below 1, which is a fraction of the run.
 
-    :func:`llmtrain.training.steps.settle_steps` turns fractions into steps.
+    :func:`llmtrain.training.steps.settle` turns fractions into steps.
     """
     try:
         number = float(text)

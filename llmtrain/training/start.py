@@ -17,10 +17,11 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel import placement
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
-from llmtrain.training.steps import describe_steps, settle_steps
+from llmtrain.training.steps import describe_steps, settle
 
 S = TypeVar("S", bound=AnySettings)
 
@@ -29,24 +30,9 @@ def start(settings: AnySettings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
     Raises:
-        UserError: if the launched processes do not fit the settings, or if the global batch cannot
-            be divided among them.
+        UserError: if the launched processes do not fit the settings.
     """
-    accelerator = start_accelerator(settings.parallel)
-    layout = Layout.of(
-        settings.data,
-        accelerator.sharding.processes,
-        bitwise=settings.parallel.bitwise,
-    )
-    line = str(layout)
-    if settings.data.is_set("per_device_train_batch_size"):
-        total = pluralize(layout.global_batch_size, "row")
-        line += (
-            "; --per_device_train_batch_size limits memory only: the global batch is "
-            f"{total} (--global_batch_size)"
-        )
-    say("batch", line)
-    return accelerator
+    return start_accelerator(settings.parallel)
 
 
 def place(
@@ -68,10 +54,17 @@ def place(
         rows: the rows to train on.
 
     Raises:
-        UserError: if the rows hold several documents each, and the model's ``forward`` takes no
-            position ids, by which it could keep them apart; or if the warmup is as long as the run.
+        UserError: if the global batch cannot be divided among the ranks; if the rows hold several
+            documents each, and the model's ``forward`` takes no position ids, by which it could
+            keep them apart; or if the warmup is as long as the run.
     """
-    settle_steps(settings, rows)
+    settle(settings, rows)
+    layout = Layout.of(
+        settings.data,
+        Ranks(accelerator).world_size,
+        bitwise=settings.parallel.bitwise,
+    )
+    say("batch", _describe_layout(layout, settings))
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(settings.optim.seed)
     bundle = build(settings, rows, accelerator.mixed_precision)
@@ -86,6 +79,18 @@ def place(
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
     return placement.place(accelerator, bundle)
+
+
+def _describe_layout(layout: Layout, settings: AnySettings) -> str:
+    """Return the line of the start-up log about the global batch."""
+    line = str(layout)
+    if settings.data.is_set("per_device_train_batch_size"):
+        total = pluralize(layout.global_batch_size, "row")
+        line += (
+            "; --per_device_train_batch_size limits memory only: the global batch is "
+            f"{total} (--global_batch_size)"
+        )
+    return line
 
 
 def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:

@@ -13,8 +13,8 @@ from llmtrain.training.settings import AnySettings, OptimConfig
 _WARMUP_SHARE = 0.1
 
 
-def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
-    """Replace epochs and fractions of the run by numbers of steps.
+def settle(settings: AnySettings, rows: Tokenized) -> None:
+    """Decide what depends on the rows: numbers of steps, and the default size of a micro-batch.
 
     After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
     ``save_steps`` are integers. Calling it again changes nothing.
@@ -34,11 +34,13 @@ def settle_steps(settings: AnySettings, rows: Tokenized) -> None:
             "order of the rows (in_order); leave one of them out."
         )
 
+    data = settings.data = copy.copy(settings.data)
     optim = settings.optim = copy.copy(settings.optim)
     evaluation = settings.eval = copy.copy(settings.eval)
     log = settings.log = copy.copy(settings.log)
     run = settings.run = copy.copy(settings.run)
 
+    data.fit_micro_batch(rows.positions)
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
     _settle_warmup(optim)

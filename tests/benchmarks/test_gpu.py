@@ -179,11 +179,11 @@ def faulty(model, optimizer, tensors):
 run_state.restore_optimizer = faulty
 """
 SEED_OF_RANK = """
-import llmtrain.data.loader as loader
-correct = loader.key_of
+import llmtrain.data.samplers as samplers
+correct = samplers.key_of
 def faulty(seed, number):
     return correct(seed + int(os.environ.get("RANK", "0")), number)
-loader.key_of = faulty
+samplers.key_of = faulty
 """
 PROGRAM = """
 import json, os, sys

@@ -26,7 +26,7 @@ FORMATS: dict[str, tuple[dict[str, Any], type[RowConfig] | None]] = {
     "sharegpt": ({"conversations": SHAREGPT, "system": "Be brief."}, ChatConfig),
     "alpaca": ({"instruction": "Count.", "input": "2", "output": "two"}, ChatConfig),
     "pairs": ({"prompt": "2?", "chosen": "two", "rejected": "three"}, PairConfig),
-    "examples": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
+    "labelled_answers": ({"prompt": "2?", "completion": "two", "label": True}, PairConfig),
 }
 
 
@@ -56,7 +56,7 @@ def tokenized(path: str, format: str, columns: list[str], **settings: Any) -> To
         dataset=[path], tokenizer="byte", eval_fraction=0.0, columns=columns, **settings
     )
     return tokenize(
-        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "examples"
+        data, BLOCK if chat else 8, chat() if chat else None, unpaired=format == "labelled_answers"
     )
 
 
@@ -129,7 +129,7 @@ def test_the_column_of_text_is_the_text_field(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("; from the cache\n")
     assert made.metadata == same.metadata
     (tmp_path / "b.txt").write_text("a text file has no fields")
-    assert tokenized(str(tmp_path / "b.txt"), "text", ["text=body"]).metadata.documents == 1
+    assert tokenized(str(tmp_path / "b.txt"), "text", ["text=body"]).metadata.records == 1
 
 
 def test_eval_data_are_renamed_too(tmp_path):
@@ -137,7 +137,7 @@ def test_eval_data_are_renamed_too(tmp_path):
     train, eval = (write(tmp_path / name, record) for name in ("t.json", "e.parquet"))
     columns = ["prompt=question", "completion=answer"]
     made = tokenized(train, "prompt_completion", columns, eval_dataset=[eval])
-    assert made.metadata.eval_documents == 3
+    assert made.metadata.eval_records == 3
 
 
 RENAMED = ["prompt=question", "completion=answer"]

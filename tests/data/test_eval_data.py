@@ -85,7 +85,7 @@ def test_eval_files_are_evaluated_on_and_all_training_data_are_trained_on(tmp_pa
     ]
     made = tokenize(config(paths[0], eval_dataset=paths[1:]), BLOCK, chat_config and chat_config())
     metadata = made.metadata
-    assert (metadata.documents, metadata.eval_documents) == (43, 13)
+    assert (metadata.records, metadata.eval_records) == (43, 13)
     for rows, names, others in [
         (made.train, train, first + second),
         (made.eval, first + second, train),
@@ -246,7 +246,7 @@ def test_records_in_python_are_tokenised_beside_eval_files(tmp_path, kind):
     )
     assert all(name in shown(made.train, made) for name in names)
     assert "eval" in shown(made.eval, made)
-    assert (made.metadata.documents, made.metadata.eval_documents) == (10, 1)
+    assert (made.metadata.records, made.metadata.eval_records) == (10, 1)
 
 
 @pytest.mark.parametrize("name", ["dataset", "dataset_train_split", "dataset_test_split"])

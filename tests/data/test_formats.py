@@ -2,6 +2,9 @@
 
 import copy
 import json
+import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -11,10 +14,10 @@ import pytest
 
 from llmtrain.data.config import ChatConfig
 from llmtrain.data.formats import (
-    _CHAT_FIELDS,
-    FORMATS,
-    PlainConversation,
-    PlainPreferenceRecord,
+    CONVERSATION_FORMATS,
+    PREFERENCE_FORMATS,
+    Conversation,
+    ConversationFormat,
     conversation_of,
     detect_format,
     is_plain_text,
@@ -39,19 +42,44 @@ SAME = {
 }
 
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def fields_in_docs(page: str) -> dict[tuple[str, ...], str]:
+    """Return the last cell of each row of a page's tables by the names in the first cell."""
+    rows = re.findall(r"^\| (`.*?) \|.* \| (.*) \|$", (DOCS / page).read_text(), re.M)
+    return {tuple(re.findall("`(.*?)`", first)): last for first, last in rows}
+
+
+def test_every_format_of_conversations_is_a_choice_of_the_flag_and_in_the_guide():
+    names = [*CONVERSATION_FORMATS]
+    assert [*get_args(ConversationFormat)] == names
+    assert [*get_args(get_type_hints(ChatConfig)["format"])] == ["auto", "text", *names]
+    in_guide = fields_in_docs("guides/data.md")
+    for name, format in CONVERSATION_FORMATS.items():
+        assert in_guide[format.fields] == f"`{name}`"
+
+
+def test_every_format_of_preference_data_is_in_the_guide():
+    text = (DOCS / "guides/preferences.md").read_text()
+    for format in PREFERENCE_FORMATS.values():
+        names = ", ".join(f"`{name}`" for name in format.fields)
+        assert f"| {names} |" in text
+
+
 def test_the_same_conversation_is_the_same_tokens_in_every_format():
-    assert tuple(SAME) == FORMATS
-    assert {*get_args(get_type_hints(ChatConfig)["format"])} == {"auto", "text", *FORMATS}, (
-        "the choices of --format"
-    )
+    assert [*SAME] == [*CONVERSATION_FORMATS]
     renderer = Renderer(make(unmarked(TEMPLATES["llama"])))
     rendered = [
-        renderer(conversation_of(record, detect_format(record))).sequences[0]
-        for record in SAME.values()
+        renderer(conversation_of(record, detected(record))).sequences[0] for record in SAME.values()
     ]
     for other in rendered:
         np.testing.assert_array_equal(other.ids, rendered[0].ids)
         np.testing.assert_array_equal(other.loss_mask, rendered[0].loss_mask)
+
+
+def detected(fields: Collection[str]) -> str | None:
+    return detect_format(fields, CONVERSATION_FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +98,7 @@ def test_the_same_conversation_is_the_same_tokens_in_every_format():
     ],
 )
 def test_a_format_is_recognised_by_its_fields(fields, format):
-    assert detect_format(fields) == detect_format(dict.fromkeys(fields)) == format
+    assert detected(fields) == detected(dict.fromkeys(fields)) == format
 
 
 @pytest.mark.parametrize(
@@ -125,10 +153,9 @@ def test_a_format_is_recognised_by_its_fields(fields, format):
 )
 def test_other_spellings_of_a_format_are_read_too(record, system):
     before = [{"role": "system", "content": system}] if system else []
-    assert conversation_of(record, detect_format(record)) == (
-        before + chat("a", "b").messages,
-        None,
-    )
+    conversation = conversation_of(record, detected(record))
+    assert conversation.messages == before + chat("a", "b").messages
+    assert conversation.tools is None
 
 
 def call_of(name: str, arguments: object) -> dict:
@@ -157,15 +184,13 @@ def test_a_function_call_of_sharegpt_is_an_assistant_message_that_calls(value, c
         {"from": "gpt", "value": "b"},
     ]
     record = {"conversations": turns, "tools": json.dumps([TOOL])}
-    assert conversation_of(record, "sharegpt") == (
-        [
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "tool", "content": "5"},
-            ASSISTANT,
-        ],
-        [TOOL],
-    )
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "5"},
+        ASSISTANT,
+    ]
+    assert conversation_of(record, "sharegpt") == Conversation(messages, [TOOL])
 
 
 @pytest.mark.parametrize("arguments", ["null", None, "", "{}", {}])
@@ -198,13 +223,10 @@ def test_null_in_arguments_and_schemas_is_kept_unless_the_file_format_made_it(
     if has_artificial_nulls and not is_text:
         arguments = {"filters": [{}]}
         tool = {"name": "find", "parameters": {"type": "object"}}
-    assert conversation_of(record, "messages", has_artificial_nulls) == (
-        [
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": [call_of("find", arguments)]},
-        ],
-        [tool],
-    )
+    call = call_of("find", arguments)
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    conversation = conversation_of(record, "messages", has_artificial_nulls)
+    assert conversation == Conversation(messages, [tool])
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, False])
@@ -245,12 +267,13 @@ MESSAGES = {"messages": [USER, ASSISTANT]}
     ],
 )
 def test_a_record_of_two_formats_is_refused_unless_the_format_was_chosen(record, format, other):
-    assert detect_format(record) == format
+    assert detected(record) == format
     with pytest.raises(BadRecord, match=f"choose one with --format {format} or --format {other}"):
         conversation_of(record, format, is_format_detected=True)
     for chosen in (format, other):
         assert conversation_of(record, chosen).messages
-        absent = dict.fromkeys(_CHAT_FIELDS[other if chosen == format else format])
+        unchosen = other if chosen == format else format
+        absent = dict.fromkeys(CONVERSATION_FORMATS[unchosen].fields)
         assert conversation_of(record | absent, chosen, is_format_detected=True).messages
     half = {**MESSAGES, "prompt": "a", "instruction": "b"}
     assert conversation_of(half, "messages", is_format_detected=True) == chat("a", "b")
@@ -272,10 +295,9 @@ def test_a_record_of_two_formats_is_refused_unless_the_format_was_chosen(record,
 def test_prompts_with_plain_texts_are_told_from_messages(record, is_plain):
     assert is_plain_text(record) == is_plain
     if "chosen" in record or "label" in record:
-        assert isinstance(preference_of(record), PlainPreferenceRecord) == is_plain
+        assert preference_of(record).is_plain_text == is_plain
     else:
-        conversation = conversation_of(record, "prompt_completion")
-        assert isinstance(conversation, PlainConversation) == is_plain
+        assert conversation_of(record, "prompt_completion").is_plain_text == is_plain
 
 
 @pytest.mark.parametrize("name", ["tool", "function", "observation"])
@@ -303,9 +325,10 @@ def test_tool_calls_are_read_in_openais_spelling_and_in_templates():
     spelled[1]["tool_calls"][0]["function"]["arguments"] = '{"a": 2, "b": [3]}'
     record = {"messages": spelled, "tools": json.dumps([TOOL])}
     before = copy.deepcopy(record)
-    assert conversation_of(record, "messages") == (CALLING, [TOOL])
+    expected = Conversation(CALLING, [TOOL])
+    assert conversation_of(record, "messages") == expected
     assert record == before
-    assert conversation_of({"messages": CALLING, "tools": [TOOL]}, "messages") == (CALLING, [TOOL])
+    assert conversation_of({"messages": CALLING, "tools": [TOOL]}, "messages") == expected
 
 
 @pytest.mark.parametrize("arguments", ["not JSON", "[1]", "3"])
@@ -344,8 +367,8 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
     conversations = [
         conversation_of(record, "messages", has_artificial_nulls=True) for record in read
     ]
-    assert conversations[0] == (CALLING, [TOOL])
-    assert conversations[1] == (records[1]["messages"], None)
+    assert conversations[0] == Conversation(CALLING, [TOOL])
+    assert conversations[1] == Conversation(records[1]["messages"], None)
     assert conversations[2] == chat("a", "b")
 
 

@@ -14,23 +14,22 @@ from torch.utils.data import DataLoader
 
 from llmtrain.data import packing
 from llmtrain.data.config import DataConfig
-from llmtrain.data.grouping import BATCHES_PER_BLOCK, LengthGrouping
+from llmtrain.data.grouping import BATCHES_PER_MEGABATCH, LengthGrouping
 from llmtrain.data.loader import (
     Collate,
-    GlobalBatchSampler,
     RowBatch,
-    Slot,
     SlotRows,
     count_shapes,
     eval_loader,
     row_lengths,
-    slots_of,
     train_loader,
     trimmed_width,
 )
-from llmtrain.data.packing import Examples, TokenRows, TokenStore
+from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.prepare import Tokenized
+from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
 from llmtrain.data.shuffle import Mixture, key_of, permute
+from llmtrain.data.store import TokenRows, TokenStore
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -63,8 +62,8 @@ def documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows
         store = TokenStore(paths[-1].with_suffix(".tokens"))
         for length in chunk.tolist():
             store.add(draw.integers(1, 200, length), draw.random(length) < 2 / 3)
-        examples = Examples.of_documents(np.arange(len(store)), store.lengths)
-        store.write_rows(paths[-1], examples, WIDTH, packing)
+        examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+        write_rows(paths[-1], store, examples, WIDTH, packing)
     return TokenRows.open(paths)
 
 
@@ -79,12 +78,12 @@ def pairs(folder: Path) -> TokenRows:
             store.add(answer, np.arange(len(answer)) > 0)
     stops = store.lengths.reshape(-1, 2)
     examples = Examples(
-        documents=np.arange(len(store)).reshape(-1, 2),
+        sequences=np.arange(len(store)).reshape(-1, 2),
         starts=np.zeros_like(stops),
         stops=stops,
         is_first_desirable=np.ones(len(stops), bool),
     )
-    store.write_rows(path, examples, 64, packing=False)
+    write_rows(path, store, examples, 64, packing=False)
     return TokenRows.open([path])
 
 
@@ -120,15 +119,15 @@ def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, 
 
 
 def in_sequence(lengths: list[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the rows of every step, one epoch and one block after the other."""
+    """Yield the rows of every step, one epoch and one megabatch after the other."""
     n = len(lengths)
     for epoch in count():
         permuted = permute(np.arange(n), n, key_of(seed, epoch)).tolist()
-        for block, start in enumerate(range(0, n, BATCHES_PER_BLOCK * size)):
-            waiting = permuted[start : start + BATCHES_PER_BLOCK * size]
+        for megabatch, start in enumerate(range(0, n, BATCHES_PER_MEGABATCH * size)):
+            waiting = permuted[start : start + BATCHES_PER_MEGABATCH * size]
             waiting.sort(key=lambda row: lengths[row])
             steps = -(-len(waiting) // size)
-            order = permute(np.arange(steps), steps, key_of(seed, epoch, block, steps)).tolist()
+            order = permute(np.arange(steps), steps, key_of(seed, epoch, megabatch, steps)).tolist()
 
             batches = []
             for number in range(steps):
@@ -157,27 +156,29 @@ def test_the_rows_of_a_step_are_known_forever():
     assert epoch_of(1, lengths, 4) == [[6, 8, 0, 9], [5, 7, 1, 3], [4, 2, None, None]]
 
 
-def test_a_batch_is_a_slice_of_the_sorted_lengths_of_its_block():
+def test_a_batch_is_a_slice_of_the_sorted_lengths_of_its_megabatch():
     lengths = lengths_of(1000)
     steps = epoch_of(0, lengths, 4)
-    for start in range(0, 250, BATCHES_PER_BLOCK):
-        block = [lengths[batch].tolist() for batch in steps[start : start + BATCHES_PER_BLOCK]]
-        assert len(block) == BATCHES_PER_BLOCK
-        ascending = sorted(sorted(batch) for batch in block)
-        assert list(chain(*ascending)) == sorted(chain(*block))
-        is_ascending = [batch == sorted(batch) for batch in block]
-        is_descending = [batch == sorted(batch, reverse=True) for batch in block]
+    for start in range(0, 250, BATCHES_PER_MEGABATCH):
+        megabatch = [
+            lengths[batch].tolist() for batch in steps[start : start + BATCHES_PER_MEGABATCH]
+        ]
+        assert len(megabatch) == BATCHES_PER_MEGABATCH
+        ascending = sorted(sorted(batch) for batch in megabatch)
+        assert list(chain(*ascending)) == sorted(chain(*megabatch))
+        is_ascending = [batch == sorted(batch) for batch in megabatch]
+        is_descending = [batch == sorted(batch, reverse=True) for batch in megabatch]
         assert all(map(max, is_ascending, is_descending))
         assert 15 < sum(is_ascending) < 45, "the last rank would have the longer rows all the time"
 
 
-def test_the_batches_of_every_block_and_epoch_have_another_order():
+def test_the_batches_of_every_megabatch_and_epoch_have_another_order():
     lengths = np.arange(1000)
     orders = set()
     for epoch in range(3):
         steps = epoch_of(epoch, lengths, 4)
-        for start in range(0, 250, BATCHES_PER_BLOCK):
-            shortest = [min(batch) for batch in steps[start : start + BATCHES_PER_BLOCK]]
+        for start in range(0, 250, BATCHES_PER_MEGABATCH):
+            shortest = [min(batch) for batch in steps[start : start + BATCHES_PER_MEGABATCH]]
             orders.add(tuple(np.argsort(np.argsort(shortest))))
     assert len(orders) == 15
 
@@ -196,13 +197,13 @@ def test_the_sources_of_a_mixture_keep_their_shares_and_their_epochs():
     lengths = lengths_of(230)
     mixture = Mixture([200, 30], [0.7, 0.3])
     grouping = LengthGrouping(lengths)
-    for block in range(3):
-        first = block * BATCHES_PER_BLOCK
+    for megabatch in range(3):
+        first = megabatch * BATCHES_PER_MEGABATCH
         batches = [
             [slot.row for slot in slots_of(step, 230, 8, 5, mixture, grouping)]
-            for step in range(first, first + BATCHES_PER_BLOCK)
+            for step in range(first, first + BATCHES_PER_MEGABATCH)
         ]
-        positions = np.arange(first * 8, (first + BATCHES_PER_BLOCK) * 8)
+        positions = np.arange(first * 8, (first + BATCHES_PER_MEGABATCH) * 8)
         assert sorted(chain(*batches)) == sorted(mixture.rows_at(positions, 5).tolist())
         ascending = sorted(sorted(lengths[batch].tolist()) for batch in batches)
         assert list(chain(*ascending)) == sorted(chain(*ascending))
@@ -219,7 +220,7 @@ def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
     batches = list(GlobalBatchSampler(10**12, 64, range(start, start + 2), 0, grouping=grouping))
     assert [len(batch) for batch in batches] == [64, 64]
     assert batches[0][0].position == start * 64
-    assert sum(asked) <= 2 * (BATCHES_PER_BLOCK * 64 + BATCHES_PER_BLOCK)
+    assert sum(asked) <= 2 * (BATCHES_PER_MEGABATCH * 64 + BATCHES_PER_MEGABATCH)
 
 
 def test_without_a_seed_the_stored_order_is_kept(rows):

@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.dataset_names import open_source
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.sources import SplitChoice, open_source
+from llmtrain.data.sources import SplitChoice
 from llmtrain.errors import UserError
 from tests.data.test_prepare import documents_of
 
@@ -132,14 +133,14 @@ def test_only_data_sets_with_splits_give_eval_data(splits, tmp_path):
         dataset_train_split="train_sft",
         dataset_test_split="test_sft",
     )
-    assert made.metadata.documents == 3 + 1 + 1
+    assert made.metadata.records == 3 + 1 + 1
     assert made.metadata.source_rows[1] > 0
     assert documents_of(made.eval, made) == ["eval"]
 
 
 def test_arrow_tables_have_artificial_nulls_wherever_they_come_from(splits):
     for split in ("train_sft", "test_sft"):
-        source = open_source(str(splits), SplitChoice(value=split))
+        source = open_source(str(splits), SplitChoice(split, is_named=True))
         assert source.has_artificial_nulls
         assert source.has_splits
 
@@ -202,7 +203,7 @@ def test_a_plain_folder_has_splits_if_a_flag_names_one(tmp_path):
 
 def test_the_fingerprint_of_a_folder_follows_its_content_and_the_split(chats, languages, tmp_path):
     def fingerprint(name: object, split: str = "train_sft") -> str:
-        return open_source(str(name), SplitChoice(value=split)).fingerprint()
+        return open_source(str(name), SplitChoice(split, is_named=True)).fingerprint()
 
     before = fingerprint(chats)
     assert fingerprint(chats, "test_sft") != before
@@ -213,7 +214,7 @@ def test_the_fingerprint_of_a_folder_follows_its_content_and_the_split(chats, la
 
 
 def test_rows_of_another_split_are_named_with_it(splits):
-    source = open_source(str(splits), SplitChoice(value="test_sft"))
+    source = open_source(str(splits), SplitChoice("test_sft", is_named=True))
     first = next(source.records(None))
     assert "test_sft" in first.place
     assert first.place.endswith("row 0")
@@ -254,5 +255,5 @@ def test_conversations_of_a_split_are_trained(tmp_path):
         pyarrow.parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
     config = DataConfig(dataset=[str(folder)], tokenizer="byte", dataset_test_split="test")
     made = tokenize(config, 95, ChatConfig())
-    assert (made.metadata.documents, made.metadata.eval_documents) == (12, 3)
+    assert (made.metadata.records, made.metadata.eval_records) == (12, 3)
     assert made.metadata.task == "conversations"

@@ -9,7 +9,7 @@ import pytest
 
 import llmtrain as lt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.lengths import LengthSummary, summarize_lengths
+from llmtrain.data.lengths import covering_length
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import parse_max_length
@@ -32,19 +32,14 @@ def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_enough(
     seed: int, count: int
 ) -> None:
     lengths = np.random.default_rng(seed).lognormal(5.5, 0.8, count).astype(np.int64)
-    summary = summarize_lengths(lengths)
-    assert summary.covering % 64 == 0
-    assert (lengths <= summary.covering).mean() >= 0.995
-    assert summary.covering == 64 or (lengths <= summary.covering - 64).mean() < 0.995
+    covering = covering_length(lengths)
+    assert covering % 64 == 0
+    assert (lengths <= covering).mean() >= 0.995
+    assert covering == 64 or (lengths <= covering - 64).mean() < 0.995
 
 
-def test_a_bin_of_the_histogram_ends_at_twice_the_length_of_the_one_before() -> None:
-    summary = summarize_lengths(np.array([1, 64, 65, 128, 129, 513, 1024]))
-    assert summary.histogram == (2, 2, 1, 0, 2)
-    assert summary.describe() == (
-        "28.6% up to 64, 28.6% up to 128, 14.3% up to 256, 28.6% up to 1,024"
-    )
-    assert summarize_lengths(np.array([], np.int64)) == LengthSummary()
+def test_without_examples_there_is_no_covering_length() -> None:
+    assert covering_length(np.array([], np.int64)) == 0
 
 
 def tokenize_lengths(folder: Path, lengths: list[int], max_length: Any, **flags: Any) -> Tokenized:
@@ -78,10 +73,7 @@ def test_auto_is_found_in_the_cache_and_says_what_it_has_chosen(
         made = tokenize_lengths(tmp_path, [40, 60, 100, 200], "auto")
         out = capsys.readouterr().out
         assert f"; {outcome}\n" in out
-        assert (
-            "lengths   --max_length auto is 256; "
-            "50.0% up to 64, 25.0% up to 128, 25.0% up to 256 tokens\n" in out
-        )
+        assert "lengths   --max_length auto is 256\n" in out
     numbered = tokenize_lengths(tmp_path, [40, 60, 100, 200], 256)
     assert numbered.metadata.data_sha256 == made.metadata.data_sha256
 
@@ -95,99 +87,34 @@ def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
         tokenize_lengths(tmp_path, lengths, 95, overlong=overlong, on_bad_row="skip")
         out = capsys.readouterr().out
         assert ("are longer than" in out) == is_told
-    assert "1.0% are longer than --max_length 95; --max_length 640 holds 99.5% of them; " in out
-
-
-def test_the_lengths_of_overlong_conversations_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for outcome in ("tokenised", "from the cache"):
-        tokenize_lengths(tmp_path, [50, 90, 151, 301, 1201], 95)
-        out = capsys.readouterr().out
-        assert f"; {outcome}\n" in out
-        assert (
-            "lengths   the overlong ones have 150 to 1,200 tokens, median 300; "
-            "--max_length 1200 holds all of them\n" in out
-        )
-
-    tokenize_lengths(tmp_path, [50, 90, 151], 95, max_positions=95)
     assert (
-        "lengths   the overlong ones have 150 tokens; the model has 95 positions\n"
-        in capsys.readouterr().out
+        "lengths   2 of 200 are longer than --max_length 95; --max_length 640 holds 99.5%\n" in out
     )
-
-
-@pytest.mark.parametrize(
-    ("max_positions", "expected"),
-    [
-        (600, "--max_length 600, all positions of the model, holds more; "),
-        (95, "the model has no more positions; "),
-    ],
-)
-def test_no_length_is_named_for_which_the_model_has_too_few_positions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_positions: int, expected: str
-) -> None:
-    tokenize_lengths(tmp_path, [50, 620], 95, max_positions=max_positions)
-    line = f"lengths   50.0% are longer than --max_length 95; {expected}50.0% up to 64, "
-    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("lengths", [[66], [66, 70, 100]])
 @pytest.mark.parametrize("max_length", [64, "auto"])
-def test_conversations_beyond_the_positions_of_the_model_are_told_the_ways_out(
+def test_conversations_that_are_all_overlong_are_told_a_length_that_holds_them(
     tmp_path: Path, lengths: list[int], max_length: Any
 ) -> None:
-    subject, noun = "all 3 conversations are", "conversations"
-    if len(lengths) == 1:
-        subject, noun = "the only conversation is", "conversation"
-    expected = rf": {subject} longer than the model's 64 positions \(65 "
-    with pytest.raises(UserError, match=expected) as error:
+    subject = "the only conversation is" if len(lengths) == 1 else "all 3 conversations are"
+    with pytest.raises(UserError) as error:
         tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
     assert str(error.value).endswith(
-        f"; shorten the {noun}, set --overlong truncate, or train a model with more positions."
+        f": {subject} longer than --max_length 64; set --max_length 128, or --overlong truncate."
     )
-    assert "--max_length" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("max_positions", "advice"),
-    [
-        (None, "set --max_length 99, which holds all of them."),
-        (70, "set --max_length 70, all positions of the model, or --overlong truncate."),
-    ],
-)
-def test_conversations_that_are_all_overlong_are_told_a_length_that_the_model_has(
-    tmp_path: Path, max_positions: int | None, advice: str
-) -> None:
-    with pytest.raises(
-        UserError, match=r"all 2 conversations are longer than --max_length 64 \(65 to 99"
-    ) as error:
-        tokenize_lengths(tmp_path, [66, 100], 64, max_positions=max_positions)
-    assert str(error.value).endswith(f"; {advice}")
-
-
-@pytest.mark.parametrize(
-    "flags", [{"overlong": "error"}, {"overlong": "truncate"}], ids=["error", "truncate"]
-)
-def test_a_record_beyond_the_positions_of_the_model_is_not_told_to_raise_the_length(
-    tmp_path: Path, flags: dict[str, str]
-) -> None:
-    for max_positions, expected in ((None, "; raise it, "), (64, "; the model has 64 positions: ")):
-        with pytest.raises(UserError, match=expected):
-            tokenize_lengths(tmp_path, [80], 64, max_positions=max_positions, **flags)
-
-
-def test_pairs_beyond_the_positions_of_the_model_are_told_the_ways_out(tmp_path: Path) -> None:
+def test_pairs_that_are_all_overlong_are_told_the_ways_out(tmp_path: Path) -> None:
     record = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
     path = write(tmp_path / "pairs.jsonl", [record])
     config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
     for overlong, expected in (
-        ("drop", r"the only pair is longer than the model's 64 positions"),
-        ("error", r"; the model has 64 positions: shorten the record, or set --overlong drop"),
+        ("drop", r"the only pair is longer than --max_length 64; set --max_length 128, or "),
+        ("error", r"; raise it, or set --overlong drop or truncate\."),
     ):
-        with pytest.raises(UserError, match=expected) as error:
-            tokenize(config, 64, PairConfig(overlong=overlong), max_positions=64)
-        assert "raise it" not in str(error.value)
+        with pytest.raises(UserError, match=expected):
+            tokenize(config, 64, PairConfig(overlong=overlong))
 
 
 @pytest.mark.parametrize("chat_type", [ChatConfig, None])
@@ -328,14 +255,12 @@ def test_overlong_conversations_name_the_flag_by_its_own_name(
     path = str(write_chats(tmp_path / "chats.jsonl", 12))
     argv = ["--from_config", "llama", "--tokenizer", "byte", "--eval_fraction", "0"]
     message = recipe_error(finetune, *argv, "--dataset", path, flag, "8")
-    assert " conversations are longer than --max_length 8 (" in message
-    assert "; set --max_length 81, which holds all of them." in message
+    assert " conversations are longer than --max_length 8; set --max_length 128, or " in message
 
     settings = lt.parse(finetune.DEFAULTS, [*argv, "--dataset", path, flag, "32"])
     finetune.tokenized(settings)
     out = capsys.readouterr().out
-    assert "are longer than --max_length 32; --max_length 128 holds 99.5% of them" in out
-    assert "; --max_length 81 holds all of them" in out
+    assert "are longer than --max_length 32; --max_length 128 holds 99.5%\n" in out
 
 
 def test_eval_data_that_are_all_overlong_are_told_the_length_that_holds_them(
@@ -353,6 +278,5 @@ def test_eval_data_that_are_all_overlong_are_told_the_length_that_holds_them(
     assert str(caught.value) == (
         f"--eval_dataset {eval}: no record can be used for evaluation (0 of 2 conversations: 2 "
         "overlong dropped (100.0% of the tokens), 0 without a target token and 0 bad ones left "
-        "out); the overlong ones have 150 to 300 tokens, median 300; --max_length 300 holds all "
-        "of them."
+        "out); 2 of 2 are longer than --max_length 95; --max_length 320 holds 99.5%."
     )

@@ -13,15 +13,13 @@ from torch.utils.data import DataLoader
 from llmtrain.data.loader import (
     IGNORED,
     Collate,
-    GlobalBatchSampler,
     RowBatch,
-    Slot,
     SlotRows,
     eval_loader,
     fingerprint,
-    slots_of,
     train_loader,
 )
+from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
 from llmtrain.interfaces.batches import Batch, LocalBatch
 
 SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
@@ -101,7 +99,7 @@ def test_a_sampler_can_be_read_again():
 def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "llmtrain.data.loader.permute",
+        "llmtrain.data.samplers.permute",
         lambda positions, n, key: asked.append(len(positions)) or positions,
     )
     n, size, start = 10**12, 1024, 10**13

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.loader import GlobalBatchSampler, slots_of, train_loader
+from llmtrain.data.loader import train_loader
+from llmtrain.data.samplers import GlobalBatchSampler, slots_of
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from tests.data.test_loader import micro_batches_of, shares_of_steps

@@ -31,7 +31,7 @@ def test_rows_are_counted_by_their_trained_labels() -> None:
     facts = rows.metadata
     assert (facts.task, facts.block_size, facts.vocabulary) == ("text", len(ids), 257)
     assert rows.vocabulary == 257
-    assert (facts.train_rows, facts.eval_rows, facts.documents, facts.eval_documents) == (
+    assert (facts.train_rows, facts.eval_rows, facts.records, facts.eval_records) == (
         3,
         1,
         4,

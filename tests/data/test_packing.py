@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from llmtrain.data import packing
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.packing import Examples, TokenStore, best_fit
+from llmtrain.data.packing import Examples, best_fit, write_rows
+from llmtrain.data.store import TokenStore
 
 RANDOM = [
     (capacity, count, seed)
@@ -148,8 +149,8 @@ def rows_of(folder, documents=DOCUMENTS, packing=True, width=WIDTH) -> datasets.
     store = TokenStore(folder / "rows.tokens")
     for ids, trained in documents:
         store.add(ids, trained)
-    examples = Examples.of_documents(np.arange(len(store)), store.lengths)
-    written = store.write_rows(folder / "rows.arrow", examples, width, packing)
+    examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+    written = write_rows(folder / "rows.arrow", store, examples, width, packing)
     store.close()
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
     assert len(rows) == written.rows
@@ -235,8 +236,8 @@ def test_two_stores_side_by_side_do_not_mix(tmp_path):
     for number, (ids, trained) in enumerate(DOCUMENTS):
         stores[number % 2].add(ids, trained)
     for side, store in enumerate(stores):
-        examples = Examples.of_documents(np.arange(len(store)), store.lengths)
-        store.write_rows(tmp_path / "rows.arrow", examples, WIDTH, packing=True)
+        examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+        write_rows(tmp_path / "rows.arrow", store, examples, WIDTH, packing=True)
         ids = itertools.chain(
             *datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))["input_ids"]
         )

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from llmtrain.data import prepare as tokenizing
+from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.packing import TokenRows
-from llmtrain.data.preference import PairAudit
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.sft import total_audit
 from llmtrain.data.sources import Fields
+from llmtrain.data.store import TokenRows
+from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
 from tests.data.test_prepare import complaint, left_behind
 from tests.data.test_sft import END, ENDED, chat, config, printed, write
@@ -119,10 +119,10 @@ def found_in(rows: TokenRows | None) -> list[Found]:
         positions = np.array(row["position_ids"]) if "position_ids" in row else None
         assert (labels[codes < 0] == IGNORED).all()
         assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
-        for number in range(codes.max() // 4 + 1):
+        for number in range(pair_of(codes.max()) + 1):
             answers, desirable = list[Answer](), set[bool]()
             for which in (0, 1):
-                here = np.flatnonzero((codes >> 2 == number) & (codes & 1 == which) & (codes >= 0))
+                here = np.flatnonzero(answer_of(codes) == 2 * number + which)
                 assert here.tolist() == [*range(here[0], here[-1] + 1)], "an answer in two pieces"
                 assert labels[here[0]] == IGNORED, (
                     "the label of a token that another answer comes before"
@@ -130,7 +130,7 @@ def found_in(rows: TokenRows | None) -> list[Found]:
                 start = 0 if positions is None else int(positions[here[0]])
                 if positions is not None:
                     assert positions[here].tolist() == [*range(start, start + len(here))]
-                desirable.add(bool(codes[here[0]] & 2 == 0))
+                desirable.add(not is_undesirable(codes[here[0]]))
                 judged = labels[here]
                 answers.append(
                     Answer(ids[here].tolist(), start, judged[judged != IGNORED].tolist())
@@ -376,7 +376,7 @@ def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
         assert left_behind(cache) == []
     made = tokenize_pairs(tmp_path, records, alone=alone, on_bad_row="skip")
     audit = audit_of(made)
-    assert [audit[name] for name in ("records", "bad", "pairs", "kept")] == [5, 1, 4, 4]
+    assert [audit[name] for name in ("records", "bad", "examples", "kept")] == [5, 1, 4, 4]
     assert Counter(told(made.train, made)) == Counter(expected_of(good))
 
 
@@ -482,13 +482,13 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        f"a.jsonl: the only pair is longer than --max_length {BLOCK} (",
+        f"a.jsonl: the only pair is longer than --max_length {BLOCK}; set --max_length 128, or --overlong truncate.",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK + "b", "a" * BLOCK + "c")).encode(),
         {"overlong": "truncate"},
-        " holds all of them, 0 bad, 1 without a difference)",
+        "; --max_length 128 holds 99.5%, 0 bad, 1 without a difference)",
     ),
     "letters for tokens": (
         "a.jsonl",
@@ -598,7 +598,7 @@ def test_every_format_of_pairs_gives_the_same_rows(
     made = tokenize(config(path), BLOCK, PairConfig())
     assert all_of(made.train) == all_of(reference.train)
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert (made.metadata.task, made.metadata.documents) == ("preferences", 3)
+    assert (made.metadata.task, made.metadata.records) == ("preferences", 3)
     assert "preference training: the records are pairs\n" in capsys.readouterr().out
 
 
@@ -626,7 +626,7 @@ def test_every_format_of_examples_gives_the_same_rows(
     made = tokenize(config(path), BLOCK, PairConfig(), unpaired=True)
     assert all_of(made.train) == all_of(reference.train)
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert "preference training: the records are examples\n" in capsys.readouterr().out
+    assert "preference training: the records are labelled_answers\n" in capsys.readouterr().out
 
 
 # --- what rows hold ---
@@ -652,10 +652,11 @@ def test_what_is_judged_is_each_answer_with_its_end(
     assert Counter(told(made.train, made)) == Counter(wanted)
     assert (made.is_packed, made.metadata.shared) == (packing, share and packing)
     assert (made.metadata.train_rows < len(records)) == packing
-    assert made.metadata.pairs == max(max(row["answers"]) // 4 + 1 for row in all_of(made.train))
+    last_pairs = [pair_of(max(row["answers"])) for row in all_of(made.train)]
+    assert made.metadata.pairs == max(last_pairs) + 1
     labels = np.array(made.train.dataset["labels"])
     assert labels.shape == (made.metadata.train_rows, 300)
-    assert made.metadata.train_tokens == (labels != IGNORED).sum() == audit_of(made)["judged"]
+    assert made.metadata.train_tokens == (labels != IGNORED).sum() == audit_of(made)["targets"]
     if not packing:  # each answer has half of a row
         assert all(row["answers"].index(1) == 150 for row in all_of(made.train))
 
@@ -750,7 +751,7 @@ def test_pairs_for_a_loss_of_single_answers_are_two_examples_each(tmp_path: Path
         ]
     assert Counter(told(made.train, made)) == Counter(wanted)
     audit = audit_of(made)
-    assert [audit[name] for name in ("records", "pairs", "kept", "desirable")] == [3, 6, 6, 3]
+    assert [audit[name] for name in ("records", "examples", "kept")] == [3, 6, 6]
 
 
 def test_an_answer_alone_and_the_other_are_on_one_side(tmp_path: Path) -> None:
@@ -848,7 +849,7 @@ def test_no_prompt_is_on_both_sides(tmp_path: Path, alone: bool, fraction: float
     assert {*train.values()} == {*held_out.values()} == {3}
     assert len(train) + len(held_out) == 40
     assert abs(len(held_out) / 40 - fraction) < 0.12
-    assert (made.metadata.documents, made.metadata.eval_documents) == (120, 3 * len(held_out))
+    assert (made.metadata.records, made.metadata.eval_records) == (120, 3 * len(held_out))
 
 
 def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_there_is(
@@ -937,28 +938,27 @@ def by_brute_force(
         count["bad"] += bad
         good += [] if bad else [record]
     for wanted in expected_of(good):
-        count["pairs"] += 1
+        count["examples"] += 1
         documents = [tokens_of(text) for text in wanted.texts]
         prompt = len(documents[0]) - len(tokens_of(wanted.judged[0]))
         too_long = max(map(len, documents[:1] if alone else documents)) > BLOCK
         count["overlong"] += too_long
         if too_long and overlong == "drop":
-            count["lost"] += sum(map(len, documents))
+            count["lost_tokens"] += sum(map(len, documents))
             continue
         if too_long:
-            count["lost"] += sum(max(len(document) - BLOCK, 0) for document in documents)
+            count["lost_tokens"] += sum(max(len(document) - BLOCK, 0) for document in documents)
         documents = [document[:BLOCK] for document in documents]
         judged = [max(len(document) - prompt, 0) for document in documents]
         if not judged[0] or (not alone and (not judged[1] or documents[0] == documents[1])):
-            count["same"] += 1
+            count["untrainable"] += 1
             if too_long:
-                count["lost"] += sum(map(len, documents))
+                count["lost_tokens"] += sum(map(len, documents))
             continue
         count["kept"] += 1
         count["tokens"] += sum(map(len, documents))
-        count["judged"] += sum(judged)
-        count["shared"] += (min(prompt, len(documents[1])) - 1) * shares
-        count["desirable"] += alone and wanted.desirable
+        count["targets"] += sum(judged)
+        count["shared_tokens"] += (min(prompt, len(documents[1])) - 1) * shares
     return count
 
 
@@ -977,13 +977,14 @@ def test_the_audit_is_what_brute_force_counts(
     }
     made = tokenize_pairs(tmp_path, records, on_bad_row="skip", **settings)
     facts, wanted = made.metadata, by_brute_force(records, overlong, alone, share and packing)
-    rows = {"rows": len(made.train), "places": len(made.train) * 2 * BLOCK}
-    assert facts.audit == {**vars(PairAudit()), **wanted, **rows}
-    assert min(wanted["bad"], wanted["overlong"], wanted["kept"], wanted["judged"]) > 3
-    assert bool(wanted["same"]) == (overlong == "truncate")
-    assert bool(wanted["shared"]) == (share and packing)
+    rows = {"rows": len(made.train), "positions": len(made.train) * 2 * BLOCK}
+    unit = "answer" if alone else "pair"
+    assert facts.audit == {**vars(Audit(unit)), **wanted, **rows}
+    assert min(wanted["bad"], wanted["overlong"], wanted["kept"], wanted["targets"]) > 3
+    assert bool(wanted["untrainable"]) == (overlong == "truncate")
+    assert bool(wanted["shared_tokens"]) == (share and packing)
     assert wanted["kept"] == len(found_in(made.train))
-    assert facts.train_tokens == wanted["judged"]
+    assert facts.train_tokens == wanted["targets"]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
@@ -1000,18 +1001,18 @@ def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lack
     assert train["overlong"] + held_out["overlong"] == 30
     word = {"drop": "dropped", "truncate": "truncated"}[overlong]
     words = [
-        f"{word} ({side['lost'] / (side['lost'] + side['tokens']):.1%} of the tokens)"
+        f"{word} ({side['lost_tokens'] / (side['lost_tokens'] + side['tokens']):.1%} of the tokens)"
         for side in (train, held_out)
     ]
     out = capsys.readouterr().out
-    held, kept, of = train["tokens"] - train["shared"], train["kept"], train["pairs"]
+    held, kept, of = train["tokens"] - train["shared_tokens"], train["kept"], train["examples"]
     for line in (
         f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad one "
         "left out",
-        f"audit     {train['judged']} of {train['tokens']:,} tokens are targets "
-        f"({train['judged'] / train['tokens']:.1%}), {train['shared']:,} positions saved by sharing prompts "
-        f"({train['shared'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['places']:.1%} full",
-        f"eval      {held_out['kept']} of {held_out['pairs']} kept: {held_out['overlong']} overlong {words[1]}, 0 without a "
+        f"audit     {train['targets']} of {train['tokens']:,} tokens are targets "
+        f"({train['targets'] / train['tokens']:.1%}), {train['shared_tokens']:,} positions saved by sharing prompts "
+        f"({train['shared_tokens'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['positions']:.1%} full",
+        f"eval      {held_out['kept']} of {held_out['examples']} kept: {held_out['overlong']} overlong {words[1]}, 0 without a "
         "difference and 0 bad ones left out",
     ):
         assert f"{line}\n" in out
@@ -1031,7 +1032,7 @@ def test_what_messages_hold_besides_their_words_is_counted_and_told(
     made = tokenize_pairs(tmp_path, [special, fields])
     audit = audit_of(made)
     assert audit["special_as_text"] == 2
-    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert audit["unread_fields"] == {"at": 2, "score": 1}
     assert printed(capsys, "audit")[2:] == [
         "2 special tokens in messages are encoded as text",
         "some messages have fields that are not read here: at (2), score (1); the chat template "
@@ -1044,7 +1045,7 @@ def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
     one, other, both = (
         tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths)
     )
-    total = total_audit([PairAudit(**audit_of(one)), PairAudit(**audit_of(other))])
+    total = total_audit([Audit(**audit_of(one)), Audit(**audit_of(other))])
     assert audit_of(both) == vars(total)
     assert both.metadata.source_rows == [one.metadata.train_rows, other.metadata.train_rows]
 
@@ -1062,7 +1063,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_pairs(
     def unread(*_: Any) -> None:
         raise AssertionError("the pairs were read again")
 
-    monkeypatch.setattr(tokenizing, "Pairs", unread)
+    monkeypatch.setattr(tokenizing, "Records", unread)
     second = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.2)
     assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
     assert second.metadata == first.metadata

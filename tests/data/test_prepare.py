@@ -5,7 +5,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from llmtrain.data import corpus as corpora
+from llmtrain.data import file_sources, text_rows
 from llmtrain.data import prepare as tokenizing
-from llmtrain.data import pretraining as plain_text
-from llmtrain.data import sources
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.packing import TOKEN_COLUMNS
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.store import TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from tests.launching import PYTHON, run
 
@@ -135,7 +135,7 @@ def test_byte_tokens_are_the_bytes(tmp_path):
 def test_rows_are_the_same_however_the_stream_arrives(
     tmp_path, monkeypatch, rows_per_batch, block_size
 ):
-    monkeypatch.setattr(plain_text, "TOKENS_PER_BATCH", rows_per_batch * block_size)
+    monkeypatch.setattr(text_rows, "TOKENS_PER_BATCH", rows_per_batch * block_size)
     random_numbers = random.Random(0)
     for length in [*range(0, 20), 24, 25, 26, 200]:
         tokens = [random_numbers.randrange(1, 60_000) for _ in range(length)]
@@ -143,20 +143,20 @@ def test_rows_are_the_same_however_the_stream_arrives(
         while start < length:
             size = random_numbers.choice([0, 1, 2, 9, 40])
             piece = np.array(tokens[start : start + size], np.int32)
-            pieces.append(plain_text._Piece(piece, begins_document=random_numbers.random() < 0.5))
+            pieces.append(text_rows.Piece(piece, begins_document=random_numbers.random() < 0.5))
             start += size
         path = tmp_path / f"{length}.arrow"
-        written = plain_text._write_rows(path, iter(pieces), block_size, ["input_ids"])
+        written = text_rows.write_stream(path, iter(pieces), block_size, ["input_ids"])
         assert written.targets == max(length - 1, 0)
         assert written.rows == -(-max(length - 1, 0) // block_size)
         if written.rows:
             assert stream(datasets.Dataset.from_file(str(path))) == tokens
-        one_piece = [plain_text._Piece(np.array(tokens, np.int32))]
-        again = plain_text._write_rows(path, iter(one_piece), block_size, ["input_ids"])
+        one_piece = [text_rows.Piece(np.array(tokens, np.int32))]
+        again = text_rows.write_stream(path, iter(one_piece), block_size, ["input_ids"])
         assert again == written
 
-        isolated = plain_text._write_rows(path, iter(pieces), block_size, TOKEN_COLUMNS)
-        assert isolated[:4] == written[:4]
+        isolated = text_rows.write_stream(path, iter(pieces), block_size, TOKEN_COLUMNS)
+        assert isolated[:2] == written[:2]
         if written.rows:
             rows = datasets.Dataset.from_file(str(path))
             assert stream(rows) == tokens
@@ -211,7 +211,7 @@ def test_positions_restart_at_the_border_of_a_row(tmp_path):
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64])
-def test_isolated_documents_have_the_rows_of_documents_that_see_each_other(tmp_path, block_size):
+def test_isolated_documents_have_the_rows_of_sequences_that_see_each_other(tmp_path, block_size):
     usual = tokenize_texts(tmp_path, TEXTS, block_size)
     made = isolated(tmp_path, TEXTS, block_size)
     assert made.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
@@ -267,8 +267,8 @@ def long_text() -> str:
 
 
 def cut_every(monkeypatch, piece: int, batch: int) -> None:
-    monkeypatch.setattr(plain_text, "_SEGMENT_CHARACTERS", piece)
-    monkeypatch.setattr(plain_text, "_ENCODE_CHARACTERS", batch)
+    monkeypatch.setattr(corpora, "_SEGMENT_CHARACTERS", piece)
+    monkeypatch.setattr(corpora, "_ENCODE_CHARACTERS", batch)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe:400"])
@@ -294,20 +294,27 @@ def test_an_ascii_separator_that_only_python_takes_for_white_space_is_no_place_t
 
 
 def test_the_test_of_cutting_can_fail(monkeypatch, tmp_path, long_text):
-    monkeypatch.setattr(
-        plain_text, "_segments", lambda text: [text[i : i + 7] for i in range(0, len(text), 7)]
-    )
+
+    def cut_anywhere(text: str) -> Iterator[corpora._Segment]:
+        for start in range(0, len(text), 7):
+            is_last = start + 7 >= len(text)
+            yield corpora._Segment(text[start : start + 7], is_first=start == 0, is_last=is_last)
+
+    monkeypatch.setattr(corpora, "_segments_of", cut_anywhere)
     made = tokenize_texts(tmp_path, [long_text], tokenizer="bpe:400")
     assert stream(made.train) != uncut([long_text], made)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 50, 10**6])
 def test_pieces_join_to_the_text_and_are_not_much_longer_than_asked(monkeypatch, long_text, piece):
-    monkeypatch.setattr(plain_text, "_SEGMENT_CHARACTERS", piece)
+    monkeypatch.setattr(corpora, "_SEGMENT_CHARACTERS", piece)
     for text in [long_text, "", "x", " ", "no-white-space-at-all" * 9, "   ", " lead", "trail "]:
-        assert "".join(plain_text._segments(text)) == text
+        segments = [*corpora._segments_of(text)]
+        assert "".join(segment.text for segment in segments) == text
+        assert [segment.is_first for segment in segments] == [True, *[False] * (len(segments) - 1)]
+        assert [segment.is_last for segment in segments] == [*[False] * (len(segments) - 1), True]
     longest = max(len(word) for word in re.findall(r"\S*\s*", long_text))
-    assert max(map(len, plain_text._segments(long_text))) <= piece + longest
+    assert max(map(len, corpora._segments_of(long_text))) <= piece + longest
 
 
 def some_documents(count: int) -> list[str]:
@@ -318,8 +325,8 @@ def split_of(folder: Path, texts: list[str], fraction: float) -> tuple[list[str]
     made = tokenize_texts(folder, texts, block_size=4, eval_fraction=fraction)
     train, held_out = documents_of(made.train, made), documents_of(made.eval, made)
     assert made.metadata.eval_bytes == sum(len(text.encode()) for text in held_out)
-    assert made.metadata.eval_documents == len(held_out)
-    assert made.metadata.documents == len(texts)
+    assert made.metadata.eval_records == len(held_out)
+    assert made.metadata.records == len(texts)
     return train, held_out
 
 
@@ -392,7 +399,7 @@ def test_without_a_fraction_nothing_is_held_out(tmp_path, texts):
     assert made.eval is None
     assert documents_of(made.train, made) == texts
     facts = made.metadata
-    assert (facts.eval_documents, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (
+    assert (facts.eval_records, facts.eval_tokens, facts.eval_rows, facts.eval_bytes) == (
         0,
         0,
         0,
@@ -464,7 +471,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_text(tmp_path, mo
     def unread(paths, field):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(sources, "_read_files", unread)
+    monkeypatch.setattr(file_sources, "_read_files", unread)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert capsys.readouterr().out.endswith("; from the cache\n")
     assert second.metadata == first.metadata
@@ -633,19 +640,19 @@ def test_a_failed_tokenising_is_one_line_and_leaves_nothing_behind(tmp_path, cac
 def test_a_disk_that_fills_leaves_nothing_behind_and_the_next_try_succeeds(
     tmp_path, cache, monkeypatch
 ):
-    write_rows, calls = plain_text._write_rows, []
+    write_stream, calls = corpora.write_stream, []
 
-    def full_disk(*arguments):
+    def full_disk(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return write_rows(*arguments)
+        return write_stream(*arguments, **options)
 
-    monkeypatch.setattr(plain_text, "_write_rows", full_disk)
+    monkeypatch.setattr(corpora, "write_stream", full_disk)
     with pytest.raises(UserError, match="No space left on device; set LLMTRAIN_CACHE"):
         tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert left_behind(cache) == []
-    assert tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3).metadata.documents == len(TEXTS)
+    assert tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3).metadata.records == len(TEXTS)
 
 
 def test_a_block_that_is_too_large_is_answered_with_one_that_fits(tmp_path):

@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.formats import PlainConversation, conversation_of, preference_of
+from llmtrain.data.formats import Conversation, conversation_of, preference_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.prepare import Tokenized, tokenize
@@ -29,10 +29,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pair(prompt: str, completion: str) -> PlainConversation:
+def pair(prompt: str, completion: str) -> Conversation:
     record = {"prompt": prompt, "completion": completion}
     conversation = conversation_of(record, "prompt_completion")
-    assert isinstance(conversation, PlainConversation)
+    assert conversation.is_plain_text
     return conversation
 
 

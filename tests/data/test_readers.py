@@ -13,8 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data import readers
-from llmtrain.data.sources import Source, open_source
+from llmtrain.data import readers, text_files
+from llmtrain.data.dataset_names import open_source
+from llmtrain.data.sources import Source
 from llmtrain.errors import UserError
 
 
@@ -147,10 +148,17 @@ def test_parts_compressed_one_by_one_are_one_file(tmp_path, compression):
     assert records(write(tmp_path / f"a.jsonl{compression}", content)) == RECORDS
 
 
-def test_the_first_record_of_an_array_is_read_without_parsing_the_others(tmp_path):
-    path = write(tmp_path / "a.json", '[{"text": "a"}, oops')
-    first = next(open_source(str(path)).records(None))
-    assert first == (f"{path}, record 0", {"text": "a"})
+def test_json_lines_are_named_once_for_a_large_array(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(readers, "_LARGE_JSON", len(TEXT_FILES["one-line-array.json"]) - 1)
+    large = write(tmp_path / "large.json", TEXT_FILES["one-line-array.json"])
+    assert records(large) == records(large) == RECORDS
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"data      {large} is one large array, which is parsed whole")
+    assert "a .jsonl file, with a record on each line" in line
+
+    records(write(tmp_path / "small.json", "[1]".replace("1", '"text"')))
+    records(write(tmp_path / "lines.json", TEXT_FILES["lines.json"]))
+    assert capsys.readouterr().out == ""
 
 
 def source_in(folder: Path, *names: str) -> Source:
@@ -168,11 +176,11 @@ def test_one_arrow_file_among_others_makes_the_nulls_of_a_folder_artificial(tmp_
 BAD_CONTENT = {
     # JSON arrays and objects.
     "no-json.json": ("oops", "line 1: not JSON (Expecting value)"),
-    "cut-array.json": ('[{"a": 1}, {"a"', "record 1: not JSON (Expecting ':' delimiter, line"),
-    "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "record 0: not JSON (the comma or bracket"),
-    "trailing-comma.json": ('[{"a": 1},\n]', "record 1: not JSON (Expecting value, line 2)"),
-    "unclosed.json": ('[{"a": 1}', "record 0: not JSON (the comma or bracket"),
-    "text-after.json": ('[{"a": 1}]\n\n[]', "line 3: not JSON (there is text after the array)"),
+    "cut-array.json": ('[{"a": 1}, {"a"', "line 1: not JSON (Expecting ':' delimiter)"),
+    "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2: not JSON (Expecting ',' delimiter)"),
+    "trailing-comma.json": ('[{"a": 1},\n]', "trailing-comma.json, line "),
+    "unclosed.json": ('[{"a": 1}', "line 1: not JSON (Expecting ',' delimiter)"),
+    "text-after.json": ('[{"a": 1}]\n\n[]', "line 3: not JSON (Extra data)"),
     "empty-array.json": ("[]", "the array is empty"),
     "empty-data.json": ('{"data": []}', "the array is empty"),
     "numbers.json": ("[1, 2]", "record 0 is 1, neither text nor a dictionary"),
@@ -183,8 +191,11 @@ BAD_CONTENT = {
     "one-object.json": ('{\n"text": "a"\n}', "is one object, not an array of records"),
     "one-line.json": ('{"text": "a"}', "is one object, not an array of records"),
     "number.json": ("3", "holds 3, not an array of records"),
-    "deep.json": ("[" * 100_000, "record 0: not JSON (maximum recursion"),
-    "long-number.json": (f'[{{"n": {"1" * 5000}}}]', "record 0: not JSON (Exceeds the limit"),
+    "deep.json": ("[" * 100_000, "deep.json: not JSON (maximum recursion"),
+    "long-number.json": (
+        f'[{{"n": {"1" * 5000}}}]',
+        "long-number.json: not JSON (Exceeds the limit",
+    ),
     "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3: not JSON (Expecting value)"),
     # Tables.
     "long.tsv": ("a\tb\n1\t2\n1\t2\t3\n", "line 3: the line has more fields than the header; "),
@@ -237,14 +248,14 @@ def test_a_damaged_archive_is_one_line(tmp_path, kind, compression):
 def test_a_line_without_end_is_an_error_before_it_is_read(
     tmp_path, monkeypatch, name, content, expected, compression
 ):
-    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", 64)
+    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", 64)
     path = write(tmp_path / f"{name}{compression}", COMPRESSIONS[compression](content.encode()))
     assert expected in complaint(path)
 
 
 def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
     line = '{"text": "abc"}\n'
-    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", len(line))
+    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", len(line))
     assert records(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
 
 

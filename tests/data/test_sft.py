@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from llmtrain.data import parallel_rendering
 from llmtrain.data import prepare as tokenizing
+from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.dataset_names import open_source
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.records import _hash_of, eval_limit_of
-from llmtrain.data.sft import Audit, Conversations, total_audit
-from llmtrain.data.sources import open_source
+from llmtrain.data.records import Records
+from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
 from tests.data.test_prepare import complaint, left_behind
 
@@ -222,7 +223,7 @@ def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, fo
     made = tokenize(config(path), BLOCK, ChatConfig())
     assert made.train.dataset[:] == reference.train.dataset[:]
     assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert (made.metadata.task, made.metadata.documents) == ("conversations", 3)
+    assert (made.metadata.task, made.metadata.records) == ("conversations", 3)
     assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
@@ -306,23 +307,20 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     trained = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2 + 2 * cut
     rows = 4
     assert made.metadata.audit == {
-        "conversations": 17,
+        **vars(Audit("conversation")),
+        "records": 17,
         "bad": 3,
-        "documents": 14,
+        "examples": 14,
         "overlong": 3,
-        "lost": lost,
-        "untrained": 2 * cut,  # no turn of the other two ends in a row
+        "lost_tokens": lost,
+        "untrainable": 2 * cut,  # no turn of the other two ends in a row
         "kept": 11 + cut,
         "tokens": tokens,
-        "trained": trained,
-        "repeated": 0,
+        "targets": trained,
         "rows": rows,
-        "places": rows * (BLOCK + 1),
+        "positions": rows * (BLOCK + 1),
         "turns": 12 + cut,
-        "ended": 12 + cut,
-        **dict.fromkeys(("left_answers", "left_calls", "unshown", "remade", "unweighted"), 0),
-        "special_as_text": 0,
-        "other_fields": {},
+        "ended_turns": 12 + cut,
     }
     assert printed(capsys, "audit") == [
         f"{11 + cut} of 17 conversations: 3 overlong {'truncated' if cut else 'dropped'} "
@@ -335,7 +333,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
 
 def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
     audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).metadata.audit
-    assert (audit["rows"], audit["kept"], audit["places"]) == (11, 11, 11 * 96)
+    assert (audit["rows"], audit["kept"], audit["positions"]) == (11, 11, 11 * 96)
 
 
 def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, capsys):
@@ -347,8 +345,8 @@ def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, ca
     made = tokenize_chats(tmp_path, [weighted, other, chat("g", "h")])
     assert sorted(answers_of(made.train, made)) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
     audit = made.metadata.audit
-    assert (audit["unweighted"], audit["special_as_text"]) == (1, 2)
-    assert audit["other_fields"] == {"at": 2, "score": 1}
+    assert (audit["unweighted_turns"], audit["special_as_text"]) == (1, 2)
+    assert audit["unread_fields"] == {"at": 2, "score": 1}
     assert printed(capsys, "audit")[2:] == [
         "1 turn is not trained, because its weight is 0",
         "2 special tokens in messages are encoded as text",
@@ -383,17 +381,17 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
         tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t")
     )
     audit = Audit(**made.metadata.audit)
-    assert (audit.turns, audit.ended, audit.trained) == (3, ended, 3 + ended)
+    assert (audit.turns, audit.ended_turns, audit.targets) == (3, ended, 3 + ended)
     train_their = "trains its" if ended == 1 else "train their"
     assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns {train_their} end")
 
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [
-        Audit(*range(start, start + 13), other_fields={"at": 1, name: 2})
+        Audit("conversation", *range(start, start + 20), unread_fields={"at": 1, name: 2})
         for start, name in ((1, "a"), (100, "b"))
     ]
-    total = Audit(*range(101, 127, 2), other_fields={"at": 2, "a": 2, "b": 2})
+    total = Audit("conversation", *range(101, 141, 2), unread_fields={"at": 2, "a": 2, "b": 2})
     assert total_audit(parts) == total
     paths = [
         write(tmp_path / name, records)
@@ -451,12 +449,12 @@ SENSELESS = {
     "all of them overlong": (
         [LONG_ANSWER, LONG_QUESTION],
         {},
-        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK} (",
+        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK}; set --max_length 128, or --overlong truncate.",
     ),
     "all questions overlong": (
         [LONG_QUESTION],
         {"overlong": "truncate", "on_bad_row": "skip"},
-        "no token of 1 conversation would be trained (1 is overlong: ",
+        "no token of 1 conversation would be trained (1 of 1 is longer than --max_length 95; ",
     ),
     "all of them bad": (
         [AMBIGUOUS[0]],
@@ -505,7 +503,7 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     assert sorted(train + held_out) == sorted(map(shown, records))
     assert not set(train) & set(held_out)
     facts = made.metadata
-    assert (facts.documents, facts.eval_documents) == (len(records), len(held_out))
+    assert (facts.records, facts.eval_records) == (len(records), len(held_out))
     return train, held_out
 
 
@@ -606,8 +604,8 @@ def test_a_conversation_is_truncated_at_the_end_of_its_last_turn_that_fits(tmp_p
     held_out = answers_of(made.eval, made)
     assert made.metadata.eval_bytes == sum(len(said.replace(END, "").encode()) for said in held_out)
     audit = Audit(**made.metadata.audit)
-    assert (audit.turns, audit.ended) == (2 * audit.kept, 2 * audit.kept)
-    assert audit.trained == sum(label != IGNORED for row in made.train for label in row["labels"])
+    assert (audit.turns, audit.ended_turns) == (2 * audit.kept, 2 * audit.kept)
+    assert audit.targets == sum(label != IGNORED for row in made.train for label in row["labels"])
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -623,14 +621,19 @@ def test_truncation_never_leaves_a_conversation_without_a_target(tmp_path, cache
         assert left_behind(cache) == []
     else:
         audit = Audit(**tokenize(*given).metadata.audit)
-        assert (audit.overlong, audit.untrained, audit.kept) == (2, 1, 5)
+        assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 5)
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
     records = chats(40)
     made = tokenize_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:270")
     data = arguments(tmp_path, records, eval_fraction=0.5)
-    found = Conversations(open_source(data[0].dataset[0]), "messages", data[0], data[2])
+    found = Records(
+        open_source(data[0].dataset[0]),
+        read=lambda fields: conversation_of(fields, "messages"),
+        eval_fraction=0.5,
+        skips_bad=False,
+    )
     train = texts_of(made.train, made)
     expected = [
         m["content"] for record in records if shown(record) in train for m in record["messages"]
@@ -665,7 +668,7 @@ def test_what_was_tokenised_is_found_again_without_reading_the_conversations(
     def unread(*_):
         raise AssertionError("the conversations were read again")
 
-    monkeypatch.setattr(tokenizing, "Conversations", unread)
+    monkeypatch.setattr(tokenizing, "Records", unread)
     second = tokenize(*given)
     assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
     assert second.metadata == first.metadata
@@ -777,7 +780,7 @@ def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_pro
     assert sum(facts.source_rows) == facts.train_rows == len(made.train)
     from_b = [{"from b" in text for text in texts_of([row], made)} for row in made.train]
     assert from_b == [{False}] * first + [{True}] * facts.source_rows[1]
-    assert facts.documents == 42
+    assert facts.records == 42
     assert made.mixture is not None
     drawn = made.mixture.rows_at(np.arange(40), seed=0)
     assert (drawn < first).sum() == 30
@@ -819,7 +822,7 @@ def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
 
 def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
     def place(record: dict) -> float:
-        return _hash_of(conversation_of(record, "messages"))
+        return hash_of(conversation_of(record, "messages"))
 
     shorts = chats(6)
     long = next(

@@ -10,7 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.sources import Source, SplitChoice, documents, open_source, records_source
+from llmtrain.data.dataset_names import open_source
+from llmtrain.data.recipe_records import records_source
+from llmtrain.data.sources import Source, SplitChoice, documents
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -343,7 +345,7 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
 
 
 def of_split(folder: Path, split: str = "train") -> Source:
-    return open_source(str(folder), SplitChoice(value=split))
+    return open_source(str(folder), SplitChoice(split, is_named=True))
 
 
 def test_a_hub_dataset_gives_the_rows_of_its_train_split(hub_folder):
@@ -512,6 +514,19 @@ def test_records_in_python_are_read_as_often_as_they_are_needed(records):
     assert list(documents(source, "text")) == TEXTS
     assert source.fingerprint() == source.fingerprint()
     assert not source.has_artificial_nulls
+
+
+def test_the_first_record_is_read_once():
+    started = []
+
+    def texts() -> Iterator[str]:
+        started.append("once")
+        yield from TEXTS
+
+    source = records_source(texts)
+    assert source.first() == source.first() == ("texts(), record 0", {"text": TEXTS[0]})
+    assert started == ["once"]
+    assert records_source([]).first() is None
 
 
 def test_the_fingerprint_of_a_list_follows_its_content():

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model

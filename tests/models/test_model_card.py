@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import llmtrain as lt
-from llmtrain.data.loader import Collate, Slot, SlotRows
+from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.config import ModelConfig, PreferenceConfig
 from llmtrain.models.pretrained import load_model

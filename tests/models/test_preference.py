@@ -15,9 +15,11 @@ from transformers import AutoModelForSequenceClassification
 
 import llmtrain as lt
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.loader import Collate, Slot, SlotRows
-from llmtrain.data.packing import TokenRows
+from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.samplers import Slot
+from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
+from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
@@ -208,8 +210,8 @@ def pairs_in_rows(rows: TokenRows, pairs: list[Pair]) -> list[tuple[int, int, in
     for row in range(len(rows)):
         columns = rows[row]
         codes = np.array(columns["answers"])
-        for at in range(codes.max() // 4 + 1):
-            judged = (codes >> 2 == at) & (codes & 1 == 0) & (np.array(columns["labels"]) >= 0)
+        for at in range(pair_of(codes.max()) + 1):
+            judged = (answer_of(codes) == 2 * at) & (np.array(columns["labels"]) >= 0)
             first = np.array(columns["labels"])[judged].tolist()
             (number,) = [i for i, pair in enumerate(pairs) if pair[1] == first]
             found.append((row, at, number))

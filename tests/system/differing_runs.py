@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import gpt
 
-from llmtrain.data import loader, pretraining
+from llmtrain.data import loader, samplers
+from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.models import gpt as model
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import loop, optim, start
@@ -34,12 +35,13 @@ def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
 
 
 def with_both_ends(
-    tokenizer: Any, *arguments: Any, encoded: Any = pretraining._encoded, **options: Any
+    corpus: EncodedCorpus, sequences: Any, stream: Any = EncodedCorpus._stream
 ) -> Iterator[Any]:
     """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
-    for piece in encoded(tokenizer, *arguments, **options):
-        is_end = piece.tokens.tolist() == [tokenizer.eos_token_id]
-        yield replace(piece, tokens=piece.tokens.repeat(2)) if is_end else piece
+    for piece in stream(corpus, sequences):
+        is_end = piece.begins_document or len(piece) == 1
+        tokens = np.concatenate([piece.tokens[:1], piece.tokens]) if is_end else piece.tokens
+        yield replace(piece, tokens=tokens)
 
 
 class LastLabel(loader.Collate):
@@ -60,10 +62,14 @@ def with_masked_labels(*arguments: Any, **settings: Any) -> Any:
 
 
 PLANT: dict[str, tuple[Any, str, Any]] = {
-    "another order": (loader, "permute", lambda positions, n, key: np.asarray(positions)[::-1] % n),
+    "another order": (
+        samplers,
+        "permute",
+        lambda positions, n, key: np.asarray(positions)[::-1] % n,
+    ),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
-    "a token twice": (pretraining, "_encoded", with_both_ends),
+    "a token twice": (EncodedCorpus, "_stream", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
     "a schedule one late": (
         loop,
@@ -78,7 +84,7 @@ def main() -> None:
     for run in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        loader._order.cache_clear()
+        samplers._rows_of_chunk.cache_clear()
         os.environ["LLMTRAIN_CACHE"] = run["cache"]
         with controls.patched(*PLANT[run["plant"]]) if run["plant"] else contextlib.nullcontext():
             gpt.main(run["flags"])

@@ -19,6 +19,7 @@ import preference
 
 from llmtrain import launch
 from llmtrain.data.loader import Collate, RowBatch
+from llmtrain.interfaces.answer_codes import is_second
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.objective import LossSums, StepTotals
@@ -75,7 +76,7 @@ def divided_pairs(collate: Collate, read: RowBatch) -> LocalBatch:
     local_batch = HONEST_COLLATE(collate, read)
     if WORLD > 1:
         columns = local_batch.columns
-        columns["labels"][(columns["answers"] & 1) != RANK] = -100
+        columns["labels"][is_second(columns["answers"]) != RANK] = -100
     return local_batch
 
 

@@ -77,7 +77,7 @@ def test_a_fine_tune_learns_and_leaves_a_model_that_answers(
     assert losses[30] < 0.7 * losses[0]
     record = read_json(base / "run.json")
     assert record["task"] == "conversations"
-    assert 0 < record["audit"]["trained"] < record["audit"]["tokens"]
+    assert 0 < record["audit"]["targets"] < record["audit"]["tokens"]
     model = AutoModelForCausalLM.from_pretrained(base / "model")
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -126,11 +126,9 @@ def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_record
     first = tokenize(data, 8, records=lambda: iter(texts)).metadata
     assert (first.documents, first.train_tokens) == (2, 2 * 4)
     texts.append("three")
-    assert tokenize(data, 8, records=lambda: iter(texts)).metadata.documents == 3
+    assert tokenize(data, 8, records=lambda: iter(texts)).metadata.records == 3
     assert (
-        tokenize(
-            data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])
-        ).metadata.documents
+        tokenize(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).metadata.records
         == 2
     )
     for bad, says in (

@@ -1,4 +1,4 @@
-"""Rows are packed if the model class keeps documents apart, which is found out before rows are made."""
+"""Rows are packed if the model class is known to keep documents apart."""
 
 import json
 from collections.abc import Callable
@@ -45,9 +45,8 @@ LFM2 = SMALL + "num_hidden_layers=3,layer_types=[conv,full_attention,conv]"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "packing"
 
 
 @pytest.fixture
@@ -157,13 +156,12 @@ def of_whole_rows(documents: Any) -> Any:
 
 
 @pytest.mark.parametrize("flag", ["--no_packing", "--packing"])
-def test_a_user_s_own_choice_needs_no_trial(
-    flag: str, chats: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
+def test_a_user_s_own_choice_needs_no_verdict(
+    flag: str, chats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing_support, "_try", None)
+    monkeypatch.setattr("llmtrain.training.packing.packing_support", None)
     settings, rows = prepared(finetune, chats, "llama", flag)
     assert rows.is_packed == settings.chat.packing == (flag == "--packing")
-    assert not cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -239,34 +237,36 @@ def test_answers_of_a_class_that_leaks_have_halves_of_rows(
     assert (rows.is_packed, rows.metadata.shared) == (False, False)
 
 
-def test_a_class_that_accepts_no_small_sizes_is_not_packed_and_the_reason_is_said(
-    chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, cache: Path
-) -> None:
-    def reject(*_: Any) -> Any:
-        raise ValueError("heads must be 7.\nA second line.")
+@pytest.fixture
+def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of classes without any class."""
+    path = tmp_path / "verdicts.json"
+    path.write_text('{"classes": {}}')
+    monkeypatch.setattr(packing_support, "VERDICTS", path)
 
-    monkeypatch.setattr(packing_support, "_verdicts", reject)
+
+@pytest.mark.usefixtures("verdicts")
+def test_a_class_that_is_not_on_the_list_is_not_packed_and_the_line_names_the_flag(
+    chats: Path, capsys: pytest.CaptureFixture
+) -> None:
     _, rows = prepared(finetune, chats, "llama")
     assert packing_lines(capsys.readouterr().out) == [
-        "packing   conversations are not packed: LlamaForCausalLM was not tried, because a small "
-        "model of it fails: heads must be 7 (--packing packs them)"
+        "packing   conversations are not packed: it is not known whether LlamaForCausalLM keeps "
+        "packed documents apart, because the class was not tried (--packing packs them)"
     ]
     assert not rows.is_packed
-    assert not cache.exists(), "only verdicts are remembered"
 
 
+@pytest.mark.usefixtures("verdicts")
 def test_sharing_prompts_that_was_not_tried_says_so(
-    pairs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    pairs: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    def reject(*_: Any) -> Any:
-        raise ValueError("heads must be 7")
-
-    monkeypatch.setattr(packing_support, "_verdicts", reject)
     _, rows = prepared(preference, pairs, "llama", "--packing")
     assert rows.is_packed
     assert packing_lines(capsys.readouterr().out) == [
-        "packing   each answer has its own copy of the prompt: LlamaForCausalLM was not tried, "
-        "because a small model of it fails: heads must be 7 (--share_prompts shares it)"
+        "packing   each answer has its own copy of the prompt: it is not known whether "
+        "LlamaForCausalLM can share it between two answers, because the class was not tried "
+        "(--share_prompts shares it)"
     ]
 
 
@@ -282,8 +282,8 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
     lt.resolve_packing(settings)
     assert settings.chat.packing is not trusted
     note = (
-        f"conversations are not packed: {tmp_path / 'own'} was not tried, because its "
-        "code is not part of transformers (--packing packs them)"
+        f"conversations are not packed: it is not known whether {tmp_path / 'own'} keeps packed "
+        "documents apart, because its code is not part of transformers (--packing packs them)"
     )
     assert settings.chat.packing_notes == ((note,) if trusted else ())
 

@@ -15,7 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.launching.children import short_run_flags
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import AnySettings, OptimConfig, Settings
-from llmtrain.training.steps import describe_steps, settle_steps
+from llmtrain.training.steps import describe_steps, settle
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, metrics, read_json, write_chats
 
 DEFAULTS: AnySettings = Settings(
@@ -27,13 +27,19 @@ DEFAULTS: AnySettings = Settings(
 def rows_of(count: int, **attributes: Any) -> Any:
     """Rows without content, each with 10 target tokens."""
     metadata = SimpleNamespace(train_tokens=10 * count)
-    rows = {"train": range(count), "mixture": None, "in_order": False, "metadata": metadata}
+    rows = {
+        "train": range(count),
+        "mixture": None,
+        "in_order": False,
+        "metadata": metadata,
+        "positions": 16,
+    }
     return SimpleNamespace(**{**rows, **attributes})
 
 
 def settled(*argv: str, rows: Any = None, defaults: AnySettings = DEFAULTS) -> AnySettings:
     settings = parse(defaults, list(argv))
-    settle_steps(settings, rows or rows_of(98))
+    settle(settings, rows or rows_of(98))
     return settings
 
 
@@ -166,7 +172,7 @@ def test_fractions_follow_the_epochs_and_settling_again_changes_nothing() -> Non
         )
     )
     before = [vars(settings.optim), vars(settings.eval), vars(settings.log), vars(settings.run)]
-    settle_steps(settings, rows_of(98))
+    settle(settings, rows_of(98))
     assert [
         vars(settings.optim),
         vars(settings.eval),
@@ -179,7 +185,7 @@ def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
     defaults: AnySettings = Settings(DataConfig(), optim=OptimConfig(num_train_epochs=1.0))
     for count, steps in ((32, 1), (3200, 100)):
         settings = Settings(DataConfig(), optim=defaults.optim)
-        settle_steps(settings, rows_of(count))
+        settle(settings, rows_of(count))
         assert settings.optim.max_steps == steps
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)
 

@@ -1,18 +1,16 @@
 """Small configurations of any model class, with layers of every kind that the large one has."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-VOCABULARY = 512
-ROW_LENGTH = 128  # the most positions of a row that a miniature is tried on
-_SPAN = 32
+_VOCABULARY = 512
+_SPAN = 32  # of sliding windows and attention chunks
 _MOST_EXPERTS = 4
 _FEWEST_LAYERS = 2
 _FEWEST_HEADS = 4  # of attention that has as many
@@ -35,34 +33,28 @@ _EXPERT_GROUPS = ("n_group", "topk_group")
 
 
 def miniatures(
-    config: "PreTrainedConfig",
-    row_length: int,
-    build: "Callable[[PreTrainedConfig], nn.Module]",
-) -> "Iterator[PreTrainedConfig]":
+    config: PreTrainedConfig, build: Callable[[PreTrainedConfig], nn.Module]
+) -> Iterator[PreTrainedConfig]:
     """Yield small configurations of the same class, the smallest first.
 
     Classes restrict their sizes in many ways, so a class may reject the smallest one.
 
     Args:
         config: the configuration.
-        row_length: the length of the rows to train on. Sliding windows that are shorter stay
-            shorter than :data:`ROW_LENGTH`.
         build: builds a model on the meta device.
     """
     for narrow in (_with_fewer_heads, _with_all_heads):
         try:
-            narrow_config = _changed(config, narrow, row_length)
-            layers = _layers_of_every_kind(narrow_config, build(narrow_config))
-            yield _changed(narrow_config, _with_fewer_layers, layers)
+            narrow_config = _changed(config, narrow)
+            count = _layers_of_every_kind(narrow_config, build(narrow_config))
+            yield _changed(narrow_config, functools.partial(_with_fewer_layers, layers=count))
         except Exception:  # the class rejects these sizes, each in its own way
             continue
 
 
 def _changed(
-    config: "PreTrainedConfig",
-    change: "Callable[[dict[str, Any], PreTrainedConfig, int], None]",
-    argument: int,
-) -> "PreTrainedConfig":
+    config: PreTrainedConfig, change: Callable[[dict[str, Any], PreTrainedConfig], None]
+) -> PreTrainedConfig:
     """Return a configuration in which ``change`` was made to the part of the language model."""
     values = config.to_dict()
     for key in ("quantization_config", "dtype", "auto_map"):
@@ -70,19 +62,18 @@ def _changed(
 
     text_config = config.get_text_config()
     if text_config is config:
-        change(values, config, argument)
+        change(values, config)
     for key, part in values.items():
         if not isinstance(part, dict):
             continue
         if getattr(config, key, None) is text_config:
-            change(part, text_config, argument)
+            change(part, text_config)
         elif "num_hidden_layers" in part:  # a tower for images or sound, which no text meets
             part["num_hidden_layers"] = 1
-    changed: PreTrainedConfig = type(config).from_dict(values)
-    return changed
+    return type(config).from_dict(values)
 
 
-def _with_fewer_heads(values: dict[str, Any], config: "PreTrainedConfig", row_length: int) -> None:
+def _with_fewer_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
     """Divide the number of heads, and every width, by a common divisor."""
     hidden_size = int(config.hidden_size)
     counts = [
@@ -98,7 +89,7 @@ def _with_fewer_heads(values: dict[str, Any], config: "PreTrainedConfig", row_le
             values[key] = _divided(value, factor, unit)
         if _INNER_WIDTHS.search(key):
             values[key] = _at_most(values[key], 2 * hidden_size // factor)
-    _with_all_heads(values, config, row_length)
+    _with_all_heads(values, config)
 
 
 def _divisor(counts: list[int], hidden_size: int) -> int:
@@ -126,14 +117,14 @@ def _at_most(value: Any, limit: int) -> Any:
     return min(value, limit) if type(value) is int else value
 
 
-def _with_all_heads(values: dict[str, Any], config: "PreTrainedConfig", row_length: int) -> None:
-    """Lower the vocabulary, the number of experts, and the spans that rows are longer than."""
+def _with_all_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Lower the vocabulary, the number of experts, and the spans of attention."""
     for key, value in values.items():
         if "vocab_size" in key and isinstance(value, int):
-            values[key] = min(value, VOCABULARY)
+            values[key] = min(value, _VOCABULARY)
         if key.endswith("token_id"):
             values[key] = _within_vocabulary(value)
-        if key in _SPANS and value and value < row_length:
+        if key in _SPANS and value:
             values[key] = min(value, _SPAN)
         if key in _EXPERT_GROUPS and value:
             values[key] = 1
@@ -148,10 +139,10 @@ def _with_all_heads(values: dict[str, Any], config: "PreTrainedConfig", row_leng
 def _within_vocabulary(value: Any) -> Any:
     if isinstance(value, list):
         return [_within_vocabulary(item) for item in value]
-    return min(value, VOCABULARY - 1) if isinstance(value, int) else value
+    return min(value, _VOCABULARY - 1) if isinstance(value, int) else value
 
 
-def _layers_of_every_kind(config: "PreTrainedConfig", model: nn.Module) -> int:
+def _layers_of_every_kind(config: PreTrainedConfig, model: nn.Module) -> int:
     """Return how many of a model's first layers are needed for one of every kind."""
     text_config = config.get_text_config()
     count = int(text_config.num_hidden_layers)
@@ -170,7 +161,7 @@ def _layers_of_every_kind(config: "PreTrainedConfig", model: nn.Module) -> int:
     return min(max([*first_of_kind.values(), _FEWEST_LAYERS - 1]) + 1, count)
 
 
-def _with_fewer_layers(values: dict[str, Any], config: "PreTrainedConfig", layers: int) -> None:
+def _with_fewer_layers(values: dict[str, Any], config: PreTrainedConfig, layers: int) -> None:
     """Keep only the first layers."""
     count = int(config.num_hidden_layers)
     depth_key = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")

@@ -1,0 +1,289 @@
+"""Count what becomes of the records of a source, and say it in the start-up log."""
+
+import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from llmtrain.console import is_or_are, pluralize
+from llmtrain.errors import UserError
+
+Unit: TypeAlias = Literal["conversation", "pair", "answer"]
+
+
+@dataclass
+class Audit:
+    """Counts of the records, examples and tokens in one split of a source.
+
+    Attributes:
+        unit: ``conversation``, ``pair`` or ``answer``. Answers are compared with answers to other
+            prompts, and each such pair is an example.
+        records: records that were read.
+        bad: records that ``--on_bad_row skip`` has left out.
+        examples: training examples that the other records make. A conversation makes one, unless
+            the chat template changes earlier turns; then it makes several.
+        overlong: examples that were dropped or truncated, as ``--overlong`` says.
+        lost_tokens: tokens of these that were dropped or cut off.
+        untrainable: conversations without a single target, and examples that truncation would
+            leave without one; pairs whose answers have the same tokens, or none. They are left out.
+        kept: examples that are in the rows.
+        tokens: tokens of the examples that are kept. The prompt of a pair counts once for each
+            answer.
+        targets: target tokens among these.
+        repeated_tokens: tokens that a longer example of the same conversation holds, too.
+        shared_tokens: tokens that are not stored, because the answers of a pair share a prompt.
+        rows: rows that were written.
+        positions: positions of these rows, with padding.
+        turns: assistant turns that are trained.
+        ended_turns: the turns among these whose end-of-turn token is a target.
+        mismatched_answers: assistant answers that are not trained, because the chat template shows
+            them differently from the way it prompts for them.
+        mismatched_calls: the same for turns that call a tool.
+        hidden_turns: turns whose reasoning, or whose text next to a tool call, the chat template
+            does not show.
+        unmarked_turns: turns that are trained in full, because ``{% generation %}`` marks text that
+            no prompt leads to.
+        unweighted_turns: turns that are not trained, because their weight is 0.
+        special_as_text: special tokens in messages that are encoded as text.
+        unread_fields: the number of messages that have each field that llmtrain does not read.
+    """
+
+    unit: Unit
+    records: int = 0
+    bad: int = 0
+    examples: int = 0
+    overlong: int = 0
+    lost_tokens: int = 0
+    untrainable: int = 0
+    kept: int = 0
+    tokens: int = 0
+    targets: int = 0
+    repeated_tokens: int = 0
+    shared_tokens: int = 0
+    rows: int = 0
+    positions: int = 0
+    turns: int = 0
+    ended_turns: int = 0
+    mismatched_answers: int = 0
+    mismatched_calls: int = 0
+    hidden_turns: int = 0
+    unmarked_turns: int = 0
+    unweighted_turns: int = 0
+    special_as_text: int = 0
+    unread_fields: dict[str, int] = field(default_factory=dict)
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add counts, by the names of the fields."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    @property
+    def has_omissions(self) -> bool:
+        """Whether anything is left out or truncated."""
+        return bool(self.bad or self.overlong or self.untrainable)
+
+    def left_out(self, overlong: str) -> str:
+        """Return one line that says how many examples are kept, and why the rest is not.
+
+        Args:
+            overlong: the value of ``--overlong``.
+        """
+        bad = pluralize(self.bad, "bad one")
+        if self.unit != "conversation":
+            return (
+                f"{self.kept:,} of {self.examples:,} kept: {self._overlong(overlong)}, "
+                f"{self.untrainable:,} without a difference and {bad} left out"
+            )
+        if self.examples > self.records - self.bad:
+            total = pluralize(self.examples, "example")
+        else:
+            total = pluralize(self.records, "conversation")
+        return (
+            f"{self.kept:,} of {total}: {self._overlong(overlong)}, "
+            f"{self.untrainable:,} without a target token and {bad} left out"
+        )
+
+    def lines(self, overlong: str) -> list[str]:
+        """Return the lines of the start-up log."""
+        lines = [self.left_out(overlong)]
+        if self.unit == "conversation":
+            lines += self._lines_about_turns()
+        else:
+            lines.append(self._line_about_pairs())
+
+        if self.special_as_text:
+            tokens = pluralize(self.special_as_text, "special token")
+            verb = is_or_are(self.special_as_text)
+            lines.append(f"{tokens} in messages {verb} encoded as text")
+        if self.unread_fields:
+            counts = sorted(self.unread_fields.items())
+            names = ", ".join(f"{name} ({count:,})" for name, count in counts)
+            lines.append(
+                f"some messages have fields that are not read here: {names}; the chat template "
+                "gets them"
+            )
+        return lines
+
+    def check(self, name: str, overlong: str, first_fault: str) -> None:
+        """Check that there are examples to train on, and that turns train the token that ends them.
+
+        Args:
+            name: the data set, as it is named in ``--dataset``.
+            overlong: how many examples are overlong, in words.
+            first_fault: the first bad record, and what is wrong with it.
+
+        Raises:
+            UserError: if there is nothing to train on, or if no turn trains its end.
+        """
+        if self.unit != "conversation":
+            if not self.kept:
+                first = f", the first one {first_fault}" if self.bad else ""
+                raise UserError(
+                    f"--dataset {name}: none of {pluralize(self.records, 'record')} can be "
+                    f"compared ({overlong}, {self.bad:,} bad{first}, {self.untrainable:,} without "
+                    "a difference); check --max_length and the chat template."
+                )
+            return
+
+        if not self.targets:
+            raise UserError(
+                f"--dataset {name}: no token of {pluralize(self.records, 'conversation')} "
+                f"would be trained ({overlong}, {self._reasons(first_fault)}); check --format, "
+                "--max_length and the chat template."
+            )
+        if self.turns and not self.ended_turns:
+            raise UserError(
+                f"--dataset {name}: none of {pluralize(self.turns, 'turn')} trains the token that "
+                "ends it, so the model would never stop. Put that token inside {% generation %} in "
+                "the chat template, or remove those marks."
+            )
+
+    def _overlong(self, overlong: str) -> str:
+        """Return how many examples are overlong, and how many tokens that has cost."""
+        if not self.overlong:
+            return "0 overlong"
+        outcome = "truncated" if overlong == "truncate" else "dropped"
+        share = self.lost_tokens / (self.tokens + self.lost_tokens)
+        return f"{self.overlong:,} overlong {outcome} ({share:.1%} of the tokens)"
+
+    def _reasons(self, first_fault: str) -> str:
+        """Return why conversations have no targets, besides their length."""
+        reasons = f"{self.bad:,} bad"
+        if self.bad:
+            reasons += f", the first one {first_fault}"
+        mismatched = self.mismatched_answers + self.mismatched_calls
+        if mismatched:
+            pronoun = "it is" if mismatched == 1 else "they are"
+            reasons += (
+                f"; {pluralize(mismatched, 'turn')} {is_or_are(mismatched)} shown differently from "
+                f"the way {pronoun} prompted for"
+            )
+        if self.unweighted_turns:
+            verb = "has" if self.unweighted_turns == 1 else "have"
+            reasons += f"; {pluralize(self.unweighted_turns, 'turn')} {verb} weight 0"
+        return reasons
+
+    def _line_about_pairs(self) -> str:
+        target_share = self.targets / max(self.tokens, 1)
+        shared_share = self.shared_tokens / max(self.tokens, 1)
+        fill = (self.tokens - self.shared_tokens) / max(self.positions, 1)
+        return (
+            f"{self.targets:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
+            f"{self.shared_tokens:,} positions saved by sharing prompts ({shared_share:.1%}), "
+            f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full"
+        )
+
+    def _lines_about_turns(self) -> list[str]:
+        target_share = self.targets / max(self.tokens, 1)
+        fill = self.tokens / max(self.positions, 1)
+        lines = [
+            f"{self.targets:,} of {self.tokens:,} tokens are targets ({target_share:.1%}), "
+            f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full, "
+            f"{self.ended_turns:,} of {pluralize(self.turns, 'turn')} "
+            f"{'trains its' if self.ended_turns == 1 else 'train their'} end"
+        ]
+        if self.repeated_tokens:
+            factor = self.tokens / (self.tokens - self.repeated_tokens)
+            advice = "; --turns last trains only the last one" if factor > 3 else ""
+            readable = self.records - self.bad
+            lines.append(
+                f"{pluralize(readable, 'conversation')} {'makes' if readable == 1 else 'make'} "
+                f"{self.examples:,} examples, which repeat {self.repeated_tokens:,} tokens "
+                f"(x {factor:.2f}), because the template changes earlier turns{advice}"
+            )
+        if self.mismatched_answers or self.mismatched_calls:
+            lines.append(
+                f"{pluralize(self.mismatched_answers, 'answer')} and "
+                f"{pluralize(self.mismatched_calls, 'call')} are not trained: the chat template "
+                "shows them differently from the way it prompts for them"
+            )
+        if self.hidden_turns:
+            lines.append(
+                f"{pluralize(self.hidden_turns, 'turn')} "
+                f"{'loses its' if self.hidden_turns == 1 else 'lose their'} reasoning, or the text "
+                "next to a tool call: the chat template does not show it"
+            )
+        if self.unmarked_turns:
+            lines.append(
+                f"{pluralize(self.unmarked_turns, 'turn')} {is_or_are(self.unmarked_turns)} "
+                "trained in full: {% generation %} marks text that no prompt leads to"
+            )
+        if self.unweighted_turns:
+            lines.append(
+                f"{pluralize(self.unweighted_turns, 'turn')} {is_or_are(self.unweighted_turns)} "
+                f"not trained, because {'its' if self.unweighted_turns == 1 else 'their'} weight "
+                "is 0"
+            )
+        return lines
+
+
+class RecordCounts:
+    """Counts of each record, by name; they are summed once the split of each record is known.
+
+    Most records have the same counts as others, which are stored once.
+    """
+
+    def __init__(self) -> None:
+        self._distinct: dict[tuple[tuple[str, int], ...], int] = {}
+        self._records = array.array("q")
+        self._numbers = array.array("q")  # in `_distinct`, for each of `_records`
+
+    def add(self, record: int, counts: Mapping[str, int]) -> None:
+        """Add counts of a record, given its number."""
+        key = tuple(sorted(counts.items()))
+        self._records.append(record)
+        self._numbers.append(self._distinct.setdefault(key, len(self._distinct)))
+
+    def total(self, is_selected: np.ndarray) -> dict[str, int]:
+        """Return the sums over some records.
+
+        Args:
+            is_selected: bool [records].
+        """
+        are_selected = is_selected[np.array(self._records, np.int64)]
+        numbers = np.array(self._numbers, np.int64)[are_selected]
+        repetitions = np.bincount(numbers, minlength=len(self._distinct)).tolist()
+        totals: dict[str, int] = {}
+        for counts, repetition in zip(self._distinct, repetitions, strict=True):
+            add_counts(totals, {name: repetition * count for name, count in counts})
+        return {name: count for name, count in totals.items() if count}
+
+
+def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:
+    """Add counts to totals with the same keys."""
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count
+
+
+def total_audit(audits: Sequence[Audit]) -> Audit:
+    """Return the sums of the counts of several sources."""
+    total = Audit(unit=audits[0].unit)
+    for audit in audits:
+        total.add({name: getattr(audit, name) for name in _NUMBERS})
+        add_counts(total.unread_fields, audit.unread_fields)
+    return total
+
+
+_NUMBERS = [count.name for count in fields(Audit) if count.name not in ("unit", "unread_fields")]

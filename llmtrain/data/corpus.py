@@ -1,0 +1,326 @@
+"""Text as tokens: the documents of a source, divided into training and eval data.
+
+Each document is read and encoded once. :mod:`llmtrain.data.text_rows` cuts them into rows.
+"""
+
+import array
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from llmtrain.console import can_show_bars
+from llmtrain.data.encoded import EncodedSource, SplitStats
+from llmtrain.data.sources import Source, documents
+from llmtrain.data.splits import Split, hash_fraction, largest_eval_share
+from llmtrain.data.store import TOKENS_PER_BATCH
+from llmtrain.data.text_rows import Piece, batches, write_stream
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
+from llmtrain.errors import UserError, first_line
+
+# Characters in a call of the tokenizer, which divides the texts of a call among the CPU cores.
+_ENCODE_CHARACTERS = 1 << 20
+_SEGMENT_CHARACTERS = 1 << 16
+# Matches before white space that follows something else. Python counts \x1c to \x1f as white space,
+# Unicode does not.
+_GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of a document that is encoded by itself."""
+
+    text: str
+    is_first: bool
+    is_last: bool
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+class Division(NamedTuple):
+    """The splits of the documents of a source.
+
+    Attributes:
+        is_eval: bool [documents].
+        cut: the number of the document whose end is the eval data; ``None`` if none is cut.
+    """
+
+    is_eval: np.ndarray
+    cut: int | None
+
+
+class Corpus:
+    """The documents of a source, divided into training and eval data.
+
+    A document is eval data if its hash is below ``--eval_fraction``. So adding other documents does
+    not move it to the other split. If a split is then almost empty, as with a handful of documents,
+    the eval data are the end of the longest document instead.
+
+    Args:
+        source: the documents.
+        field: the name of the field that holds the text.
+        eval_fraction: the share of the eval data.
+        only_split: the split of all documents; ``None`` to divide them.
+
+    Attributes:
+        bytes: UTF-8 bytes of each document, once a pass over all is complete.
+    """
+
+    def __init__(
+        self, source: Source, field: str, eval_fraction: float, only_split: Split | None = None
+    ) -> None:
+        self.source = source
+        self.field = field
+        self.only_split = only_split
+        self.fraction = 0.0 if only_split else eval_fraction
+        self.bytes = np.empty(0, np.int64)
+        self.longest = -1  # the number of the longest document
+        self._hashes = np.empty(0)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield all documents, and note the size and the hash of each."""
+        sizes = array.array("q")
+        hashes = array.array("d")
+        longest_length = 0
+        for number, text in enumerate(documents(self.source, self.field)):
+            encoded = text.encode()
+            sizes.append(len(encoded))
+            hashes.append(hash_fraction(encoded))
+            if len(text) > longest_length:
+                longest_length = len(text)
+                self.longest = number
+            yield text
+
+        self.bytes = np.array(sizes, np.int64)
+        self._hashes = np.array(hashes)
+        if not self.bytes.sum():
+            raise UserError(f"{self.source.flag} {self.source.name} holds no text.")
+
+    def division(self) -> Division:
+        """Divide the documents, after a pass over all."""
+        is_eval = self._hashes < self.fraction
+        if self.only_split == "eval":
+            is_eval[:] = True
+        eval_bytes = self.bytes[is_eval].sum()
+        largest = self.bytes.sum() * largest_eval_share(self.fraction)
+        if not self.fraction or 0 < eval_bytes <= largest:
+            return Division(is_eval, cut=None)
+        return Division(np.zeros_like(is_eval), cut=self.longest)
+
+    def cut(self, text: str) -> tuple[str, str]:
+        """Cut the longest document: return the training data and the eval data in it."""
+        start = int(len(text) * (1 - self.fraction))
+        return text[:start], text[start:]
+
+    def texts(self, split: Split | None = None) -> Iterator[str]:
+        """Yield the texts of one split, or of both."""
+        if split is None:
+            yield from self
+            return
+
+        for _ in self:  # the division depends on all documents
+            pass
+        division = self.division()
+        for number, text in enumerate(self):
+            if number == division.cut:
+                train_text, eval_text = self.cut(text)
+                yield eval_text if split == "eval" else train_text
+            elif division.is_eval[number] == (split == "eval"):
+                yield text
+
+
+class EncodedCorpus(EncodedSource):
+    """The documents of a source as tokens.
+
+    A stored sequence is a document with the token that begins it: end-of-text, or the BOS of a
+    tokenizer that puts one before every text. Then end-of-text belongs to the document, too.
+
+    Args:
+        corpus: the documents.
+        tokenizer: the tokenizer.
+        is_trained: whether the tokenizer was trained by
+            :func:`llmtrain.data.tokenizer.train_tokenizer`. Long documents are then encoded in
+            segments. This changes no token, because such a tokenizer begins a new word wherever
+            white space follows something else.
+        columns: the columns of the rows. The labels of text are its tokens, so rows of text alone
+            need no column of labels. With ``position_ids``, documents do not attend to each other.
+        folder: the folder of the temporary file.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: FastTokenizer,
+        is_trained: bool,
+        columns: Sequence[str],
+        folder: Path,
+    ) -> None:
+        super().__init__(folder)
+        self.corpus = corpus
+        self.is_trained = is_trained
+        self.columns = columns
+        self._end_of_text = np.array([tokenizer.eos_token_id], np.int32)
+        self._has_bos = begins_with_bos(tokenizer)
+        self._first_token = self._end_of_text
+        if self._has_bos:
+            self._first_token = np.array([tokenizer.bos_token_id], np.int32)
+
+        # These come after the call of begins_with_bos(), which changes the same settings.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+
+        # The number of the document of each stored sequence. If a document is cut, its training
+        # data are stored under its number, and its eval data are the last sequence.
+        self._documents = array.array("q")
+        self._division = Division(np.empty(0, bool), cut=None)
+        self._bytes_of_cut = (0, 0)
+
+    def encode(self) -> None:
+        """Read and encode all documents once.
+
+        Raises:
+            UserError: if no training data are left, or if the tokenizer cannot encode a text.
+        """
+        with tqdm(
+            unit="B",
+            unit_scale=True,
+            desc="tokenising",
+            leave=False,
+            disable=not can_show_bars(),
+        ) as bar:
+            segments = itertools.chain.from_iterable(map(self._segments, self._texts()))
+            for batch in batches(segments, _ENCODE_CHARACTERS):
+                self._store(batch)
+                bar.update(sum(len(segment.text.encode()) for segment in batch))
+
+        if self.corpus.only_split is None and not self._bytes_of("train"):
+            raise UserError(
+                f"--eval_fraction {self.corpus.fraction} leaves no text to train on; lower it, or "
+                "set it to 0."
+            )
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return no lengths: text is cut into rows of any length."""
+        return np.empty(0, np.int64)
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split, which hold ``max_length + 1`` tokens."""
+        size = self._bytes_of(split)
+        sequences = self._sequences_of(split) if size else np.empty(0, np.int64)
+        is_cut = self._division.cut is not None
+        stream = self._stream(sequences)
+        written = write_stream(path, stream, block_size=max_length, columns=self.columns)
+        return SplitStats(
+            # A document that is cut counts as eval data.
+            records=len(sequences) - int(is_cut and split == "train"),
+            rows=written.rows,
+            targets=written.targets,
+            bytes=size,
+            sha256=written.sha256,
+        )
+
+    # --- from documents to the store
+
+    def _texts(self) -> Iterator[str]:
+        """Yield all documents, the longest one last, because it may be cut."""
+        longest = ""
+        longest_number = -1
+        for number, text in enumerate(self.corpus):
+            if len(text) > len(longest):
+                shorter, longest = longest, text
+                shorter_number, longest_number = longest_number, number
+            else:
+                shorter = text
+                shorter_number = number
+            if shorter_number >= 0:
+                self._documents.append(shorter_number)
+                yield shorter
+
+        self._division = self.corpus.division()
+        self._documents.append(longest_number)
+        if self._division.cut is None:
+            yield longest
+        else:
+            train_text, eval_text = self.corpus.cut(longest)
+            self._documents.append(longest_number)
+            self._bytes_of_cut = (len(train_text.encode()), len(eval_text.encode()))
+            yield train_text
+            yield eval_text
+
+    def _segments(self, text: str) -> Iterator[_Segment]:
+        """Split a text for the threads of the tokenizer, if that changes no token."""
+        if self.is_trained:
+            return _segments_of(text)
+        return iter([_Segment(text, is_first=True, is_last=True)])
+
+    def _store(self, segments: list[_Segment]) -> None:
+        """Encode segments on all CPU cores, and store their tokens."""
+        texts = [segment.text for segment in segments]
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise UserError(
+                f"the tokenizer cannot encode this text: {first_line(error)}."
+            ) from None
+
+        for segment, encoding in zip(segments, encodings, strict=True):
+            if segment.is_first:
+                self.store.extend(self._first_token)
+            self.store.extend(np.array(encoding.ids, np.int32))
+            if segment.is_last:
+                if self._has_bos:
+                    self.store.extend(self._end_of_text)
+                self.store.end_sequence()
+
+    # --- from the store to rows
+
+    def _splits_of_sequences(self) -> np.ndarray:
+        """Return whether each stored sequence is eval data, bool [sequences]."""
+        is_eval = self._division.is_eval[np.array(self._documents, np.int64)]
+        if self._division.cut is not None:
+            is_eval[-1] = True
+        return is_eval
+
+    def _sequences_of(self, split: Split) -> np.ndarray:
+        """Return the numbers of the sequences of a split, in the order of the documents."""
+        sequences = np.flatnonzero(self._splits_of_sequences() == (split == "eval"))
+        documents_of_split = np.array(self._documents, np.int64)[sequences]
+        return sequences[np.argsort(documents_of_split, kind="stable")]
+
+    def _bytes_of(self, split: Split) -> int:
+        """Return the UTF-8 bytes of the text in a split."""
+        sizes = self.corpus.bytes[np.array(self._documents, np.int64)]
+        if self._division.cut is not None:
+            sizes[-2:] = self._bytes_of_cut
+        return int(sizes[self._splits_of_sequences() == (split == "eval")].sum())
+
+    def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:
+        """Yield the stream of a split: its documents, and end-of-text after the last one."""
+        stored = self.store.stored()
+        stops = self.store.stops
+        lengths = self.store.lengths
+        for sequence in sequences.tolist():
+            stop = int(stops[sequence])
+            begin = stop - int(lengths[sequence])
+            for start in range(begin, stop, TOKENS_PER_BATCH):
+                tokens = stored[start : min(start + TOKENS_PER_BATCH, stop)]
+                yield Piece(tokens, begins_document=start == begin)
+        if len(sequences) and not self._has_bos:
+            yield Piece(self._end_of_text)
+
+
+def _segments_of(text: str) -> Iterator[_Segment]:
+    """Split a text about every ``_SEGMENT_CHARACTERS``, before white space."""
+    start = 0
+    while gap := _GAP.search(text, start + _SEGMENT_CHARACTERS):
+        yield _Segment(text[start : gap.start()], is_first=start == 0, is_last=False)
+        start = gap.start()
+    yield _Segment(text[start:], is_first=start == 0, is_last=True)

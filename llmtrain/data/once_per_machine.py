@@ -1,0 +1,80 @@
+"""A result that one process of a launch computes, and that the others on its machine take."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import filelock
+import psutil
+
+from llmtrain.files import write_json
+
+_calls: Counter[str] = Counter()  # how often this process has asked for a result, by its name
+
+
+def once_per_machine(name: str, compute: Callable[[], str]) -> str:
+    """Return a text that takes long to compute; one process of a launch on each machine does it.
+
+    The others wait until it has finished. The first call with a name returns the same text in all
+    of them, and so do the second, the third, and so on. If the computation fails, each process
+    tries it. A process that no launcher has started computes its own text.
+
+    Args:
+        name: tells this text from others. Every process must use a name equally often.
+        compute: returns the text.
+    """
+    number = _calls[name]
+    _calls[name] += 1
+    folder = _launch_folder()
+    if folder is None:
+        return compute()
+
+    name_hash = hashlib.sha256(f"{number} {name}".encode()).hexdigest()[:16]
+    path = folder / f"{name_hash}.json"
+    lock = filelock.FileLock(folder / f"{name_hash}.lock")
+    try:
+        lock.acquire()
+    except OSError:  # the folder cannot be written
+        return compute()
+    try:
+        if path.is_file():
+            return str(json.loads(path.read_text()))
+        text = compute()
+        with contextlib.suppress(OSError):
+            write_json(path, text, durable=False)
+        return text
+    finally:
+        lock.release()
+
+
+def _launch_folder() -> Path | None:
+    """Return a folder that only the processes of one launch on one machine know.
+
+    ``torchrun``, ``accelerate launch`` and ``notebook_launcher`` all use torch's elastic agent. It
+    makes a new folder for the errors of each launch, with one for each restart of its processes:
+    ``.../attempt_0/LOCAL_RANK/error.json``. Neither the agent's process id nor its run id would do:
+    a notebook launches several times with the same ones.
+
+    Returns:
+        The folder; ``None`` if this process is alone, or may not be one of those that were
+        launched. Results of an earlier launch are then never taken.
+    """
+    variable = "TORCHELASTIC_ERROR_FILE"
+    error_file = Path(os.environ.get(variable, ""))
+    folder = error_file.parent.parent
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    if error_file.parts[-3:] != (attempt, os.environ.get("LOCAL_RANK"), "error.json"):
+        return None
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" or not folder.is_dir():
+        return None
+
+    # A program that a launched process starts has its variables, too.
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        if parent is not None and parent.environ().get(variable) != str(error_file):
+            return folder
+    return None

@@ -1,0 +1,66 @@
+"""Divide the records of a source into training and eval data, by hashes of their content.
+
+So a record keeps its split if others are added, and all answers to a prompt share one.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.files import json_text
+
+Split: TypeAlias = Literal["train", "eval"]
+# More eval data than this share, or than twice --eval_fraction, are far too many.
+_LARGEST_EVAL_SHARE = 0.5
+
+
+def largest_eval_share(fraction: float) -> float:
+    """Return the largest share of eval data that hashes may choose for ``--eval_fraction``."""
+    return max(_LARGEST_EVAL_SHARE, 2 * fraction)
+
+
+def hash_fraction(text: bytes) -> float:
+    """Hash a text to a number in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big") / 2**48
+
+
+def hash_of(record: Conversation | PreferenceRecord) -> float:
+    """Hash the prompt of a record to a number in [0, 1).
+
+    The prompt of a conversation is everything before its first answer. A conversation that begins
+    with an answer is hashed completely.
+    """
+    if isinstance(record, PreferenceRecord):
+        prompt = record.prompt
+    else:
+        first_answer = 0
+        while record.messages[first_answer]["role"] != "assistant":
+            first_answer += 1
+        prompt = record.messages[:first_answer] or record.messages
+    return hash_fraction(json_text(prompt, sort_keys=True, default=str).encode())
+
+
+def eval_limit_of(hashes: Sequence[float], fraction: float) -> float:
+    """Return the limit below which the hash of a record makes it eval data.
+
+    The limit is ``fraction``, unless that would choose no record or far too many. Then it is a
+    limit that chooses about ``fraction`` of them. Records with the same prompt have the same hash
+    and stay in the same split.
+
+    Args:
+        hashes: the hash of each record, in [0, 1).
+        fraction: the share of eval data, in [0, 1).
+    """
+    chosen = sum(number < fraction for number in hashes)
+    largest = min(len(hashes) * largest_eval_share(fraction), len(hashes) - 1)
+    if not fraction or 0 < chosen <= largest:
+        return fraction
+
+    ascending = sorted(hashes)
+    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
+    for number in ascending[count:]:
+        if number > ascending[0]:
+            return number
+    return 0.0  # all prompts are the same

@@ -1,0 +1,198 @@
+"""One process of a launch reads a recipe's records for their fingerprint, and no launch takes another's."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from llmtrain.data import once_per_machine as module
+from llmtrain.data.once_per_machine import once_per_machine
+from llmtrain.data.recipe_records import records_source
+from tests.launching import PYTHON, run, torchrun
+
+# Two functions of one name, whose records are other ones. Each writes a line when all are read.
+SCRIPT = """
+import json, os, sys
+import llmtrain as lt
+
+folder, case = sys.argv[1:]
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+def write(name, content):
+    with open(f"{folder}/{name}", "a") as file:
+        file.write(json.dumps(content) + "\\n")
+
+def source(word):
+    def records():
+        for number in range(40):
+            yield f"{word} {number} of attempt {attempt if case == 'changing' else 0}"
+        write("reads", [attempt, word])
+    return records
+
+fingerprint = "v1" if case == "named" else None
+for word in ("one", "two"):
+    data = lt.DataConfig(tokenizer="byte", eval_fraction=0.0)
+    made = lt.tokenize(data, 16, records=source(word), records_fingerprint=word + str(fingerprint) if fingerprint else None)
+    write("rows", [attempt, word, made.metadata.data_sha256])
+if case == "changing" and attempt == "0":
+    sys.exit(3)
+"""
+
+LAUNCHED_TWICE = """
+import sys
+from accelerate import notebook_launcher
+from llmtrain.data.recipe_records import records_source
+
+def records():
+    return [word]
+
+def train():
+    sys.stdout.write(f"{word} {records_source(records).fingerprint()}\\n")
+
+for word in ("one", "two"):
+    notebook_launcher(train, num_processes=2)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def lines(folder: Path, name: str) -> list[list[str]]:
+    path = folder / name
+    content = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return [json.loads(line) for line in content]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {"LLMTRAIN_CACHE": str(folder / "cache")}
+
+
+def test_all_processes_of_a_launch_read_a_generator_as_often_as_one_process(
+    tmp_path: Path, script: Path
+) -> None:
+    def reads(command: list[str], case: str, cache: str) -> Counter[str]:
+        env = environment(tmp_path / cache)
+        run([*command, str(script), str(tmp_path), case], env).assert_ok()
+        return Counter(word for _, word in lines(tmp_path, "reads"))
+
+    alone = reads(PYTHON, "plain", "first")
+    assert reads(PYTHON, "plain", "first") == {"one": 1, "two": 1}
+    assert reads(torchrun(2), "plain", "second") == alone
+    assert reads(torchrun(2), "plain", "second") == {"one": 1, "two": 1}
+    rows = Counter((word, digest) for _, word, digest in lines(tmp_path, "rows"))
+    assert list(rows.values()) == [6, 6]  # of six processes
+
+
+def test_a_named_fingerprint_reads_nothing(tmp_path: Path, script: Path) -> None:
+    command = [*PYTHON, str(script), str(tmp_path), "named"]
+    run(command, environment(tmp_path)).assert_ok()
+    assert lines(tmp_path, "reads")
+    run(command, environment(tmp_path)).assert_ok()
+    assert lines(tmp_path, "reads") == []
+
+
+def test_restarted_processes_read_the_records_again(tmp_path: Path, script: Path) -> None:
+    command = [*torchrun(2), "--max-restarts", "1", str(script), str(tmp_path), "changing"]
+    run(command, environment(tmp_path)).assert_ok()
+    rows = Counter((attempt, word, digest) for attempt, word, digest in lines(tmp_path, "rows"))
+    digests = {(attempt, word): digest for attempt, word, digest in rows}
+    assert len(set(digests.values())) == len(digests) == 4
+    assert rows["1", "one", digests["1", "one"]] == 2
+
+
+def test_a_notebook_that_launches_twice_reads_the_records_twice(tmp_path: Path) -> None:
+    path = tmp_path / "launches.py"
+    path.write_text(LAUNCHED_TWICE)
+    ended = run([*PYTHON, str(path)], {"CUDA_VISIBLE_DEVICES": ""}).assert_ok()
+    printed = Counter(line for line in ended.out.splitlines() if line[:4] in ("one ", "two "))
+    digests = {line.split()[0]: line.split()[1] for line in printed}
+    assert list(printed.values()) == [2, 2]
+    assert len(set(digests.values())) == 2
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a launch of two processes, of which this process is one."""
+    folder = tmp_path / "attempt_0"
+    (folder / "1").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "1" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(module, "_calls", Counter())
+    return folder
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process another one of the launch, which has not asked for a result."""
+    monkeypatch.setattr(module, "_calls", Counter())
+
+
+def test_the_calls_with_a_name_are_told_apart_by_their_order(
+    launched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert once_per_machine("a", lambda: "x") == "x"
+    assert once_per_machine("a", lambda: "y") == "y"
+    assert once_per_machine("b", lambda: "z") == "z"
+    again(monkeypatch)
+    assert [once_per_machine("a", lambda: "unused") for _ in range(2)] == ["x", "y"]
+    assert once_per_machine("b", lambda: "unused") == "z"
+
+
+def test_a_failure_is_no_result(launched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        once_per_machine("a", lambda: str(1 // 0))
+    again(monkeypatch)
+    assert once_per_machine("a", lambda: "x") == "x"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TORCHELASTIC_ERROR_FILE", ""),
+        ("TORCHELASTIC_ERROR_FILE", "/dev/null"),
+        ("TORCHELASTIC_ERROR_FILE", "/somewhere/attempt_0/1/error.json"),
+        ("TORCHELASTIC_RESTART_COUNT", "1"),
+        ("LOCAL_RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+    ],
+)
+def test_a_process_whose_launch_is_not_known_computes_for_itself(
+    launched: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    assert once_per_machine("a", lambda: "x") == "x"
+    monkeypatch.setenv(variable, value)
+    again(monkeypatch)
+    assert once_per_machine("a", lambda: "y") == "y"
+
+
+def test_a_program_that_a_launched_process_starts_computes_for_itself(launched: Path) -> None:
+    program = (
+        "from llmtrain.data.once_per_machine import once_per_machine\n"
+        "import os; print(once_per_machine('a', lambda: str(os.getpid())))"
+    )
+    starter = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {program!r}])"
+    env = {name: os.environ[name] for name in os.environ if "ELASTIC" in name or "LOCAL" in name}
+    ended = run([*PYTHON, "-c", starter], env).assert_ok()
+    assert len(set(ended.out.split())) == 2
+
+
+def test_a_list_is_hashed_by_each_process(launched: Path) -> None:
+    records_source(["a", "b"]).fingerprint()
+    assert not list(launched.glob("*.json"))
+    records_source(lambda: ["a", "b"]).fingerprint()
+    assert len(list(launched.glob("*.json"))) == 1
+
+
+def test_a_name_stands_for_the_records() -> None:
+    unread = lambda: 1 // 0  # noqa: E731
+    first = records_source(unread, "v1").fingerprint()
+    assert first == records_source(["a"], "v1").fingerprint()
+    assert first != records_source(unread, "v2").fingerprint()
