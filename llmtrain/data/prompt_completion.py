@@ -62,7 +62,7 @@ class PromptCompletionRenderer:
         completions = [completion.removesuffix(self._eos) for completion in completions]
         sequences = [self._sequence(prompt, completion) for completion in completions]
         # The prompt, which is in all sequences, is counted once.
-        _, special_as_text = self.encoder.escape([prompt, *completions])
+        _, special_as_text = self.encoder.escaping.escape([prompt, *completions])
         return Rendered(
             sequences, counts=Counter(special_as_text=special_as_text), unread_fields=Counter()
         )
@@ -84,7 +84,7 @@ class PromptCompletionRenderer:
             raise BadRecord(
                 "the record holds half of a surrogate pair, which is not valid text"
             ) from None
-        (prompt, completion), special_as_text = self.encoder.escape([prompt, completion])
+        (prompt, completion), special_as_text = self.encoder.escaping.escape([prompt, completion])
         has_escapes = special_as_text > 0
 
         prompt_ids = self.encoder.encode(prompt, has_escapes).ids

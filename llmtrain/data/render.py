@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmtrain.data.escaping import texts_of
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import (
     BadRecord,
@@ -20,7 +21,7 @@ from llmtrain.data.messages import (
 from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd, cut
 from llmtrain.data.template_messages import AdaptedMessages, adapt_messages
 from llmtrain.data.template_properties import TemplateProperties
-from llmtrain.data.text_encoder import TextEncoder, Tokens, texts_of
+from llmtrain.data.text_encoder import TextEncoder, Tokens
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.data.turns import ConversationTexts, Turn, TurnFinder
 
@@ -146,7 +147,7 @@ class Renderer:
             sequences += rendered.sequences
 
         # The prompt, which is in all sequences, is counted once.
-        _, special_as_text = self.encoder.escape([record.messages, record.tools])
+        _, special_as_text = self.encoder.escaping.escape([record.messages, record.tools])
         return Rendered(
             sequences,
             counts=Counter(special_as_text=special_as_text),
@@ -162,16 +163,16 @@ class Renderer:
         if self.template.opens_reasoning and self.template.reasoning_field is None:
             shown.append(adapted.reasoning)
         _check_text(shown, adapted)
-        escaped, special_as_text = self.encoder.escape(shown)
+        escaped, special_as_text = self.encoder.escaping.escape(shown)
         if special_as_text:
             messages, tools = escaped[:2]
-            reasoning, _ = self.encoder.escape(adapted.reasoning)
+            reasoning, _ = self.encoder.escaping.escape(adapted.reasoning)
             adapted = AdaptedMessages(messages, reasoning)
 
         texts = ConversationTexts(self.template.jinja, adapted, tools)
         has_escapes = special_as_text > 0
         if has_escapes:
-            self.encoder.check_json(texts.complete.text)
+            self.encoder.escaping.check_json(texts.complete.text)
         counts = Counter(special_as_text=special_as_text)
         turns = self._turn_finder.find(
             texts,
@@ -253,7 +254,7 @@ class Renderer:
             tokens_before = 0
             characters_before = 0
         if has_escapes:
-            turn = turn._replace(target=self.encoder.unescape(turn.target))
+            turn = turn._replace(target=self.encoder.escaping.unescape(turn.target))
         return _EncodedTurn(
             turn=turn,
             ids=np.array(prompt_ids + tokens.ids[tokens_before:], np.int32),

@@ -412,6 +412,24 @@ def test_an_end_of_turn_that_takes_in_the_white_space_beside_it_is_trained(mark,
     assert (rendered.ended, rendered.target_bytes) == (2, 2)
 
 
+def test_characters_that_the_normalizer_removes_are_not_counted_in_bytes():
+    tokenizer = make(unmarked(TEMPLATES["chatml"]))
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Replace("~", "")
+    assert said(tokenizer, chat("a", "~b")) == ["b<|im_end|>"]
+    assert one(tokenizer, chat("a", "~b")).target_bytes == 1
+
+
+def test_white_space_that_a_control_token_takes_in_is_not_counted_in_bytes():
+    tokenizer = make()
+    tokenizer.add_tokens([tokenizers.AddedToken("<say>", special=True, lstrip=True)])
+    tokenizer.chat_template = unmarked(TEMPLATES["chatml"]).replace(
+        "{{- m.content + '<|im_end|>' -}}", "{{- ' <say>' + m.content + '<|im_end|>' -}}", 1
+    )
+    document = one(tokenizer, chat("a", "b"))
+    assert said(tokenizer, chat("a", "b")) == ["<say>b<|im_end|>"]
+    assert document.target_bytes == 1
+
+
 def test_white_space_belongs_to_its_token_also_where_the_tokenizer_leaves_it_out_of_offsets():
     tokenizer = make(marked(PLAIN))
     plain = one(tokenizer, chat("a", " b "))

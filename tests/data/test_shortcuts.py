@@ -1,4 +1,4 @@
-"""A conversation that is encoded once makes the documents that it makes turn by turn."""
+"""A conversation that is encoded once makes the sequences that it makes turn by turn."""
 
 import json
 import random
@@ -72,8 +72,8 @@ WITHOUT_FIRST = """
 class SlowRenderer(Renderer):
     """Encodes each prompt and each turn by itself."""
 
-    def _add_run(self, documents: Any, run: Any) -> bool:
-        return False
+    def _encode_together(self, run: Any) -> None:
+        return None
 
 
 def random_text(random: random.Random, words: list[str]) -> str:
@@ -195,6 +195,21 @@ def test_the_documents_are_those_that_are_encoded_turn_by_turn(name: str) -> Non
         assert json.dumps(conversation) == before
 
 
+@pytest.mark.parametrize("condition", LOOKS_AHEAD.values(), ids=LOOKS_AHEAD)
+def test_each_turn_is_trained_as_the_last_one_of_a_conversation(condition: str) -> None:
+    """Its prompt shows earlier turns as a chat would send them."""
+    tokenizer = make(LOOKING_AHEAD.replace("AHEAD", condition))
+    messages = chat("a", "b", "c", "d", "e", "f").messages
+    sequences = Renderer(tokenizer)(Conversation(messages, None)).sequences
+    targets = [tokenizer.decode(each.ids[each.loss_mask]) for each in sequences]
+    assert targets == ["b</s>", "d</s>", "f</s>"]
+    prompts = [tokenizer.decode(each.ids[~each.loss_mask]) for each in sequences]
+    assert prompts == [
+        tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
+        for i in (1, 3, 5)
+    ]
+
+
 # A special token of a message, with another character in place of its first.
 NEUTRAL = 0xE000
 
@@ -245,7 +260,7 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
     generator = random.Random(name)
     renderer = Renderer(TOKENIZERS[name]())
     decode = renderer.tokenizer.decode
-    control_ids = renderer.encoder.control_ids
+    are_controls = renderer.encoder.are_controls
     specials = list(renderer.template.control_tokens.values())
     compared = 0
     for _ in range(8):
@@ -261,8 +276,8 @@ def test_special_tokens_of_messages_are_text_for_every_template(name: str) -> No
         special, other = outcomes
         assert other.counts["special_as_text"] == 0
         for first, second in zip(special.sequences, other.sequences, strict=True):
-            is_control = np.isin(first.ids, control_ids)
-            wanted = second.ids[np.isin(second.ids, control_ids)]
+            is_control = are_controls(first.ids)
+            wanted = second.ids[are_controls(second.ids)]
             np.testing.assert_array_equal(first.ids[is_control], wanted)
             assert decode(first.ids) == plain(decode(second.ids))
             target = decode(first.ids[first.loss_mask])
