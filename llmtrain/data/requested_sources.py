@@ -23,14 +23,12 @@ class RequestedSource(NamedTuple):
     Attributes:
         source: its records.
         format: their format.
-        text_field: the name of the field that holds the text, if they are text.
         only_split: the split of all its records; ``None`` to divide them.
         text_field: the field that holds the text, if the format is text.
     """
 
     source: Source
     format: str
-    text_field: str
     only_split: Split | None
     text_field: str
 
