@@ -228,10 +228,9 @@ class RowConfig(Config):
         hidden=True,
     )
 
-    # Why rows are not packed, for the log of the data. Without an annotation this is no flag.
-    packing_notes = tuple[str, ...]()
-
     def __post_init__(self) -> None:
+        # Why rows are not packed, for the log of the data. It is no field, so it is no flag.
+        self.packing_notes: list[str] = []
         if self.dataset_num_proc is not None:
             require_at_least(self, 1, "dataset_num_proc")
 
@@ -251,15 +250,6 @@ class RowConfig(Config):
         del flags["chat_template"]  # a path, whose file may change, or be moved
         del flags["dataset_num_proc"]  # the rows are the same from any number of processes
         return {**flags, "packing": self.is_packed}
-
-    def resolve_packing(self, can_pack: bool) -> None:
-        """Decide whether rows are packed, unless the user has decided.
-
-        Args:
-            can_pack: whether the model keeps packed documents apart.
-        """
-        if self.packing is None:
-            self.packing = can_pack
 
 
 @dataclass
@@ -298,12 +288,3 @@ class PairConfig(RowConfig):
     def fingerprint(self) -> JsonObject:
         """Return everything that the rows depend on, except the text of the template."""
         return {**super().fingerprint(), "share_prompts": self.shares_prompts}
-
-    def resolve_sharing(self, can_share: bool) -> None:
-        """Decide whether answers share a prompt, unless the user has decided.
-
-        Args:
-            can_share: whether the model keeps two answers to one prompt apart.
-        """
-        if self.share_prompts is None:
-            self.share_prompts = can_share

@@ -35,26 +35,27 @@ def resolve_packing(settings: AnySettings) -> None:
     if support is None:
         return
 
-    rows = "pairs" if isinstance(chat, PairConfig) else "conversations"
-    chat.resolve_packing(support.packs)
-    if is_packing_open and support.problem:
-        chat.packing_notes += (
-            f"{rows} are not packed: it is not known whether {support.class_name} keeps packed "
-            f"documents apart, because {support.problem} (--packing packs them)",
-        )
-    elif is_packing_open and not support.packs:
-        chat.packing_notes += (
-            f"{rows} are not packed: {support.class_name} lets the documents of a packed row see "
-            "each other",
-        )
+    if is_packing_open:
+        chat.packing = support.packs
+        rows = "pairs" if isinstance(chat, PairConfig) else "conversations"
+        if support.problem:
+            chat.packing_notes.append(
+                f"{rows} are not packed: it is not known whether {support.class_name} keeps packed "
+                f"documents apart, because {support.problem} (--packing packs them)"
+            )
+        elif not support.packs:
+            chat.packing_notes.append(
+                f"{rows} are not packed: {support.class_name} lets the documents of a packed row "
+                "see each other"
+            )
 
-    if isinstance(chat, PairConfig):
-        chat.resolve_sharing(support.shares_prompts)
-        if is_sharing_open and chat.is_packed and not chat.shares_prompts:
+    if isinstance(chat, PairConfig) and is_sharing_open:
+        chat.share_prompts = support.shares_prompts
+        if chat.is_packed and not chat.shares_prompts:
             reason = f"{support.class_name} cannot share it between two answers"
             if support.problem:
                 reason = (
                     f"it is not known whether {support.class_name} can share it between two "
                     f"answers, because {support.problem} (--share_prompts shares it)"
                 )
-            chat.packing_notes += (f"each answer has its own copy of the prompt: {reason}",)
+            chat.packing_notes.append(f"each answer has its own copy of the prompt: {reason}")

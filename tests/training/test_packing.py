@@ -285,7 +285,7 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
         f"conversations are not packed: it is not known whether {tmp_path / 'own'} keeps packed "
         "documents apart, because its code is not part of transformers (--packing packs them)"
     )
-    assert settings.chat.packing_notes == ((note,) if trusted else ())
+    assert settings.chat.packing_notes == ([note] if trusted else [])
 
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:

@@ -1,0 +1,62 @@
+"""The records of a source are read once, unless something must be known of all of them before."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.prepare import tokenize
+
+TEXTS = [{"text": f"document {i} " * (i + 1)} for i in range(30)]
+CHATS = [{"prompt": f"{i}?", "completion": f"{i * i}."} for i in range(30)]
+PAIRS = [{"prompt": f"{i}?", "chosen": f"{i * i}.", "rejected": "no"} for i in range(30)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("records", "tokenizer", "chat", "unpaired", "passes"),
+    [
+        pytest.param(TEXTS, "byte", None, False, 1, id="text"),
+        pytest.param(TEXTS[-1:], "byte", None, False, 1, id="a document that is cut"),
+        pytest.param(TEXTS, "char", None, False, 2, id="characters first"),
+        # the split first, because the eval data must not shape the vocabulary
+        pytest.param(TEXTS, "bpe:300", None, False, 3, id="a vocabulary first"),
+        pytest.param(CHATS, "byte", ChatConfig(), False, 1, id="conversations"),
+        pytest.param(CHATS[:3], "byte", ChatConfig(), False, 1, id="few conversations"),
+        pytest.param(PAIRS, "byte", PairConfig(), False, 1, id="pairs"),
+        # the split first, because an answer is compared with one of its own split
+        pytest.param(PAIRS, "byte", PairConfig(), True, 2, id="single answers"),
+    ],
+)
+def test_records_are_read_as_often_as_they_must_be(
+    records: list[dict[str, Any]],
+    tokenizer: str,
+    chat: RowConfig | None,
+    unpaired: bool,
+    passes: int,
+) -> None:
+    complete = []
+
+    def read() -> Iterator[dict[str, Any]]:
+        yield from records
+        complete.append("a pass")
+
+    data = DataConfig(tokenizer=tokenizer, eval_fraction=0.3)
+    for expected in (passes, 0):  # the second time the rows are in the cache
+        tokenize(
+            data,
+            16 if chat is None else 64,
+            chat,
+            records=read,
+            unpaired=unpaired,
+            records_fingerprint="of these records",
+        )
+        assert len(complete) == expected
+        complete.clear()
