@@ -349,8 +349,8 @@ def _settings_differences(run_a: History, run_b: History) -> list[MetadataDiffer
 
 class _TokenCounts(NamedTuple):
     train_tokens: int
-    documents: int
-    eval_documents: int
+    records: int
+    eval_records: int
 
 
 def _token_counts(record: JsonObject) -> _TokenCounts | None:
@@ -360,8 +360,8 @@ def _token_counts(record: JsonObject) -> _TokenCounts | None:
         return None
     return _TokenCounts(
         train_tokens=record["train_tokens"],
-        documents=record["documents"],
-        eval_documents=record["eval_documents"],
+        records=record["records"],
+        eval_records=record["eval_records"],
     )
 
 
@@ -376,11 +376,11 @@ def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> st
     b = _token_counts(record_b)
     if a is None or b is None:
         return None
-    if a.documents != b.documents or a.eval_documents != b.eval_documents:
+    if a.records != b.records or a.eval_records != b.eval_records:
         return None
 
     fewer, more = sorted((a.train_tokens, b.train_tokens))
-    documents = a.documents - a.eval_documents
+    documents = a.records - a.eval_records
     extra, rest = divmod(more - fewer, max(documents, 1))
     # One token may be left over, because the first text may begin with one, too.
     if extra == 0 or rest > 1:

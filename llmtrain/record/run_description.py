@@ -25,7 +25,7 @@ _LOCAL_FLAGS = {
 _DETAILS = "details"  # a key of a description that is not compared
 # Parts of a fingerprint that are hashes, and the keys of run.json that describe what was hashed.
 _DESCRIBED_BY = {
-    "data": ("dataset", "documents", "train_tokens", "eval_tokens"),
+    "data": ("dataset", "records", "train_tokens", "eval_tokens"),
     "tokenizer": ("tokenizer", "vocabulary"),
 }
 

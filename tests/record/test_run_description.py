@@ -149,7 +149,7 @@ def test_the_commit_of_a_run_says_whether_files_were_changed_since(script: Path)
 
 BEFORE = {
     "dataset": "a.txt",
-    "documents": 3,
+    "records": 3,
     "train_tokens": 100,
     "eval_tokens": 10,
     "tokenizer": "byte",
