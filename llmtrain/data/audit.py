@@ -1,4 +1,7 @@
-"""Count what becomes of the records of a source, and say it in the start-up log."""
+"""Count what becomes of the records of a source, and say it in the start-up log.
+
+That includes how many examples are overlong, and which ``--max_length`` holds most of them.
+"""
 
 import array
 from collections.abc import Mapping, Sequence
@@ -10,6 +13,11 @@ import numpy as np
 from llmtrain.console import is_or_are, pluralize
 from llmtrain.errors import UserError
 
+# --max_length auto holds this share of the examples. A larger --max_length is suggested if the
+# chosen one holds fewer.
+COVERED_SHARE = 0.995
+_MULTIPLE = 64  # that --max_length auto is rounded up to
+
 Unit: TypeAlias = Literal["conversation", "pair", "answer"]
 
 
@@ -20,11 +28,12 @@ class Audit:
     Attributes:
         unit: ``conversation``, ``pair`` or ``answer``. Answers are compared with answers to other
             prompts, and each such pair is an example.
+        truncates: whether overlong examples are truncated, not dropped.
         records: records that were read.
         bad: records that ``--on_bad_row skip`` has left out.
         examples: training examples that the other records make. A conversation makes one, unless
             the chat template changes earlier turns; then it makes several.
-        overlong: examples that were dropped or truncated, as ``--overlong`` says.
+        overlong: examples that were dropped or truncated.
         lost_tokens: tokens of these that were dropped or cut off.
         untrainable: conversations without a single target, and examples that truncation would
             leave without one; pairs whose answers have the same tokens, or none. They are left out.
@@ -51,6 +60,7 @@ class Audit:
     """
 
     unit: Unit
+    truncates: bool = False
     records: int = 0
     bad: int = 0
     examples: int = 0
@@ -84,16 +94,12 @@ class Audit:
         """Whether anything is left out or truncated."""
         return bool(self.bad or self.overlong or self.untrainable)
 
-    def left_out(self, overlong: str) -> str:
-        """Return one line that says how many examples are kept, and why the rest is not.
-
-        Args:
-            overlong: the value of ``--overlong``.
-        """
+    def left_out(self) -> str:
+        """Return one line that says how many examples are kept, and why the rest is not."""
         bad = pluralize(self.bad, "bad one")
         if self.unit != "conversation":
             return (
-                f"{self.kept:,} of {self.examples:,} kept: {self._overlong(overlong)}, "
+                f"{self.kept:,} of {self.examples:,} kept: {self._overlong()}, "
                 f"{self.untrainable:,} without a difference and {bad} left out"
             )
         if self.examples > self.records - self.bad:
@@ -101,13 +107,13 @@ class Audit:
         else:
             total = pluralize(self.records, "conversation")
         return (
-            f"{self.kept:,} of {total}: {self._overlong(overlong)}, "
+            f"{self.kept:,} of {total}: {self._overlong()}, "
             f"{self.untrainable:,} without a target token and {bad} left out"
         )
 
-    def lines(self, overlong: str) -> list[str]:
+    def lines(self) -> list[str]:
         """Return the lines of the start-up log."""
-        lines = [self.left_out(overlong)]
+        lines = [self.left_out()]
         if self.unit == "conversation":
             lines += self._lines_about_turns()
         else:
@@ -160,11 +166,11 @@ class Audit:
                 "the chat template, or remove those marks."
             )
 
-    def _overlong(self, overlong: str) -> str:
+    def _overlong(self) -> str:
         """Return how many examples are overlong, and how many tokens that has cost."""
         if not self.overlong:
             return "0 overlong"
-        outcome = "truncated" if overlong == "truncate" else "dropped"
+        outcome = "truncated" if self.truncates else "dropped"
         share = self.lost_tokens / (self.tokens + self.lost_tokens)
         return f"{self.overlong:,} overlong {outcome} ({share:.1%} of the tokens)"
 
@@ -279,11 +285,63 @@ def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:
 
 def total_audit(audits: Sequence[Audit]) -> Audit:
     """Return the sums of the counts of several sources."""
-    total = Audit(unit=audits[0].unit)
+    total = Audit(unit=audits[0].unit, truncates=audits[0].truncates)
     for audit in audits:
         total.add({name: getattr(audit, name) for name in _NUMBERS})
         add_counts(total.unread_fields, audit.unread_fields)
     return total
 
 
-_NUMBERS = [count.name for count in fields(Audit) if count.name not in ("unit", "unread_fields")]
+_NUMBERS = [count.name for count in fields(Audit) if count.type == "int" or count.type is int]
+
+
+def covering_length(lengths: np.ndarray) -> int:
+    """Return the smallest multiple of 64 that holds 99.5 % of the examples; 0 if there are none.
+
+    Args:
+        lengths: int [examples], the smallest ``--max_length`` that holds each.
+    """
+    if not len(lengths):
+        return 0
+    index = int(np.ceil(len(lengths) * COVERED_SHARE)) - 1
+    quantile = int(np.partition(lengths, index)[index])
+    return -(-max(quantile, 1) // _MULTIPLE) * _MULTIPLE
+
+
+def describe_overlong(lengths: np.ndarray, max_length: int) -> str:
+    """Return how many examples are overlong, and which ``--max_length`` holds most of them.
+
+    Args:
+        lengths: int [examples], the smallest ``--max_length`` that holds each.
+        max_length: the value of ``--max_length``.
+    """
+    overlong = int((lengths > max_length).sum())
+    if not overlong:
+        return "0 are overlong"
+    return overlong_sentence(overlong, len(lengths), max_length, covering_length(lengths))
+
+
+def overlong_sentence(overlong: int, examples: int, max_length: int, covering: int) -> str:
+    """Return how many examples are overlong, and which ``--max_length`` holds most of them."""
+    return (
+        f"{overlong:,} of {examples:,} {is_or_are(overlong)} longer than --max_length "
+        f"{max_length:,}; --max_length {covering} holds {COVERED_SHARE:.1%}"
+    )
+
+
+def check_not_all_overlong(lengths: np.ndarray, name: str, unit: str, max_length: int) -> None:
+    """Raise :class:`UserError` if all training examples are overlong, and thus dropped.
+
+    Args:
+        lengths: int [examples], the smallest ``--max_length`` that holds each.
+        name: the data set, as it is named in ``--dataset``.
+        unit: a word for an example, in the singular.
+        max_length: the value of ``--max_length``.
+    """
+    if not len(lengths) or (lengths <= max_length).any():
+        return
+    units_are = f"the only {unit} is" if len(lengths) == 1 else f"all {len(lengths):,} {unit}s are"
+    raise UserError(
+        f"--dataset {name}: {units_are} longer than --max_length {max_length}; set --max_length "
+        f"{covering_length(lengths)}, or --overlong truncate."
+    )

@@ -1,44 +1,48 @@
-"""Records whose fields are renamed by ``--columns``."""
+"""Sources whose fields have our names, as ``--columns`` says."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.readers import Record
 from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
 
 
-def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> list[Source]:
-    """Return sources whose fields are renamed.
+def rename_columns(sources: Sequence[Source], names: ColumnNames) -> list[Source]:
+    """Return sources whose fields have our names.
 
-    A source that has none of these fields stays as it is: it may hold text, or have the usual
-    names. The first record of each source decides.
-
-    Args:
-        sources: the data sets of a run.
-        columns: the name of a field in the sources, by its new name.
+    A source that has none of the fields stays as it is, unless a word names it: it may hold text,
+    or have our names. The first record of each source decides.
 
     Raises:
         UserError: with the place of a record that has only some of the fields; or with the first
-            record of all if no source has them.
+            record of all if no source has the fields that are for all sources.
     """
-    if not columns:
-        return list(sources)
-
     renamed_sources: list[Source] = []
-    is_any_renamed = False
-    first_records = [source.first() for source in sources]
-    for source, first in zip(sources, first_records, strict=True):
-        is_renamed = first is not None and any(name in first.fields for name in columns.values())
-        if first is not None and is_renamed:
-            _check_columns(first, columns)
-            is_any_renamed = True
-        renamed_sources.append(_with_columns(source, columns) if is_renamed else source)
+    common_names = names.renamed("")
+    is_common_name_used = False
+    unchanged: list[Record] = []  # the first record of each source that stays as it is
+    for source in sources:
+        columns = names.renamed(source.name)
+        first = source.first() if columns else None
+        if first is None:
+            renamed_sources.append(source)
+            continue
 
-    if not is_any_renamed:
-        for first in first_records:
-            if first is not None:
-                _check_columns(first, columns)
+        used = {ours: theirs for ours, theirs in columns.items() if theirs in first.fields}
+        is_named = any(column.ours != "text" for column in names.of_dataset(source.name))
+        if used or is_named:
+            _check_columns(first, columns)
+            renamed_sources.append(_with_columns(source, columns))
+            is_common_name_used |= bool(used.items() & common_names.items())
+        else:
+            renamed_sources.append(source)
+            unchanged.append(first)
+
+    if not is_common_name_used:
+        for first in unchanged:
+            _check_columns(first, common_names)
     return renamed_sources
 
 

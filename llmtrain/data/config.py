@@ -1,13 +1,14 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
 _MOST_DEFAULT_PROCESSES = 16  # that render conversations
@@ -95,8 +96,9 @@ class DataConfig(BatchConfig):
     columns: list[str] = flag(
         [],
         "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
-        "the field question as the prompt; text=body does the same as --text_field body",
-        metavar="OURS=THEIRS",
+        "the field question as the prompt; text=body does the same as --text_field body; for one "
+        "of several data sets, DATASET:OURS=THEIRS",
+        metavar="[DATASET:]OURS=THEIRS",
     )
     mixture: list[float] = flag(
         [],
@@ -150,7 +152,12 @@ class DataConfig(BatchConfig):
         for name in ("dataset_train_split", "dataset_test_split"):
             if getattr(self, name) == "":
                 raise UserError(f"--{name} is empty: name a split of the data set, such as test.")
-        parse_columns(self.columns)
+        for column in self.column_names.columns:
+            if column.dataset and column.dataset not in [*self.dataset, *self.eval_dataset]:
+                raise UserError(
+                    f"--columns {column}: {column.dataset} is not a name in --dataset or "
+                    "--eval_dataset; write it as there."
+                )
 
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
@@ -168,43 +175,18 @@ class DataConfig(BatchConfig):
         return self.mixture
 
     @property
-    def text_column(self) -> str:
-        """The field that holds the text: ``text=...`` in ``--columns``, or ``--text_field``."""
-        return parse_columns(self.columns).get("text", self.text_field)
+    def column_names(self) -> ColumnNames:
+        """The names of fields in the data sets: ``--columns``."""
+        return ColumnNames.parse(self.columns)
 
-    @property
-    def renamed_columns(self) -> dict[str, str]:
-        """The fields of records to rename: ``--columns`` without ``text``."""
-        columns = parse_columns(self.columns)
-        columns.pop("text", None)
-        return columns
+    def text_field_of(self, dataset: str) -> str:
+        """Return the field that holds the text of a data set."""
+        return self.column_names.text(dataset) or self.text_field
 
     @property
     def has_own_eval_data(self) -> bool:
         """Whether the eval data are other data sets or splits, not a share of ``--dataset``."""
         return bool(self.eval_dataset) or self.dataset_test_split is not None
-
-
-def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """Parse the value of ``--columns``.
-
-    Returns:
-        The name of a field in the data, by the name that the formats of this package have for it.
-
-    Raises:
-        UserError: if a word is not ``OURS=THEIRS``, or if a name is used twice.
-    """
-    names: dict[str, str] = {}
-    for word in columns:
-        ours, _, theirs = word.partition("=")
-        if not ours or not theirs:
-            raise UserError(f"--columns {word}: write OURS=THEIRS, such as prompt=question.")
-        if ours in names:
-            raise UserError(f"--columns {word}: {ours} is set twice; remove one of them.")
-        if theirs in names.values():
-            raise UserError(f"--columns {word}: the field {theirs} is used twice; remove one.")
-        names[ours] = theirs
-    return names
 
 
 @dataclass
@@ -263,6 +245,13 @@ class RowConfig(Config):
         """Whether a row may hold several conversations or pairs."""
         return self.packing is not False
 
+    def fingerprint(self) -> JsonObject:
+        """Return everything that the rows depend on, except the text of the template."""
+        flags = asdict(self)
+        del flags["chat_template"]  # a path, whose file may change, or be moved
+        del flags["dataset_num_proc"]  # the rows are the same from any number of processes
+        return {**flags, "packing": self.is_packed}
+
     def resolve_packing(self, can_pack: bool) -> None:
         """Decide whether rows are packed, unless the user has decided.
 
@@ -305,6 +294,10 @@ class PairConfig(RowConfig):
     def shares_prompts(self) -> bool:
         """Whether two answers follow one copy of their prompt."""
         return self.is_packed and self.share_prompts is not False
+
+    def fingerprint(self) -> JsonObject:
+        """Return everything that the rows depend on, except the text of the template."""
+        return {**super().fingerprint(), "share_prompts": self.shares_prompts}
 
     def resolve_sharing(self, can_share: bool) -> None:
         """Decide whether answers share a prompt, unless the user has decided.

@@ -1,12 +1,13 @@
 """The lines about the data in the start-up log."""
 
+from collections.abc import Sequence
+
 from llmtrain.console import pluralize, say
-from llmtrain.data.audit import Audit
+from llmtrain.data.audit import COVERED_SHARE, Audit, overlong_sentence
 from llmtrain.data.chat_template import DEFAULT_TEMPLATE
-from llmtrain.data.config import PairConfig
-from llmtrain.data.lengths import COVERED_SHARE, overlong_sentence
 from llmtrain.data.metadata import DataMetadata
 from llmtrain.data.request import DataRequest
+from llmtrain.data.sources import Source
 from llmtrain.data.tokenized import Tokenized, short_names
 
 # How the names of eval splits begin, such as "test_sft" and "validation".
@@ -41,7 +42,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     if request.has_eval_sources:
         say("eval", f"the eval data are {request.eval_split}{' '.join(rows.eval_names)}")
     elif not is_cached:
-        _describe_unread_splits(request)
+        _describe_unread_splits(request.train)
     if request.tokenizer.has_default_template:
         say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
     assert rows.tokenizer is not None, "these rows were made with one"
@@ -49,9 +50,9 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
 
 
-def _describe_unread_splits(request: DataRequest) -> None:
+def _describe_unread_splits(sources: Sequence[Source]) -> None:
     """Name the first split of each data set that its authors meant for evaluation."""
-    for source in request.train:
+    for source in sources:
         eval_splits = [name for name in source.other_splits() if name.startswith(_EVAL_SPLITS)]
         if eval_splits:
             split = eval_splits[0]
@@ -64,50 +65,39 @@ def _describe_unread_splits(request: DataRequest) -> None:
 
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     """Print what is trained, and how many conversations or pairs are left out and why."""
-    chat = request.chat
-    if chat is None:
+    if request.chat is None:
         say("task", "continued pretraining: the records are text, not conversations")
         return
 
-    for note in chat.packing_notes:
+    for note in request.chat.packing_notes:
         say("packing", note)
 
     if metadata.audit:
         formats = ", ".join(dict.fromkeys(requested.format for requested in request.sources))
-        say("task", f"{_task(request)}: the records are {formats}")
+        if metadata.task == "preferences":
+            task = "preference training"
+        elif "text" in [each.format for each in request.sources if each.is_for_training]:
+            task = "fine-tuning on the assistant's turns, and on every token of the text"
+        else:
+            task = "fine-tuning on the assistant's turns"
+        say("task", f"{task}: the records are {formats}")
         audit = Audit(**metadata.audit)
-        for line in audit.lines(chat.overlong):
+        for line in audit.lines():
             say("audit", line)
-        _describe_lengths(request, metadata, audit)
+        if request.max_length == "auto":
+            say("lengths", f"--max_length auto is {metadata.block_size:,}")
+        if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+            sentence = overlong_sentence(
+                audit.overlong, audit.examples, metadata.block_size, metadata.covering_length
+            )
+            say("lengths", sentence)
     else:
         say("task", "continued pretraining: the training records are text, not conversations")
 
     if metadata.eval_audit:
         eval_audit = Audit(**metadata.eval_audit)
         if eval_audit.has_omissions:
-            say("eval", eval_audit.left_out(chat.overlong))
-
-
-def _task(request: DataRequest) -> str:
-    """Return what is trained, if it is not text alone."""
-    if isinstance(request.chat, PairConfig):
-        return "preference training"
-    task = "fine-tuning on the assistant's turns"
-    training_formats = [each.format for each in request.sources if each.is_for_training]
-    if "text" in training_formats:
-        task += ", and on every token of the text"
-    return task
-
-
-def _describe_lengths(request: DataRequest, metadata: DataMetadata, audit: Audit) -> None:
-    """Print the length that ``auto`` chose, and how many conversations are longer."""
-    if request.max_length == "auto":
-        say("lengths", f"--max_length auto is {metadata.block_size:,}")
-    if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
-        sentence = overlong_sentence(
-            audit.overlong, audit.examples, metadata.block_size, metadata.covering_length
-        )
-        say("lengths", sentence)
+            say("eval", eval_audit.left_out())
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

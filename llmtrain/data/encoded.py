@@ -15,10 +15,9 @@ import numpy as np
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars
-from llmtrain.data.audit import Audit, RecordCounts, Unit
+from llmtrain.data.audit import Audit, RecordCounts, Unit, check_not_all_overlong, describe_overlong
 from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
-from llmtrain.data.lengths import check_not_all_overlong, describe_overlong
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.parallel_rendering import render_all
@@ -172,7 +171,11 @@ class EncodedExamples(EncodedSource, Generic[R]):
         """Write the rows of a split; see :class:`EncodedSource`."""
         is_selected = self.records.is_in(split)
         readable = int((is_selected & self.records.is_readable).sum())
-        audit = Audit(unit=self.unit, records=int(is_selected.sum()))
+        audit = Audit(
+            unit=self.unit,
+            truncates=self.config.overlong == "truncate",
+            records=int(is_selected.sum()),
+        )
         audit.bad = audit.records - readable
         audit.add(self._counts.total(is_selected))
         audit.unread_fields = self._unread_fields.total(is_selected)

@@ -285,12 +285,15 @@ def conversation_of(
     return CONVERSATION_FORMATS[format].read(record)
 
 
-def preference_of(record: Fields, has_artificial_nulls: bool = False) -> PreferenceRecord:
+def preference_of(
+    record: Fields, has_artificial_nulls: bool = False, allows_single: bool = True
+) -> PreferenceRecord:
     """Read a record of preference data: a pair, or a single answer with a label.
 
     Args:
         record: the fields of the record.
         has_artificial_nulls: see :func:`conversation_of`.
+        allows_single: the loss takes single answers, too.
 
     Raises:
         BadRecord: if the record is not preference data, or if its answers cannot be compared.
@@ -302,7 +305,12 @@ def preference_of(record: Fields, has_artificial_nulls: bool = False) -> Prefere
             "the record has two answers (chosen, rejected) and a single one (completion, label); "
             "keep one kind"
         )
-    return PREFERENCE_FORMATS["pairs" if is_pair else "labelled_answers"].read(record)
+    preference = PREFERENCE_FORMATS["pairs" if is_pair else "labelled_answers"].read(record)
+    if not allows_single and len(preference.answers) < 2:
+        raise BadRecord(
+            "the record has one answer with a label, but this loss compares two answers"
+        )
+    return preference
 
 
 def _check_that_only_fits(record: Fields, format: str) -> None:

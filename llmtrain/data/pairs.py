@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from llmtrain.data.config import PairConfig
+from llmtrain.data.config import RowConfig
 from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
@@ -79,19 +79,19 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         records: the preference records.
         renderer: renders them.
         config: says how they become rows.
-        unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
         folder: the folder of the temporary file.
+        unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
+        shares_prompts: store the prompt of a pair once for both answers.
     """
-
-    config: PairConfig
 
     def __init__(
         self,
         records: Records[PreferenceRecord],
         renderer: AnyRenderer,
-        config: PairConfig,
-        unpaired: bool,
+        config: RowConfig,
         folder: Path,
+        unpaired: bool,
+        shares_prompts: bool,
     ) -> None:
         super().__init__(
             records,
@@ -102,6 +102,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
             digest_note=f" {unpaired}",
         )
         self.unpaired = unpaired
+        self.shares_prompts = shares_prompts
         self._pairs = array.array("q")  # the _Pair of each pair, one number after the other
         # Single answers are compared inside their split: the first record of a split, which is
         # compared with the last one, and the last record so far.
@@ -203,7 +204,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         kept = np.flatnonzero(is_kept)
         columns = _columns(pairs[kept])
         starts = np.zeros((len(kept), 2), np.int64)
-        if self.config.shares_prompts:
+        if self.shares_prompts:
             starts[:, 1] = columns["shared"]
         sequences = selected[kept]
         examples = Examples(

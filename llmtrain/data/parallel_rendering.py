@@ -1,24 +1,25 @@
 """Render conversations in several processes, in their order.
 
-The processes are started by ``subprocess`` and not by ``multiprocessing``, which would run the
-user's script again in each of them. Each gets the renderer once, then chunks of conversations
-through its standard input, and ends when that is closed. So none outlives the process that started
-it, even if that one is killed.
+``concurrent.futures.ProcessPoolExecutor`` is as fast, but runs the user's script again in each
+process, and fails if the script has no ``if __name__ == "__main__"``. The processes here end when
+their connection is closed, so none outlives the process that started it, even if that is killed.
 """
 
 import contextlib
 import itertools
+import multiprocessing
 import os
 import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
@@ -34,8 +35,7 @@ Result: TypeAlias = Rendered | BadRecord
 FEWEST_FOR_PROCESSES = 2_000
 CHUNK_SIZE = 200  # conversations
 _CHUNKS_PER_PROCESS = 3  # that wait, are rendered or have been rendered
-_LENGTH = struct.Struct("<Q")  # comes before each message between processes
-_COMMAND = "from llmtrain.data.parallel_rendering import work; work()"
+_COMMAND = "from llmtrain.data.parallel_rendering import work; work({file_descriptor})"
 
 
 def render_all(
@@ -49,7 +49,7 @@ def render_all(
         processes: the number of processes.
 
     Yields:
-        Each item, and its documents, or why it cannot be rendered; in the order of ``items``. An
+        Each item, and its tokens, or why it cannot be rendered; in the order of ``items``. An
         error of ``items`` itself is raised after the results that come before it.
 
     Raises:
@@ -65,13 +65,14 @@ def render_all(
     pickled = None
     if first.error is None and len(first.entries) == FEWEST_FOR_PROCESSES:
         pickled = _pickled(renderer)
+    all_items = _continued(first, remaining)
     if pickled is None:
-        for tag, item in itertools.chain(first.entries, _raised(first.error), remaining):
+        for tag, item in all_items:
             yield tag, item, _rendered(renderer, item)
         return
 
     with contextlib.closing(_Workers(pickled, processes)) as workers:
-        yield from _render_chunks(workers, itertools.chain(first.entries, remaining))
+        yield from _render_chunks(renderer, workers, all_items)
 
 
 def _rendered(renderer: AnyRenderer, item: Conversation | PreferenceRecord) -> Result:
@@ -98,11 +99,14 @@ def _read_chunk(items: Iterator[tuple[Tag, Item]], size: int) -> _Chunk[Tag, Ite
     return _Chunk(entries, None)
 
 
-def _raised(error: Exception | None) -> Iterator[Any]:
-    """Yield nothing, and raise an error if there is one."""
-    yield from ()
-    if error is not None:
-        raise error
+def _continued(
+    first: _Chunk[Tag, Item], remaining: Iterator[tuple[Tag, Item]]
+) -> Iterator[tuple[Tag, Item]]:
+    """Yield the items of a chunk, raise its error, or else yield the remaining items."""
+    yield from first.entries
+    if first.error is not None:
+        raise first.error
+    yield from remaining
 
 
 def _pickled(renderer: AnyRenderer) -> bytes | None:
@@ -114,10 +118,10 @@ def _pickled(renderer: AnyRenderer) -> bytes | None:
 
 
 def _render_chunks(
-    workers: "_Workers", items: Iterator[tuple[Tag, Item]]
+    renderer: AnyRenderer, workers: "_Workers", items: Iterator[tuple[Tag, Item]]
 ) -> Iterator[tuple[Tag, Item, Result]]:
     """Render conversations or records in chunks, and yield the results in order."""
-    pending: deque[tuple[_Chunk[Tag, Item], Future[list[Result]]]] = deque()
+    pending: deque[tuple[_Chunk[Tag, Item], Future[list[Result] | None]]] = deque()
     is_at_end = False
     while pending or not is_at_end:
         while not is_at_end and len(pending) < _CHUNKS_PER_PROCESS * workers.count:
@@ -125,12 +129,21 @@ def _render_chunks(
             is_at_end = len(chunk.entries) < CHUNK_SIZE
             pending.append((chunk, workers.submit([item for _, item in chunk.entries])))
 
-        if pending:
-            chunk, future = pending.popleft()
-            for (tag, item), result in zip(chunk.entries, future.result(), strict=True):
-                yield tag, item, result
-            if chunk.error is not None:
-                raise chunk.error
+        chunk, future = pending.popleft()
+        results = future.result()
+        if results is None:  # the process cannot render it: the error is raised here
+            results = [_rendered(renderer, item) for _, item in chunk.entries]
+        for (tag, item), result in zip(chunk.entries, results, strict=True):
+            yield tag, item, result
+        if chunk.error is not None:
+            raise chunk.error
+
+
+class _Worker(NamedTuple):
+    """A started process, and this process's end of the connection to it."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: Connection
 
 
 class _Workers:
@@ -143,62 +156,60 @@ class _Workers:
 
     def __init__(self, pickled_renderer: bytes, count: int) -> None:
         self.count = count
-        self._processes = [_start_process() for _ in range(count)]
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        for process in self._processes:
-            self._idle.put(process)
-        self._pickled_renderer = pickled_renderer
-        self._ready: set[int] = set()
+        self._workers = [_start_worker() for _ in range(count)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="rendering")
+        for worker in self._workers:
+            self._threads.submit(self._send_renderer, worker, pickled_renderer)
 
-    def submit(self, items: list[Conversation | PreferenceRecord]) -> "Future[list[Result]]":
-        """Let a process render a chunk."""
+    def submit(self, items: list[Conversation | PreferenceRecord]) -> "Future[list[Result] | None]":
+        """Let a process render a chunk. The result is ``None`` if that raises an error."""
         return self._threads.submit(self._render, items)
 
     def close(self) -> None:
         """End all processes, also if they are rendering."""
-        for process in self._processes:
-            process.kill()
+        for worker in self._workers:
+            worker.process.kill()
         self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            with contextlib.suppress(BrokenPipeError), process:
-                pass  # closes its pipes and waits for its end
-            process.wait()
+        for worker in self._workers:
+            worker.process.wait()
+            worker.connection.close()
 
-    def _render(self, items: list[Conversation | PreferenceRecord]) -> list[Result]:
-        process = self._idle.get()
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _send_renderer(self, worker: _Worker, pickled_renderer: bytes) -> None:
+        with contextlib.suppress(OSError):  # if it has ended, its first chunk raises the error
+            worker.connection.send_bytes(pickled_renderer)
+        self._idle.put(worker)
+
+    def _render(self, items: list[Conversation | PreferenceRecord]) -> list[Result] | None:
+        worker = self._idle.get()
         try:
-            if process.pid not in self._ready:
-                _send(process.stdin, self._pickled_renderer)
-                self._ready.add(process.pid)
-            _send(process.stdin, pickle.dumps(items))
-            answer = pickle.loads(_receive(process.stdout))
+            worker.connection.send(items)
+            results: list[Result] | None = worker.connection.recv()
         except (EOFError, OSError):
-            raise _lost(process) from None
+            raise _lost(worker.process) from None
         finally:
-            self._idle.put(process)
-        if isinstance(answer, BaseException):
-            raise answer
-        results: list[Result] = answer
+            self._idle.put(worker)
         return results
 
 
-def _start_process() -> "subprocess.Popen[bytes]":
-    """Start a process that renders what it gets through its standard input."""
+def _start_worker() -> _Worker:
+    """Start a process that renders what it gets through a connection."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        # It imports the same modules as this process. An empty path is the working directory.
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return subprocess.Popen(
-        # -P keeps the working directory, which may hold anything, out of sys.path.
-        [sys.executable, "-P", "-c", _COMMAND],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    )
+    connection, its_connection = multiprocessing.Pipe()
+    with its_connection:
+        file_descriptor = its_connection.fileno()
+        process = subprocess.Popen(
+            # -P keeps Python from putting the working directory before all other paths.
+            [sys.executable, "-P", "-c", _COMMAND.format(file_descriptor=file_descriptor)],
+            pass_fds=[file_descriptor],
+            env=environment,
+        )
+    return _Worker(process, connection)
 
 
 def _lost(process: "subprocess.Popen[bytes]") -> UserError:
@@ -214,59 +225,27 @@ def _lost(process: "subprocess.Popen[bytes]") -> UserError:
     )
 
 
-def work() -> None:
-    """Render chunks from standard input until it is closed. This runs in a started process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    requests = sys.stdin.buffer
-    # Nothing that prints may disturb the results.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+def work(file_descriptor: int) -> None:
+    """Render chunks until the connection is closed. This runs in a started process.
 
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        error: Exception | None = None
-        message = _receive(requests)
-        try:
-            renderer: AnyRenderer = pickle.loads(message)
-        except Exception as loading_error:
-            error = loading_error
-        while True:
-            items = pickle.loads(_receive(requests))
-            if error is None:
-                try:
-                    _send(answers, pickle.dumps([_rendered(renderer, item) for item in items]))
-                    continue
-                except Exception as rendering_error:
-                    error = rendering_error
-            _send(answers, _pickled_error(error))
+    The first message is the renderer, and each of the others a chunk. The answer to a chunk is its
+    results, or ``None`` if it cannot be rendered here.
 
-
-def _pickled_error(error: Exception) -> bytes:
-    """Return an error for another process. An error that cannot be sent becomes its text."""
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return pickled
-
-
-def _send(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(message)))
-    pipe.write(message)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> bytes:
-    """Return the next message.
-
-    Raises:
-        EOFError: if the other process has closed the pipe.
+    Args:
+        file_descriptor: this process's end of the connection.
     """
-    header = pipe.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        raise EOFError
-    (length,) = _LENGTH.unpack(header)
-    message = pipe.read(length)
-    if len(message) < length:
-        raise EOFError
-    return message
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    connection = Connection(file_descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        pickled_renderer = connection.recv_bytes()
+        renderer: AnyRenderer | None = None
+        while True:
+            pickled_items = connection.recv_bytes()
+            try:
+                if renderer is None:
+                    renderer = pickle.loads(pickled_renderer)
+                items = pickle.loads(pickled_items)
+                answer = pickle.dumps([_rendered(renderer, item) for item in items])
+            except Exception:
+                answer = pickle.dumps(None)
+            connection.send_bytes(answer)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -16,15 +17,14 @@ import filelock
 import numpy as np
 
 from llmtrain.data import tokenizer as tok
+from llmtrain.data.audit import covering_length, describe_overlong
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.conversations import EncodedConversations
 from llmtrain.data.corpus import Corpus, EncodedCorpus
 from llmtrain.data.data_log import describe
 from llmtrain.data.encoded import EncodedSource, SplitStats
-from llmtrain.data.formats import Conversation, PreferenceRecord, conversation_of, preference_of
-from llmtrain.data.lengths import covering_length, describe_overlong
-from llmtrain.data.messages import BadRecord
+from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.prompt_completion import make_renderer
@@ -33,7 +33,7 @@ from llmtrain.data.records import Records
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.sources import Fields, Source
+from llmtrain.data.sources import Source
 from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -91,7 +91,11 @@ def tokenize(
     rows = _open(folder, request)
     is_cached = rows is not None
     if rows is None:
-        rows = _make_once(folder, request)
+        with _cache_lock(folder):
+            if _open(folder, request) is None:  # another process may have made it meanwhile
+                _make(folder, request)
+        rows = _open(folder, request)
+        assert rows is not None, f"{folder} cannot be read back"
     describe(request, rows, is_cached)
     return rows
 
@@ -124,16 +128,6 @@ def _open(folder: Path, request: DataRequest) -> Tokenized | None:
         new_tokens=[*request.tokenizer.new_tokens],
         eval_names=[source.name for source in request.eval],
     )
-
-
-def _make_once(folder: Path, request: DataRequest) -> Tokenized:
-    """Make a cache entry, unless another process makes it first, and return its rows."""
-    with _cache_lock(folder):
-        if _open(folder, request) is None:
-            _make(folder, request)
-    rows = _open(folder, request)
-    assert rows is not None, f"{folder} cannot be read back"
-    return rows
 
 
 @contextlib.contextmanager
@@ -181,7 +175,9 @@ def _make(folder: Path, request: DataRequest) -> None:
             encoded.append(source)
 
         covering = covering_length(np.concatenate([one.lengths("train") for one in encoded]))
-        length = _row_length(request, covering)
+        length = request.max_length
+        if length == "auto":
+            length = _auto_length(covering, request.max_positions)
         if tok.is_trained(spec):
             tokenizer.model_max_length = length
         tokenizer.save_pretrained(working / "tokenizer")
@@ -205,20 +201,16 @@ def _make(folder: Path, request: DataRequest) -> None:
         write_json(working / "facts.json", dataclasses.asdict(metadata), durable=False)
 
 
-def _row_length(request: DataRequest, covering: int) -> int:
-    """Return the length of the rows.
+def _auto_length(covering: int, max_positions: int | None) -> int:
+    """Return the length of the rows that ``auto`` stands for.
 
     Args:
-        request: holds the length, or ``auto``.
-        covering: the length that ``auto`` chooses, unless the model has fewer positions; 0 if no
-            example has a target. Writing the rows then reports that, whatever their length.
+        covering: the length that holds 99.5 % of the examples; 0 if there are none. Writing the
+            rows then reports that, whatever their length.
+        max_positions: the number of positions of the model; ``None`` if there is no limit.
     """
-    if request.max_length != "auto":
-        return request.max_length
-    covering = max(covering, 1)
-    if request.max_positions is None:
-        return covering
-    return min(covering, request.max_positions)
+    length = max(covering, 1)
+    return length if max_positions is None else min(length, max_positions)
 
 
 # --- the stages of each source
@@ -226,30 +218,25 @@ def _row_length(request: DataRequest, covering: int) -> int:
 
 def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
     """Return the documents or the records of a source, which it yields when they are encoded."""
-    source, format, only_split = requested
-    chat = request.chat
-    if chat is None or format == "text":
-        return Corpus(source, request.text_field, request.eval_fraction, only_split)
+    source, format, only_split, text_field = requested
+    if request.chat is None or format == "text":
+        return Corpus(source, text_field, request.eval_fraction, only_split)
 
-    def read_conversation(fields: Fields) -> Conversation:
-        return conversation_of(
-            fields,
-            format,
+    skips_bad = request.chat.on_bad_row == "skip"
+    if isinstance(request.chat, PairConfig):
+        read_preference = partial(
+            preference_of,
             has_artificial_nulls=source.has_artificial_nulls,
-            is_format_detected=isinstance(chat, ChatConfig) and chat.format == "auto",
+            allows_single=request.unpaired,
         )
-
-    def read_preference(fields: Fields) -> PreferenceRecord:
-        record = preference_of(fields, source.has_artificial_nulls)
-        if not request.unpaired and len(record.answers) < 2:
-            raise BadRecord(
-                "the record has one answer with a label, but this loss compares two answers"
-            )
-        return record
-
-    skips_bad = chat.on_bad_row == "skip"
-    if isinstance(chat, PairConfig):
         return Records(source, read_preference, request.eval_fraction, skips_bad, only_split)
+
+    read_conversation = partial(
+        conversation_of,
+        format=format,
+        has_artificial_nulls=source.has_artificial_nulls,
+        is_format_detected=isinstance(request.chat, ChatConfig) and request.chat.format == "auto",
+    )
     return Records(source, read_conversation, request.eval_fraction, skips_bad, only_split)
 
 
@@ -276,7 +263,14 @@ def _encoder_of(
         only_last_turns=isinstance(chat, ChatConfig) and chat.turns == "last",
     )
     if isinstance(chat, PairConfig):
-        return EncodedPairs(reader, renderer, chat, request.unpaired, folder)
+        return EncodedPairs(
+            reader,
+            renderer,
+            chat,
+            folder,
+            unpaired=request.unpaired,
+            shares_prompts=chat.shares_prompts,
+        )
     return EncodedConversations(reader, renderer, chat, folder)
 
 
@@ -299,7 +293,8 @@ def _write_rows(
         if requested.is_for_eval:
             eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
         if requested.only_split == "eval":
-            _check_eval_data(requested.source, source, eval[-1], request, length)
+            overlong = describe_overlong(source.lengths("eval"), length)
+            _check_eval_data(requested.source, eval[-1], overlong)
 
     if request.chat is None:
         sizes = [stats.targets for stats in train]
@@ -313,18 +308,22 @@ def _write_rows(
     return train, eval
 
 
-def _check_eval_data(
-    source: Source, encoded: EncodedSource, stats: SplitStats, request: DataRequest, length: int
-) -> None:
-    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
+def _check_eval_data(source: Source, stats: SplitStats, overlong: str) -> None:
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets.
+
+    Args:
+        source: the data set.
+        stats: the counts of its rows.
+        overlong: how many of its examples are overlong, in words.
+    """
     if stats.targets:
         return
     reason = ""
     advice = "check --columns and the chat template"
-    if request.chat is not None and stats.audit is not None:
-        reason = f" ({stats.audit.left_out(request.chat.overlong)})"
+    if stats.audit is not None:
+        reason = f" ({stats.audit.left_out()})"
         if stats.audit.overlong:
-            advice = describe_overlong(encoded.lengths("eval"), length)
+            advice = overlong
     raise UserError(
         f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
     )

@@ -5,21 +5,20 @@ Everything that can be wrong with the flags is reported here, before any row is 
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig, parse_columns
-from llmtrain.data.formats import RECORD_FIELDS
+from llmtrain.data.column_names import Column
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.data.shuffle import counts_per_period
 from llmtrain.data.sources import Source
 from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
@@ -59,7 +58,6 @@ class DataRequest:
             on text.
         eval_fraction: the share of the records that is kept for evaluation.
         mixture: the sampling weight of each data set; empty to draw every row once per epoch.
-        text_field: the name of the field that holds the text.
         text_columns: the columns of rows of text.
         max_length: the length of the rows, or ``auto``.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
@@ -75,7 +73,6 @@ class DataRequest:
     takes_conversations: bool
     eval_fraction: float
     mixture: list[float]
-    text_field: str
     text_columns: list[str]
     max_length: int | Literal["auto"]
     max_positions: int | None
@@ -133,7 +130,7 @@ def make_request(
         tok.vocabulary_size(config.tokenizer)
     if config.mixture:
         counts_per_period(config.mixture)
-    _check_data_flags(config)
+    _check_data_flags(config, has_own_records=own_source is not None)
 
     sources = requested_sources(config, chat, own_source, unpaired)
     _check_record_flags(config, sources, chat)
@@ -154,18 +151,27 @@ def make_request(
             "the number of tokens in a row."
         )
 
-    tokenizer = _tokenizer_of(config.tokenizer, sources, row_config, trust_remote_code)
+    chat_template = None if row_config is None else row_config.chat_template
+    tokenizer = _tokenizer_of(
+        config.tokenizer,
+        sources,
+        chat_template,
+        trust_remote_code=trust_remote_code,
+    )
+    names = config.column_names
+    source_names = [requested.source.name for requested in sources]
     key: list[object] = [
         _FORMAT_VERSION,
         [max_length, max_positions] if max_length == "auto" else max_length,
         config.eval_fraction if sources[0].only_split is None else None,
         [[requested.source.fingerprint(), requested.only_split] for requested in sources],
-        sorted(config.renamed_columns.items()),
+        [sorted(names.renamed(name).items()) for name in source_names],
         tok.digest(tokenizer.pretrained) if tokenizer.pretrained else tokenizer.spec,
         [requested.format for requested in sources],
-        config.text_column,
+        [requested.text_field for requested in sources],
         text_columns,
-        None if row_config is None else _rendering_of(row_config),
+        None if row_config is None else row_config.fingerprint(),
+        template_text(chat_template) if chat_template else None,
         list(tokenizer.stop_token_ids),
         unpaired,
     ]
@@ -177,7 +183,6 @@ def make_request(
         takes_conversations=chat is not None,
         eval_fraction=config.eval_fraction,
         mixture=config.mixture,
-        text_field=config.text_column,
         text_columns=text_columns,
         max_length=max_length,
         max_positions=max_positions,
@@ -187,25 +192,25 @@ def make_request(
 
 
 def _tokenizer_of(
-    spec: str, sources: list[RequestedSource], chat: RowConfig | None, trust_remote_code: bool
+    spec: str, sources: list[RequestedSource], chat_template: str | None, trust_remote_code: bool
 ) -> RequestedTokenizer:
     """Load a tokenizer, unless it is trained, and set its chat template.
 
     Args:
         spec: the value of ``--tokenizer``.
         sources: the data sets.
-        chat: how conversations become rows; ``None`` if all data sets are text.
+        chat_template: the value of ``--chat_template``.
         trust_remote_code: run code that comes with the tokenizer.
 
     Raises:
         UserError: if there is no such tokenizer, or if it does not fit the records.
     """
     pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
-    if chat is None:
+    if all(requested.format == "text" for requested in sources):
         return RequestedTokenizer(spec, pretrained)
 
     needing = [requested for requested in sources if requested.needs_template]
-    if chat.chat_template == NO_TEMPLATE and needing:
+    if chat_template == NO_TEMPLATE and needing:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
             f"of {needing[0].source.name} are conversations; use --chat_template chatml."
@@ -217,8 +222,8 @@ def _tokenizer_of(
         )
     if pretrained is None:
         return RequestedTokenizer(spec)
-    has_template = bool(chat.chat_template or pretrained.chat_template)
-    new_tokens = set_template(pretrained, chat.chat_template, is_plain_text=not needing)
+    has_template = bool(chat_template or pretrained.chat_template)
+    new_tokens = set_template(pretrained, chat_template, is_plain_text=not needing)
     return RequestedTokenizer(
         spec,
         pretrained,
@@ -228,21 +233,15 @@ def _tokenizer_of(
     )
 
 
-def _rendering_of(chat: RowConfig) -> JsonObject:
-    """Return everything in a config that says how conversations become rows."""
-    flags = asdict(chat)
-    del flags["dataset_num_proc"]  # the rows are the same from any number of processes
-    flags["packing"] = chat.is_packed
-    if isinstance(chat, PairConfig):
-        flags["share_prompts"] = chat.shares_prompts
-    # The text of the template instead of its path: the file may change, or be moved.
-    if chat.chat_template:
-        flags["chat_template"] = template_text(chat.chat_template)
-    return flags
-
-
-def _check_data_flags(config: DataConfig) -> None:
+def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     """Check the flags that say what the records are, before any of them is read."""
+    if has_own_records:
+        flags = ["dataset", "dataset_train_split"]
+        if not config.eval_dataset:
+            flags.append("dataset_test_split")
+        for name in flags:
+            if config.is_set(name):
+                raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
     if config.has_own_eval_data and config.is_set("eval_fraction"):
         flag = "--eval_dataset" if config.eval_dataset else "--dataset_test_split"
         raise UserError(
@@ -250,18 +249,13 @@ def _check_data_flags(config: DataConfig) -> None:
             "data; leave one of them out."
         )
 
-    columns = parse_columns(config.columns)
-    for ours, theirs in columns.items():
-        if ours not in RECORD_FIELDS:
+    has_text_field = config.is_set("text_field") or config.text_field != "text"
+    for column in config.column_names.of_all_datasets():
+        if column.ours == "text" and has_text_field:
             raise UserError(
-                f"--columns {ours}={theirs}: no format has a field '{ours}'; write OURS=THEIRS, "
-                f"with one of {', '.join(RECORD_FIELDS)} on the left."
+                f"--columns {column} and --text_field {config.text_field} both name the field that "
+                "holds the text; leave one of them out."
             )
-    if "text" in columns and (config.is_set("text_field") or config.text_field != "text"):
-        raise UserError(
-            f"--columns text={columns['text']} and --text_field {config.text_field} both name the "
-            "field that holds the text; leave one of them out."
-        )
 
 
 def _check_record_flags(
@@ -273,7 +267,9 @@ def _check_record_flags(
         UserError: if such a flag is set and has no effect, or if it does not fit the others.
     """
     name = sources[0].source.name
+    names = config.column_names
     formats = {requested.format for requested in sources}
+    kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
     if formats == {"text"}:
         for flag in flags_of(ChatConfig) if chat else ():
             if chat and chat.is_set(flag) and flag != "format":
@@ -281,18 +277,21 @@ def _check_record_flags(
                     f"--{flag} is for conversations, but {name} is text; leave it out, or see "
                     "--format."
                 )
-        if config.renamed_columns:
-            ours, theirs = next(iter(config.renamed_columns.items()))
-            raise UserError(
-                f"--columns {ours}={theirs}: {name} is read as text, which has no field '{ours}'; "
-                f"rename all fields of a format of conversations, or write text={theirs}."
-            )
+        for column in names.of_all_datasets():
+            _check_names_text(column, name)
+    for requested in sources:
+        for column in names.of_dataset(requested.source.name):
+            if requested.format == "text":
+                _check_names_text(column, requested.source.name)
+            elif column.ours == "text":
+                raise UserError(
+                    f"--columns {column} is for text, but {requested.source.name} holds {kind}; "
+                    "leave it out."
+                )
 
     if "text" not in formats:
-        kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
-        columns = parse_columns(config.columns)
         are_set = {
-            f"--columns text={columns.get('text')}": "text" in columns,
+            f"--columns text={names.text('')}": names.text("") is not None,
             "--text_field": config.is_set("text_field"),
             "--isolate_documents": config.isolate_documents,
         }
@@ -305,4 +304,13 @@ def _check_record_flags(
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
             "run does not pack them; leave --isolate_documents out."
+        )
+
+
+def _check_names_text(column: Column, name: str) -> None:
+    """Raise :class:`UserError` if a word of ``--columns`` for text is not ``text=THEIRS``."""
+    if column.ours != "text":
+        raise UserError(
+            f"--columns {column}: {name} is read as text, which has no field '{column.ours}'; "
+            f"rename all fields of a format of conversations, or write text={column.theirs}."
         )

@@ -24,11 +24,13 @@ class RequestedSource(NamedTuple):
         source: its records.
         format: their format.
         only_split: the split of all its records; ``None`` to divide them.
+        text_field: the field that holds the text, if the format is text.
     """
 
     source: Source
     format: str
     only_split: Split | None
+    text_field: str
 
     @property
     def is_for_training(self) -> bool:
@@ -72,17 +74,23 @@ def requested_sources(
     if own_source is None:
         train = _training_sources(config)
     else:
-        _check_own_source(config)
         train = [own_source]
     eval = _eval_sources(config)
-    renamed = rename_columns([*train, *eval], config.renamed_columns)
+    renamed = rename_columns([*train, *eval], config.column_names)
 
     requested = []
     for number, source in enumerate(renamed):
         split: Split | None = None
         if eval:
             split = "train" if number < len(train) else "eval"
-        requested.append(RequestedSource(source, _format_of(source, chat, unpaired), split))
+        requested.append(
+            RequestedSource(
+                source,
+                format=_format_of(source, chat, unpaired),
+                only_split=split,
+                text_field=config.text_field_of(source.name),
+            )
+        )
     return requested
 
 
@@ -118,16 +126,6 @@ def _eval_sources(config: DataConfig) -> list[Source]:
     if config.eval_dataset:
         return sources
     return [source for source in sources if source.has_splits]
-
-
-def _check_own_source(config: DataConfig) -> None:
-    """Raise :class:`UserError` if a flag names other data than those of the recipe."""
-    flags = ["dataset", "dataset_train_split"]
-    if not config.eval_dataset:
-        flags.append("dataset_test_split")
-    for name in flags:
-        if config.is_set(name):
-            raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
 
 
 def _check_splits(sources: list[Source], choice: SplitChoice) -> None:

@@ -67,8 +67,8 @@ def _support_of_class(
     # Only this package's attention keeps two answers apart. A model with transformers' "sdpa" gets
     # it, unless attention has chunks that are shorter than the row (llmtrain.models.probe).
     implementation = config.attn_implementation or model_config._attn_implementation or "sdpa"
-    chunk = getattr(model_config.get_text_config(), "attention_chunk_size", None)
-    has_chunks = bool(chunk) and (config.max_length == "auto" or chunk < config.max_length)
+    chunk: int = getattr(model_config.get_text_config(), "attention_chunk_size", None) or 0
+    has_chunks = chunk > 0 and (config.max_length == "auto" or chunk < config.max_length)
     return PackingSupport(
         class_name,
         packs=True,

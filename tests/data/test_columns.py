@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.formats import RECORD_FIELDS
 from llmtrain.data.prepare import Tokenized, tokenize
@@ -143,14 +144,16 @@ def test_eval_data_are_renamed_too(tmp_path):
 RENAMED = ["prompt=question", "completion=answer"]
 
 
+@pytest.mark.parametrize("is_for_all", [True, False])
 @pytest.mark.parametrize("order", [1, -1])
-def test_text_beside_renamed_conversations_keeps_its_own_names(tmp_path, order):
+def test_text_beside_renamed_conversations_keeps_its_own_names(tmp_path, order, is_for_all):
     chats = write(tmp_path / "chats.json", {"question": "2?", "answer": "two"})
     (tmp_path / "a.txt").write_text("some words")
     bodies = write(tmp_path / "bodies.json", {"body": "some words", "prompt": "unused"})
     sources = [chats, str(tmp_path / "a.txt"), bodies][::order]
+    word = "text=body" if is_for_all else f"{bodies}:text=body"
     data = DataConfig(
-        dataset=sources, tokenizer="byte", eval_fraction=0.0, columns=[*RENAMED, "text=body"]
+        dataset=sources, tokenizer="byte", eval_fraction=0.0, columns=[*RENAMED, word]
     )
     made = tokenize(data, BLOCK, ChatConfig())
     text = "<|endoftext|>".join([""] + ["some words"] * 3 + [""])
@@ -170,6 +173,124 @@ def test_data_that_have_the_usual_names_are_read_beside_renamed_ones(tmp_path):
     half = write(tmp_path / "c.json", {"question": "3?", "completion": "three"})
     message = complaint(renamed, "prompt_completion", RENAMED, eval_dataset=[half])
     assert "c.json, record 0: no field 'answer' for --columns completion=answer" in message
+
+
+def test_a_word_may_be_for_one_data_set(tmp_path):
+    first = write(tmp_path / "a.json", {"question": "2?", "answer": "two"})
+    second = write(tmp_path / "b.json", {"question": "3?", "answer": "3", "solution": "three"})
+    third = write(tmp_path / "c.json", {"query": "4?", "completion": "four", "prompt": "unused"})
+    made = tokenized(
+        first,
+        "prompt_completion",
+        [
+            *RENAMED,
+            f"{second}:completion=solution",
+            f"{third}:prompt=query",
+            f"{third}:completion=completion",
+        ],
+        eval_dataset=[second, third],
+    )
+    texts = [made.tokenizer.decode([id for id in row["input_ids"] if id >= 0]) for row in made.eval]
+    assert "3?" in texts[0]
+    assert "three" in texts[0]
+    assert "4?" in texts[1]
+    assert "four" in texts[1]
+    assert "unused" not in texts[1]
+
+
+def test_every_data_set_may_have_a_field_of_its_own_for_the_text(tmp_path, capsys):
+    first = write(tmp_path / "a.json", {"body": "some words", "content": "unused here"}, count=1)
+    second = write(
+        tmp_path / "b.json", {"body": "unused here", "content": "other words too"}, count=1
+    )
+    third = write(tmp_path / "c.json", {"text": "the third one", "content": "unused here"}, count=1)
+    columns = [f"{first}:text=body", f"{second}:text=content"]
+    data = DataConfig(
+        dataset=[first, second, third], tokenizer="byte", eval_fraction=0.0, columns=columns
+    )
+    made = tokenize(data, 8)
+    ids = {id for row in made.train for id in row["input_ids"] if id >= 0}
+    assert "u" not in made.tokenizer.decode(sorted(ids))  # only "unused" has one
+    assert "3 documents" in capsys.readouterr().out
+
+    data.columns = [columns[0], f"{second}:text=body"]
+    tokenize(data, 8)
+    assert "; tokenised\n" in capsys.readouterr().out
+    data.columns = columns
+    tokenize(data, 8)
+    assert "; from the cache\n" in capsys.readouterr().out
+    data.columns = columns[:1]
+    data.text_field = "content"  # of the other data sets
+    assert tokenize(data, 8).metadata.data_sha256 != made.metadata.data_sha256
+
+
+def test_words_for_one_data_set_are_part_of_the_cache_key(tmp_path, capsys):
+    record = {"prompt": "a", "completion": "b", "question": "c"}
+    first, second = (write(tmp_path / name, record) for name in ("a.json", "b.json"))
+    hashes = set()
+    for name in (first, second):
+        data = DataConfig(
+            dataset=[first, second],
+            tokenizer="byte",
+            eval_fraction=0.0,
+            columns=[f"{name}:prompt=question"],
+        )
+        hashes.add(tokenize(data, BLOCK, ChatConfig()).metadata.data_sha256)
+        assert "; tokenised\n" in capsys.readouterr().out
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("prompt=question", ("", "prompt", "question")),
+        ("builtin:python-functions:text=prompt", ("builtin:python-functions", "text", "prompt")),
+        ("year=2026/a.jsonl:prompt=q", ("year=2026/a.jsonl", "prompt", "q")),
+        ("someone/data@v1:de:prompt=q", ("someone/data@v1:de", "prompt", "q")),
+        ("prompt=a:text=b", ("", "prompt", "a:text=b")),
+        ("a.csv:label=x=1", ("a.csv", "label", "x=1")),
+    ],
+)
+def test_names_of_data_sets_and_fields_may_have_colons_and_equals_signs(word, expected):
+    (column,) = ColumnNames.parse([word]).columns
+    assert (column.dataset, column.ours, column.theirs) == expected
+    assert str(column) == word
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (["b.json:prompt=q"], "--columns b.json:prompt=q: b.json is not a name in --dataset or"),
+        (["PATH:prompt=a", "PATH:prompt=b"], "--columns PATH:prompt=b: prompt is set twice"),
+        (["PATH:prompt=a", "PATH:completion=a"], "completion=a: the field a is used twice"),
+        (["prompt=a", "PATH:completion=a"], "--columns PATH:completion=a: the field a is used"),
+        (["PATH:prompt="], "--columns PATH:prompt=: write OURS=THEIRS"),
+        ([":prompt=a"], "--columns :prompt=a: write OURS=THEIRS"),
+        (["PATH:question=prompt"], "no format has a field 'question'"),
+        (["PATH:prompt=q"], "record 0: no field 'q' for --columns prompt=q; the record has prompt"),
+        (["PATH:text=prompt"], "--columns PATH:text=prompt is for text, but PATH holds conv"),
+    ],
+)
+def test_a_wrong_word_for_one_data_set_is_one_line(tmp_path, columns, expected):
+    path = write(tmp_path / "a.json", FORMATS["prompt_completion"][0])
+    words = [word.replace("PATH", path) for word in columns]
+    assert expected.replace("PATH", path) in complaint(path, "prompt_completion", words)
+
+
+def test_a_common_word_that_fits_no_data_set_is_an_error_beside_one_for_a_data_set(tmp_path):
+    first = write(tmp_path / "a.json", {"query": "2?", "completion": "two"})
+    second = write(tmp_path / "b.json", {"prompt": "2?", "completion": "two"})
+    columns = ["prompt=qustion", f"{first}:prompt=query"]
+    message = complaint(first, "prompt_completion", columns, eval_dataset=[second])
+    assert "b.json, record 0: no field 'qustion' for --columns prompt=qustion" in message
+
+
+def test_words_for_text_name_no_other_field(tmp_path):
+    text = write(tmp_path / "a.json", {"body": "some words"})
+    chats = write(tmp_path / "b.json", {"prompt": "2?", "completion": "two"})
+    columns = [f"{text}:prompt=body"]
+    message = complaint(chats, "prompt_completion", columns, eval_dataset=[text])
+    assert f"--columns {text}:prompt=body: {text} is read as text, which has no field" in message
 
 
 @pytest.mark.parametrize(

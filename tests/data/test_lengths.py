@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import llmtrain as lt
+from llmtrain.data.audit import covering_length
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.lengths import covering_length
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import parse_max_length

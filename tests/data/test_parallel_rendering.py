@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -39,13 +40,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that a test starts."""
     processes: list[Any] = []
-    start = parallel_rendering._start_process
+    start = parallel_rendering._start_worker
 
     def start_and_keep() -> Any:
-        processes.append(start())
-        return processes[-1]
+        worker = start()
+        processes.append(worker.process)
+        return worker
 
-    monkeypatch.setattr(parallel_rendering, "_start_process", start_and_keep)
+    monkeypatch.setattr(parallel_rendering, "_start_worker", start_and_keep)
     return processes
 
 
@@ -83,14 +85,20 @@ def test_the_results_are_those_of_one_process_in_order(started: list[Any]) -> No
     assert_all_ended(started)
 
 
+@pytest.mark.parametrize(("first", "safe_path"), [(str(ROOT), ""), ("", "1")])
 def test_a_process_uses_the_package_of_the_one_that_started_it(
-    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    safe_path: str,
 ) -> None:
     (tmp_path / "llmtrain").mkdir()
     (tmp_path / "llmtrain" / "__init__.py").write_text("raise SystemExit('another package')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    # An empty path is the working directory, as in a notebook.
+    monkeypatch.chdir(tmp_path if first else ROOT)
+    monkeypatch.setattr(sys, "path", [first, str(tmp_path), *sys.path])
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
     assert len(list(render_all(renderer(), iter(chats(40)), processes=2))) == 40
     assert len(started) == 2
 
@@ -163,23 +171,67 @@ def test_ctrl_c_ends_all_processes(started: list[Any]) -> None:
     assert_all_ended(started)
 
 
-def test_a_process_ends_with_the_one_that_started_it(started: list[Any]) -> None:
-    results = render_all(renderer(), iter(chats(60)), processes=2)
-    next(results)
-    for process in started:  # as if this process had ended: its ends of the pipes are closed
-        process.stdin.close()
+# It has no main guard: if the processes ran it again, each would start others.
+SCRIPT = """
+import time
+from llmtrain.data import parallel_rendering
+from tests.data.test_parallel_rendering import chats, renderer
+parallel_rendering.FEWEST_FOR_PROCESSES, parallel_rendering.CHUNK_SIZE = 30, 7
+processes = []
+start = parallel_rendering._start_worker
+def start_and_keep():
+    processes.append(start())
+    return processes[-1]
+parallel_rendering._start_worker = start_and_keep
+results = parallel_rendering.render_all(renderer(), iter(chats(60)), 2)
+next(results)
+print(*(worker.process.pid for worker in processes), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_processes_of_a_script_without_a_main_guard_end_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as script:
+        assert script.stdout is not None
+        ids = [int(word) for word in script.stdout.readline().split()]
+        assert len(ids) == 2
+        assert all(map(is_running, ids))
+        script.kill()
     deadline = time.monotonic() + 60
-    while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+    while any(map(is_running, ids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert [process.returncode for process in started] == [0, 0]
-    results.close()
+    assert not any(map(is_running, ids))
 
 
-def test_a_tokenizer_that_cannot_be_sent_is_used_here(started: list[Any]) -> None:
-    class Unsendable(Renderer):
-        def __reduce__(self) -> Any:
-            raise TypeError("cannot pickle this")
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
-    maker = Unsendable(make(QWEN3))
-    assert len(list(render_all(maker, iter(chats(40)), processes=2))) == 40
-    assert started == []
+
+class Unsendable(Renderer):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle this")
+
+
+class Unloadable(Renderer):
+    def __reduce__(self) -> Any:
+        return int, ("not a renderer",)
+
+
+@pytest.mark.parametrize(("kind", "processes"), [(Unsendable, 0), (Unloadable, 2)])
+def test_a_renderer_that_works_in_no_other_process_is_used_here(
+    started: list[Any], kind: type[Renderer], processes: int
+) -> None:
+    results = list(render_all(kind(make(QWEN3)), iter(chats(40)), processes=2))
+    assert [place for place, _, _ in results] == [f"line {i}" for i in range(40)]
+    assert len(started) == processes
+    assert_all_ended(started)

@@ -979,7 +979,7 @@ def test_the_audit_is_what_brute_force_counts(
     facts, wanted = made.metadata, by_brute_force(records, overlong, alone, share and packing)
     rows = {"rows": len(made.train), "positions": len(made.train) * 2 * BLOCK}
     unit = "answer" if alone else "pair"
-    assert facts.audit == {**vars(Audit(unit)), **wanted, **rows}
+    assert facts.audit == {**vars(Audit(unit, truncates=overlong == "truncate")), **wanted, **rows}
     assert min(wanted["bad"], wanted["overlong"], wanted["kept"], wanted["targets"]) > 3
     assert bool(wanted["untrainable"]) == (overlong == "truncate")
     assert bool(wanted["shared_tokens"]) == (share and packing)

@@ -307,7 +307,7 @@ def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
     trained = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2 + 2 * cut
     rows = 4
     assert made.metadata.audit == {
-        **vars(Audit("conversation")),
+        **vars(Audit("conversation", truncates=cut)),
         "records": 17,
         "bad": 3,
         "examples": 14,
@@ -388,10 +388,12 @@ def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, templat
 
 def test_the_audit_of_several_sources_is_their_sum(tmp_path):
     parts = [
-        Audit("conversation", *range(start, start + 20), unread_fields={"at": 1, name: 2})
+        Audit("conversation", False, *range(start, start + 20), unread_fields={"at": 1, name: 2})
         for start, name in ((1, "a"), (100, "b"))
     ]
-    total = Audit("conversation", *range(101, 141, 2), unread_fields={"at": 2, "a": 2, "b": 2})
+    total = Audit(
+        "conversation", False, *range(101, 141, 2), unread_fields={"at": 2, "a": 2, "b": 2}
+    )
     assert total_audit(parts) == total
     paths = [
         write(tmp_path / name, records)
