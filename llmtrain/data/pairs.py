@@ -20,7 +20,7 @@ from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples
 from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.rendered import Rendered, TokenSequence
+from llmtrain.data.rendered import Rendered, TokenSequence, cut
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 
@@ -275,7 +275,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         stored = TokenSequence(ids, loss_mask, target_bytes)
         if len(ids) <= max_length:
             return stored
-        return self.renderer.cut(stored, max_length)
+        return cut(stored, max_length, self.renderer.encoder)
 
     def _are_useless(self, pairs: np.ndarray) -> np.ndarray:
         """Return whether an answer has no target, or both have the same tokens, bool [pairs]."""

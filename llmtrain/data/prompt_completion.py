@@ -6,13 +6,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.formats import (
-    Conversation,
-    PreferenceRecord,
-)
+from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd, cut
+from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
 from llmtrain.data.text_encoder import TextEncoder
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 
@@ -66,10 +63,6 @@ class PromptCompletionRenderer:
         return Rendered(
             sequences, counts=Counter(special_as_text=special_as_text), unread_fields=Counter()
         )
-
-    def cut(self, sequence: TokenSequence, width: int) -> TokenSequence:
-        """Return the first ``width`` tokens of a sequence, without the ends of its turns."""
-        return cut(sequence, width, self.encoder)
 
     def _sequence(self, prompt: str, completion: str) -> TokenSequence:
         """Encode a prompt and its completion.

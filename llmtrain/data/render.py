@@ -18,7 +18,7 @@ from llmtrain.data.messages import (
     trained_messages,
     without_weights,
 )
-from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd, cut
+from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
 from llmtrain.data.template_messages import AdaptedMessages, adapt_messages
 from llmtrain.data.template_properties import TemplateProperties
 from llmtrain.data.text_encoder import TextEncoder, Tokens
@@ -117,10 +117,6 @@ class Renderer:
         if isinstance(record, PreferenceRecord):
             return self._render_answers(record)
         return self._render_conversation(record, after=self._untrained_messages(record))
-
-    def cut(self, sequence: TokenSequence, width: int) -> TokenSequence:
-        """Return the first ``width`` tokens of a sequence; see :func:`cut`."""
-        return cut(sequence, width, self.encoder)
 
     def _untrained_messages(self, conversation: Conversation) -> int:
         """Return the number of messages within which no turn is trained.

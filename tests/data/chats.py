@@ -141,20 +141,20 @@ def chat(*contents: str) -> Conversation:
 
 
 def one(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> TokenSequence:
-    """The one document of a conversation of which the template changes nothing."""
-    (document,) = Renderer(tokenizer)(conversation).sequences
-    return document
+    """The one sequence of a conversation of which the template changes nothing."""
+    (sequence,) = Renderer(tokenizer)(conversation).sequences
+    return sequence
 
 
 def said(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[str]:
-    """The trained text, a string for each unbroken run of tokens, of all documents."""
+    """The trained text, a string for each unbroken run of tokens, of all sequences."""
     texts = []
-    for document in Renderer(tokenizer)(conversation).sequences:
+    for sequence in Renderer(tokenizer)(conversation).sequences:
         runs = itertools.groupby(
-            range(len(document.ids)), key=lambda place, of=document: of.loss_mask[place]
+            range(len(sequence.ids)), key=lambda place, of=sequence: of.loss_mask[place]
         )
         texts += [
-            tokenizer.decode(document.ids[list(places)]) for trained, places in runs if trained
+            tokenizer.decode(sequence.ids[list(places)]) for trained, places in runs if trained
         ]
     return texts
 

@@ -17,7 +17,7 @@ from llmtrain.data.messages import BadRecord
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.prompt_completion import PromptCompletionRenderer, make_renderer
 from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import TokenSequence
+from llmtrain.data.rendered import TokenSequence, cut
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.test_prepare import complaint, left_behind
 
@@ -43,9 +43,9 @@ def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
-    (document,) = PromptCompletionRenderer(tokenizer)(pair(prompt, completion)).sequences
-    return document
+def sequence_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
+    (sequence,) = PromptCompletionRenderer(tokenizer)(pair(prompt, completion)).sequences
+    return sequence
 
 
 @pytest.mark.parametrize("has_bos", [True, False])
@@ -54,42 +54,42 @@ def document_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str
     ("prompt", "completion"),
     [("2 + 3 =", " 5"), ("Question: ", "question?"), ("", "the answer"), ("漢字", " 🙂e\u0301\n")],
 )
-def test_a_document_is_the_prompt_the_completion_and_eos(
+def test_a_sequence_is_the_prompt_the_completion_and_eos(
     spec: str, has_bos: bool, prompt: str, completion: str
 ) -> None:
     tokenizer = make(spec=spec)
     if has_bos:
         tokenizer = with_bos(tokenizer)
-    document = document_of(tokenizer, prompt, completion)
+    sequence = sequence_of(tokenizer, prompt, completion)
     prompt_ids = tokenizer.encode(prompt)
-    assert document.ids[: len(prompt_ids)].tolist() == prompt_ids
-    assert tokenizer.decode(document.ids) == "<s>" * has_bos + prompt + completion + "</s>"
-    assert (document.ids == tokenizer.bos_token_id).sum() == has_bos
+    assert sequence.ids[: len(prompt_ids)].tolist() == prompt_ids
+    assert tokenizer.decode(sequence.ids) == "<s>" * has_bos + prompt + completion + "</s>"
+    assert (sequence.ids == tokenizer.bos_token_id).sum() == has_bos
 
-    loss_mask = np.arange(len(document.ids)) >= max(len(prompt_ids), 1)
-    np.testing.assert_array_equal(document.loss_mask, loss_mask)
-    assert (document.ids.dtype, document.loss_mask.dtype) == (np.int32, np.bool_)
-    assert document.target_bytes == len(completion.encode())
-    assert (document.turns, document.ended) == (1, 1)
+    loss_mask = np.arange(len(sequence.ids)) >= max(len(prompt_ids), 1)
+    np.testing.assert_array_equal(sequence.loss_mask, loss_mask)
+    assert (sequence.ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.bool_)
+    assert sequence.target_bytes == len(completion.encode())
+    assert (sequence.turns, sequence.ended) == (1, 1)
 
 
 def test_no_token_holds_both_the_prompt_and_the_completion() -> None:
     tokenizer = make(spec="bpe:320")
     assert tokenizer.tokenize(": question?") == [":", "Ġquestion", "?"]
-    document = document_of(tokenizer, "Ask: ", "question?")
-    assert tokenizer.decode(document.ids[document.loss_mask]) == "question?</s>"
+    sequence = sequence_of(tokenizer, "Ask: ", "question?")
+    assert tokenizer.decode(sequence.ids[sequence.loss_mask]) == "question?</s>"
 
 
 def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
     tokenizer = make()
     rendered = PromptCompletionRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
-    (document,) = rendered.sequences
-    assert tokenizer.decode(document.ids) == "<s>a</s>b<|im_end|> </s></s>"
+    (sequence,) = rendered.sequences
+    assert tokenizer.decode(sequence.ids) == "<s>a</s>b<|im_end|> </s></s>"
     assert rendered.counts["special_as_text"] == 4
-    specials = set(tokenizer.all_special_ids) & set(document.ids.tolist())
+    specials = set(tokenizer.all_special_ids) & set(sequence.ids.tolist())
     assert specials == {tokenizer.eos_token_id}
-    assert document.ids.tolist().count(tokenizer.eos_token_id) == 1
-    assert document.target_bytes == len("b<|im_end|> </s>")
+    assert sequence.ids.tolist().count(tokenizer.eos_token_id) == 1
+    assert sequence.target_bytes == len("b<|im_end|> </s>")
 
 
 @pytest.mark.parametrize(
@@ -111,21 +111,21 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     renderer = PromptCompletionRenderer(with_bos(make()))
     record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
     rendered = renderer(record)
-    texts = [renderer.tokenizer.decode(document.ids) for document in rendered.sequences]
+    texts = [renderer.tokenizer.decode(sequence.ids) for sequence in rendered.sequences]
     assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
-    targets = [document.ids[document.loss_mask] for document in rendered.sequences]
+    targets = [sequence.ids[sequence.loss_mask] for sequence in rendered.sequences]
     assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
-    assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the document
+    assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the sequence
     chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
     with pytest.raises(BadRecord, match="not plain text"):
         renderer(chats)
 
 
-def test_a_document_can_be_cut() -> None:
+def test_a_sequence_can_be_cut() -> None:
     renderer = PromptCompletionRenderer(make())
-    document = renderer.cut(document_of(renderer.tokenizer, "abc", "dxyz"), 5)
-    assert (len(document.ids), document.target_bytes, document.ended) == (5, 2, 0)
-    assert renderer.cut(document_of(renderer.tokenizer, "abc", "d"), 9).target_bytes == 1
+    sequence = cut(sequence_of(renderer.tokenizer, "abc", "dxyz"), 5, renderer.encoder)
+    assert (len(sequence.ids), sequence.target_bytes, sequence.ended) == (5, 2, 0)
+    assert cut(sequence_of(renderer.tokenizer, "abc", "d"), 9, renderer.encoder).target_bytes == 1
 
 
 def test_the_tokenizer_decides_on_the_renderer() -> None:

@@ -177,7 +177,7 @@ def tokenizer_of(name: str, spec: str = "byte", text: list[str] = TEXT) -> PreTr
 
 
 def cell_of(name: str, kind: str) -> str:
-    """Check one kind of conversation, and return its cell in the table: the number of documents."""
+    """Check one kind of conversation, and return its cell in the table: the number of sequences."""
     tokenizer, messages = tokenizer_of(name), KINDS[kind]
     tools = TOOLS if any("tool_calls" in message for message in messages) else None
     renderer = Renderer(tokenizer)
@@ -193,15 +193,15 @@ def cell_of(name: str, kind: str) -> str:
 
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
     targets = []
-    for document in rendered.sequences:
-        for start, end in runs_of(document.loss_mask):
-            assert tokenizer.decode(document.ids[end - 1]) in stops_of(name)
-            target = tokenizer.decode(document.ids[start:end])
+    for sequence in rendered.sequences:
+        for start, end in runs_of(sequence.loss_mask):
+            assert tokenizer.decode(sequence.ids[end - 1]) in stops_of(name)
+            target = tokenizer.decode(sequence.ids[start:end])
             (turn,) = [i for i in turns if is_said(shown[i], target)]
             targets.append(turn)
             reasons = bool(thoughts[turn]) and thoughts[turn] in target
             sent = {prompt(turn, enable_thinking=reasons), *([prompt(turn)] if reasons else [])}
-            ids = document.ids[:start].tolist()
+            ids = sequence.ids[:start].tolist()
             assert any(ids == tokenizer.encode(one, add_special_tokens=False) for one in sent)
     left = rendered.counts["mismatched_answers"] + rendered.counts["mismatched_calls"]
     assert len({*targets}) == len(targets) == len(turns) - left

@@ -51,17 +51,17 @@ def test_only_what_the_assistant_says_and_the_end_of_its_turn_is_trained(name, s
     assert said(tokenizer, conversation) == [
         space + text + END[name] for text in ("The answer", "yes, the answer")
     ]
-    documents = Renderer(tokenizer)(conversation).sequences
+    sequences = Renderer(tokenizer)(conversation).sequences
     assert (
-        sum(document.turns for document in documents)
-        == sum(document.ended for document in documents)
+        sum(sequence.turns for sequence in sequences)
+        == sum(sequence.ended for sequence in sequences)
         == 2
     )
-    target_bytes = sum(document.target_bytes for document in documents)
+    target_bytes = sum(sequence.target_bytes for sequence in sequences)
     assert target_bytes == len("The answer" + "yes, the answer") + 2 * len(space)
     assert all(
-        (document.ids.dtype, document.loss_mask.dtype) == (np.int32, np.bool_)
-        for document in documents
+        (sequence.ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.bool_)
+        for sequence in sequences
     )
 
 
@@ -127,21 +127,21 @@ def test_what_is_trained_is_a_matter_of_place_and_not_of_tokens(mark):
 
 
 def test_a_turn_is_trained_as_it_would_be_generated_where_later_prompts_show_it_otherwise():
-    """Reasoning is shown until the next question, so that each question makes a document."""
+    """Reasoning is shown until the next question, so that each question makes a sequence."""
     tokenizer = make(QWEN3)
     conversation = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d")
-    documents = Renderer(tokenizer)(conversation).sequences
+    sequences = Renderer(tokenizer)(conversation).sequences
     asked = ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"]
     asked.append(asked[0] + "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n")
     answers = ["<think>\nhm\n</think>\n\nb<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
-    for document, prompt, answer in zip(documents, asked, answers, strict=True):
-        assert tokenizer.decode(document.ids[~document.loss_mask]) == prompt
-        assert tokenizer.decode(document.ids[document.loss_mask]) == answer
+    for sequence, prompt, answer in zip(sequences, asked, answers, strict=True):
+        assert tokenizer.decode(sequence.ids[~sequence.loss_mask]) == prompt
+        assert tokenizer.decode(sequence.ids[sequence.loss_mask]) == answer
     conversation.messages.append({"role": "user", "content": "e"})
     assert said(tokenizer, conversation) == answers
 
 
-def test_calls_since_the_last_question_share_a_document():
+def test_calls_since_the_last_question_share_a_sequence():
     tokenizer = make(
         QWEN3.replace(
             "m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split"
@@ -151,7 +151,7 @@ def test_calls_since_the_last_question_share_a_document():
     again = [{**calling[0], "content": "And 4 + 3?"}, *calling[1:]]
     conversation = Conversation([*calling, *again], [TOOL])
     rendered = Renderer(tokenizer)(conversation)
-    assert [document.turns for document in rendered.sequences] == [2, 2]
+    assert [sequence.turns for sequence in rendered.sequences] == [2, 2]
     starts = [text[:20] for text in said(tokenizer, conversation)]
     assert starts == ["<think>\nr1\n</think>\n", "<think>\nr3\n</think>\n"] * 2
     assert (
@@ -220,8 +220,8 @@ def test_a_turn_ends_with_what_the_next_message_begins_with_where_nothing_else_e
     call = '[{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [3]}}}]'
     conversation = Conversation([*CALLING, USER, ASSISTANT], [TOOL])
     assert said(tokenizer, conversation) == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
-    (document,) = Renderer(tokenizer)(conversation).sequences
-    assert (document.turns, document.ended) == (3, 3)
+    (sequence,) = Renderer(tokenizer)(conversation).sequences
+    assert (sequence.turns, sequence.ended) == (3, 3)
     names = tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)
     assert set(names) == {"</s>", "<|user|>", "<|tool|>"}
 
@@ -234,8 +234,8 @@ def test_a_models_own_stops_end_a_turn():
     )
     stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     assert said(tokenizer, chat("a", "b.c")) == ["b<|eot_id|>c<|im_end|>"]
-    (document,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).sequences
-    assert tokenizer.decode(document.ids[document.loss_mask]) == "b<|eot_id|>"
+    (sequence,) = Renderer(tokenizer, [stop, 10**6])(chat("a", "b.c")).sequences
+    assert tokenizer.decode(sequence.ids[sequence.loss_mask]) == "b<|eot_id|>"
 
 
 def test_a_turn_that_only_calls_a_tool_is_trained_without_generation_blocks_too():
@@ -337,26 +337,26 @@ PLAIN = """
 def test_no_token_holds_both_the_prompt_and_the_answer():
     tokenizer = make(PLAIN.replace("«", "").replace("»", ""), "bpe:320")
     assert tokenizer.tokenize(": question?") == [":", "Ġquestion", "?"]
-    document = one(tokenizer, chat("a", "question?"))
+    sequence = one(tokenizer, chat("a", "question?"))
     prompt = tokenizer.encode("User: a\nAssistant: ")
-    assert document.ids[: len(prompt)].tolist() == prompt
-    assert not document.loss_mask[: len(prompt)].any()
+    assert sequence.ids[: len(prompt)].tolist() == prompt
+    assert not sequence.loss_mask[: len(prompt)].any()
     assert said(tokenizer, chat("a", "question?")) == ["question?</s>"]
 
 
 def test_a_token_that_ends_behind_a_block_is_not_trained():
     tokenizer = make(marked(PLAIN).replace("{{- '\\n' -}}", "{{- 'on' -}}"), "bpe:320")
-    document = one(tokenizer, chat("a", "?? questi"))
-    assert tokenizer.decode(document.ids).endswith("Assistant: ?? question</s>")
+    sequence = one(tokenizer, chat("a", "?? questi"))
+    assert tokenizer.decode(sequence.ids).endswith("Assistant: ?? question</s>")
     assert said(tokenizer, chat("a", "?? questi")) == ["??", "</s>"]
-    assert (document.turns, document.ended, document.target_bytes) == (1, 1, 2)
+    assert (sequence.turns, sequence.ended, sequence.target_bytes) == (1, 1, 2)
 
 
 def test_a_turn_whose_block_leaves_out_its_end_is_counted():
     template = marked(TEMPLATES["llama"].replace("+ '<|eot_id|>' -}}»", "-}}»{{- '<|eot_id|>' -}}"))
-    document = one(make(template), chat("a", "b", "c", "d"))
-    assert (document.turns, document.ended, document.target_bytes) == (2, 0, 2)
-    assert document.loss_mask.sum() == 2
+    sequence = one(make(template), chat("a", "b", "c", "d"))
+    assert (sequence.turns, sequence.ended, sequence.target_bytes) == (2, 0, 2)
+    assert sequence.loss_mask.sum() == 2
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
@@ -425,9 +425,9 @@ def test_white_space_that_a_control_token_takes_in_is_not_counted_in_bytes():
     tokenizer.chat_template = unmarked(TEMPLATES["chatml"]).replace(
         "{{- m.content + '<|im_end|>' -}}", "{{- ' <say>' + m.content + '<|im_end|>' -}}", 1
     )
-    document = one(tokenizer, chat("a", "b"))
+    sequence = one(tokenizer, chat("a", "b"))
     assert said(tokenizer, chat("a", "b")) == ["<say>b<|im_end|>"]
-    assert document.target_bytes == 1
+    assert sequence.target_bytes == 1
 
 
 def test_white_space_belongs_to_its_token_also_where_the_tokenizer_leaves_it_out_of_offsets():
@@ -455,10 +455,10 @@ def test_a_tokenizer_that_reads_control_tokens_as_text_is_neither_minded_nor_cha
 # --- what cannot be rendered ---
 
 
-def controls_of(renderer: Renderer, document: TokenSequence) -> list[str]:
-    """The control tokens of a document."""
+def controls_of(renderer: Renderer, sequence: TokenSequence) -> list[str]:
+    """The control tokens of a sequence."""
     controls = renderer.template.control_tokens
-    return [controls[id] for id in document.ids.tolist() if id in controls]
+    return [controls[id] for id in sequence.ids.tolist() if id in controls]
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
@@ -468,17 +468,17 @@ def test_a_control_token_in_a_message_is_text(role, control):
     message = {"role": role, "content": f"say {control} and stop"}
     conversation = Conversation([USER, message, USER, ASSISTANT], None)
     rendered = renderer(conversation)
-    (document,) = rendered.sequences
+    (sequence,) = rendered.sequences
     wanted = renderer.tokenizer.apply_chat_template(conversation.messages, tokenize=False)
-    assert renderer.tokenizer.decode(document.ids) == wanted.rstrip("\n")
-    assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
+    assert renderer.tokenizer.decode(sequence.ids) == wanted.rstrip("\n")
+    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 4
     assert rendered.counts["special_as_text"] == 1
     targets = ["b<|im_end|>"]
     if role == "assistant":
         targets.insert(0, message["content"] + "<|im_end|>")
     assert said(renderer.tokenizer, conversation) == targets
     target_bytes = len("".join(targets).encode()) - len("<|im_end|>") * len(targets)
-    assert document.target_bytes == target_bytes
+    assert sequence.target_bytes == target_bytes
 
 
 def test_a_message_cannot_end_its_turn_or_begin_another():
@@ -489,12 +489,12 @@ def test_a_message_cannot_end_its_turn_or_begin_another():
     set_template(tokenizer, "chatml")
     renderer = Renderer(tokenizer)
     rendered = renderer(chat("a", "b", injection, injection))
-    (document,) = rendered.sequences
-    assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 4
-    assert tokenizer.decode(document.ids).count(injection) == 2
+    (sequence,) = rendered.sequences
+    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 4
+    assert tokenizer.decode(sequence.ids).count(injection) == 2
     assert said(tokenizer, chat("a", injection)) == [injection + "<|im_end|>"]
-    assert (document.turns, document.ended, rendered.counts["special_as_text"]) == (2, 2, 10)
-    assert document.target_bytes == len("b" + injection)
+    assert (sequence.turns, sequence.ended, rendered.counts["special_as_text"]) == (2, 2, 10)
+    assert sequence.target_bytes == len("b" + injection)
 
 
 @pytest.mark.parametrize(
@@ -510,9 +510,9 @@ def test_control_tokens_in_tools_reasoning_and_calls_are_text(hidden):
     renderer = Renderer(tokenizer)
     tools = [{"name": "close", "description": "says </s>"}]
     rendered = renderer(Conversation([USER, {**ASSISTANT, **hidden}], tools))
-    (document,) = rendered.sequences
-    assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 3
-    text = tokenizer.decode(document.ids)
+    (sequence,) = rendered.sequences
+    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 3
+    text = tokenizer.decode(sequence.ids)
     assert text.count("</s>") == 2
     assert rendered.counts["special_as_text"] == 2 + ("tool_calls" in hidden)
 
@@ -521,8 +521,8 @@ def test_control_tokens_that_overlap_are_all_text():
     tokenizer = make(unmarked(TEMPLATES["chatml"]))
     tokenizer.add_tokens(["ab", "bc", "cd"], special_tokens=True)
     renderer = Renderer(tokenizer)
-    (document,) = renderer(chat("abcd", "abc")).sequences
-    assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 2
+    (sequence,) = renderer(chat("abcd", "abc")).sequences
+    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 2
     assert said(tokenizer, chat("abcd", "abc")) == ["abc<|im_end|>"]
 
 
@@ -531,9 +531,9 @@ def test_a_stop_token_that_is_not_special_is_text_in_a_message():
     tokenizer.add_tokens(["<stop>"])
     stop = tokenizer.convert_tokens_to_ids("<stop>")
     renderer = Renderer(tokenizer, [stop])
-    (document,) = renderer(chat("say <stop>", "<stop>!")).sequences
-    assert stop not in document.ids
-    assert tokenizer.decode(document.ids[document.loss_mask]) == "<stop>!<|im_end|>"
+    (sequence,) = renderer(chat("say <stop>", "<stop>!")).sequences
+    assert stop not in sequence.ids
+    assert tokenizer.decode(sequence.ids[sequence.loss_mask]) == "<stop>!<|im_end|>"
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -551,8 +551,8 @@ def unigram() -> PreTrainedTokenizerFast:
 
 def test_a_control_token_that_the_tokenizer_makes_of_text_is_refused():
     renderer = Renderer(unigram())
-    (document,) = renderer(chat("a </s>", "b")).sequences
-    assert controls_of(renderer, document) == ["<|im_start|>", "<|im_end|>"] * 2
+    (sequence,) = renderer(chat("a </s>", "b")).sequences
+    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 2
     with pytest.raises(BadRecord, match="the tokenizer cannot encode it as text"):
         renderer(chat("a <s>", "b"))
 
@@ -560,8 +560,8 @@ def test_a_control_token_that_the_tokenizer_makes_of_text_is_refused():
 def test_special_tokens_beside_private_use_characters_or_as_escapes_are_refused():
     with pytest.raises(BadRecord, match="a special token and private-use characters"):
         Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("a </s>", "\U000f003c"))
-    (document,) = Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("\U000f003c", "b")).sequences
-    assert document.turns == 1
+    (sequence,) = Renderer(make(unmarked(TEMPLATES["chatml"])))(chat("\U000f003c", "b")).sequences
+    assert sequence.turns == 1
     escaping = unmarked(TEMPLATES["chatml"]).replace("m.content", "m.content | tojson(true)")
     with pytest.raises(BadRecord, match=r"writes as .u escapes"):
         Renderer(make(escaping))(chat("a </s>", "b"))
@@ -673,7 +673,7 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
         tokenizer = make(unmarked(template))
         rendered = Renderer(tokenizer)(Conversation(messages, None))
         prompts = [
-            tokenizer.decode(document.ids[~document.loss_mask]) for document in rendered.sequences
+            tokenizer.decode(sequence.ids[~sequence.loss_mask]) for sequence in rendered.sequences
         ]
         expected = [
             tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False)
@@ -681,7 +681,7 @@ def test_a_history_that_is_shown_otherwise_than_in_the_prompt_changes_no_turn():
             if message["role"] == "assistant"
         ]
         assert prompts == expected
-        assert [document.turns for document in rendered.sequences] == [1, 1]
+        assert [sequence.turns for sequence in rendered.sequences] == [1, 1]
     assert said(make(unmarked(COUNTS)), chat("a", "b", "c", "d")) == ["b<|im_end|>", "d<|im_end|>"]
     assert said(make(ENDED_ONCE), chat("a", "b", "c", "d")) == ["b\n</s>", "d\n</s>"]
 
@@ -737,9 +737,9 @@ def test_the_last_turns_alone_are_those_since_the_last_question(template):
     )
     renderer = Renderer(make(calling), only_last_turns=True)
     again = [{**CALLING[0], "content": "And 4 + 3?"}, *CALLING[1:]]
-    documents = renderer(Conversation([*CALLING, *again], [TOOL])).sequences
-    assert sum(document.turns for document in documents) == 2
-    texts = [renderer.tokenizer.decode(document.ids[~document.loss_mask]) for document in documents]
+    sequences = renderer(Conversation([*CALLING, *again], [TOOL])).sequences
+    assert sum(sequence.turns for sequence in sequences) == 2
+    texts = [renderer.tokenizer.decode(sequence.ids[~sequence.loss_mask]) for sequence in sequences]
     assert all("And 4 + 3?" in text and "2 + 3?" in text for text in texts)
     assert renderer(Conversation([*CALLING, USER], [TOOL])).sequences == []
 

@@ -308,7 +308,7 @@ def test_conversations_of_usual_templates_are_encoded_once(
     system = {"role": "system", "content": "Be brief."}
     several = chat("a", "b", "c", "d", "e", "f").messages
     for messages in (several, [system, *several]):
-        (document,) = renderer(Conversation(messages, None)).sequences
-        assert document.turns == 3
+        (sequence,) = renderer(Conversation(messages, None)).sequences
+        assert sequence.turns == 3
         assert len(texts) == 1
         texts.clear()
