@@ -258,7 +258,9 @@ class RecordCounts:
 
     def add(self, record: int, counts: Mapping[str, int]) -> None:
         """Add counts of a record, given its number."""
-        key = tuple(sorted(counts.items()))
+        key = tuple(sorted((name, count) for name, count in counts.items() if count))
+        if not key:
+            return
         self._records.append(record)
         self._numbers.append(self._distinct.setdefault(key, len(self._distinct)))
 
@@ -273,8 +275,9 @@ class RecordCounts:
         repetitions = np.bincount(numbers, minlength=len(self._distinct)).tolist()
         totals: dict[str, int] = {}
         for counts, repetition in zip(self._distinct, repetitions, strict=True):
-            add_counts(totals, {name: repetition * count for name, count in counts})
-        return {name: count for name, count in totals.items() if count}
+            if repetition:
+                add_counts(totals, {name: repetition * count for name, count in counts})
+        return totals
 
 
 def add_counts(totals: dict[str, int], counts: Mapping[str, int]) -> None:

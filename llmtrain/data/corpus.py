@@ -304,14 +304,13 @@ class EncodedCorpus(EncodedSource):
 
     def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:
         """Yield the stream of a split: its documents, and end-of-text after the last one."""
-        stored = self.store.stored()
         stops = self.store.stops
         lengths = self.store.lengths
         for sequence in sequences.tolist():
             stop = int(stops[sequence])
             begin = stop - int(lengths[sequence])
             for start in range(begin, stop, TOKENS_PER_BATCH):
-                tokens = stored[start : min(start + TOKENS_PER_BATCH, stop)]
+                tokens = self.store.stored(start, min(start + TOKENS_PER_BATCH, stop))
                 yield Piece(tokens, begins_document=start == begin)
         if len(sequences) and not self._has_bos:
             yield Piece(self._end_of_text)

@@ -43,6 +43,12 @@ class Conversation(NamedTuple):
     tools: list[Fields] | None
     is_plain_text: bool = False
 
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages before the first answer."""
+        roles = [message["role"] for message in self.messages]
+        return self.messages[: roles.index("assistant")]
+
 
 class PreferenceRecord(NamedTuple):
     """A prompt and its answers: a chosen and a rejected one, or a single one with a label.

@@ -174,7 +174,7 @@ class _ExampleWriter:
     """Writes examples as rows; see :func:`write_rows`."""
 
     def __init__(self, store: TokenStore, examples: Examples, width: int, packing: bool) -> None:
-        self.stored = store.stored()
+        self.store = store
         self.stops = [0, *store.stops.tolist()]  # sequence i ends at stops[i + 1]
         self.examples = examples
         self.width = width
@@ -267,7 +267,7 @@ class _ExampleWriter:
         stops = self.examples.stops[example].tolist()
         for i, sequence in enumerate(sequences):
             begin = self.stops[sequence]
-            tokens = self.stored[begin + starts[i] : begin + stops[i]]
+            tokens = self.store.stored(begin + starts[i], begin + stops[i])
             code = 0
             if self.examples.is_first_desirable is not None:
                 code = answer_code(

@@ -97,7 +97,7 @@ class Records(Generic[R]):
         hashes = self._hashes_of_all()
         if self.only_split is not None:
             return np.full(len(hashes), self.only_split == split)
-        limit = eval_limit_of(hashes[~np.isnan(hashes)].tolist(), self._eval_fraction)
+        limit = eval_limit_of(hashes[~np.isnan(hashes)], self._eval_fraction)
         is_eval: np.ndarray = hashes < limit  # false for NaN
         return is_eval if split == "eval" else ~is_eval
 

@@ -5,8 +5,9 @@ So a record keeps its split if others are added, and all answers to a prompt sha
 
 import hashlib
 import math
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.files import json_text
@@ -29,20 +30,13 @@ def hash_fraction(text: bytes) -> float:
 def hash_of(record: Conversation | PreferenceRecord) -> float:
     """Hash the prompt of a record to a number in [0, 1).
 
-    The prompt of a conversation is everything before its first answer. A conversation that begins
-    with an answer is hashed completely.
+    A conversation that begins with an answer is hashed completely.
     """
-    if isinstance(record, PreferenceRecord):
-        prompt = record.prompt
-    else:
-        first_answer = 0
-        while record.messages[first_answer]["role"] != "assistant":
-            first_answer += 1
-        prompt = record.messages[:first_answer] or record.messages
-    return hash_fraction(json_text(prompt, sort_keys=True, default=str).encode())
+    hashed = record.prompt or record.messages
+    return hash_fraction(json_text(hashed, sort_keys=True, default=str).encode())
 
 
-def eval_limit_of(hashes: Sequence[float], fraction: float) -> float:
+def eval_limit_of(hashes: np.ndarray, fraction: float) -> float:
     """Return the limit below which the hash of a record makes it eval data.
 
     The limit is ``fraction``, unless that would choose no record or far too many. Then it is a
@@ -50,17 +44,19 @@ def eval_limit_of(hashes: Sequence[float], fraction: float) -> float:
     and stay in the same split.
 
     Args:
-        hashes: the hash of each record, in [0, 1).
+        hashes: float64 [records], the hash of each record, in [0, 1).
         fraction: the share of eval data, in [0, 1).
     """
-    chosen = sum(number < fraction for number in hashes)
-    largest = min(len(hashes) * largest_eval_share(fraction), len(hashes) - 1)
+    count = len(hashes)
+    if not count:
+        return fraction
+    chosen = int((hashes < fraction).sum())
+    largest = min(count * largest_eval_share(fraction), count - 1)
     if not fraction or 0 < chosen <= largest:
         return fraction
 
-    ascending = sorted(hashes)
-    count = min(math.ceil(len(hashes) * fraction), len(hashes) - 1)
-    for number in ascending[count:]:
-        if number > ascending[0]:
-            return number
-    return 0.0  # all prompts are the same
+    ascending = np.sort(hashes)
+    wanted = min(math.ceil(count * fraction), count - 1)
+    # With the smallest hash as the limit, no record would be chosen.
+    limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
+    return float(limits[0]) if len(limits) else 0.0  # 0 if all prompts are the same

@@ -5,6 +5,7 @@
 
 import array
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -38,7 +39,7 @@ class TokenStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("wb")
+        self._file = path.open("w+b")
         self._stops = array.array("q")  # the index in the file after each sequence
         self._size = 0
 
@@ -79,19 +80,17 @@ class TokenStore:
         """The number of tokens of each sequence, int64 [sequences]."""
         return np.diff(self.stops, prepend=0)
 
-    def stored(self) -> np.ndarray:
-        """Map all sequences into memory, one after the other, int32 [tokens]."""
+    def stored(self, start: int, stop: int) -> np.ndarray:
+        """Return stored tokens, given their indices in the file, int32 [stop - start]."""
         self._file.flush()
-        if not self._size:
-            return np.empty(0, np.int32)  # an empty file cannot be mapped
-        return np.memmap(self._path, np.int32, "r")
+        size = np.dtype(np.int32).itemsize
+        content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
+        return np.frombuffer(content, np.int32)
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a sequence, int32 [n], and its loss mask, bool [n]."""
-        self._file.flush()
-        begin = self._stops[number - 1] if number else 0
-        count = self._stops[number] - begin
-        stored = np.fromfile(self._path, np.int32, count, offset=begin * 4)
+        start = self._stops[number - 1] if number else 0
+        stored = self.stored(start, self._stops[number])
         return np.maximum(stored, ~stored), stored >= 0
 
 

@@ -556,7 +556,8 @@ def test_a_single_conversation_is_trained_on(tmp_path):
 @given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
 @settings(deadline=None)
 def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
-    held_out = sum(place < eval_limit_of(places, fraction) for place in places)
+    limit = eval_limit_of(np.array(places), fraction)
+    held_out = sum(place < limit for place in places)
     if fraction and len(set(places)) > 1:
         assert 0 < held_out < len(places)
     else:
@@ -564,7 +565,7 @@ def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_diffe
 
 
 def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
-    places = [i / 100 for i in range(100)]
+    places = np.arange(100) / 100
     assert [eval_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
         0.0,
         0.005,
@@ -572,8 +573,10 @@ def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
         0.5,
         0.9,
     ]
-    assert eval_limit_of([0.01, 0.02, 0.03, 0.9], 0.1) == 0.02  # three of four are too many
-    assert eval_limit_of([0.5, 0.6, 0.7, 0.8], 0.3) == 0.7  # none of four are too few
+    assert (
+        eval_limit_of(np.array([0.01, 0.02, 0.03, 0.9]), 0.1) == 0.02
+    )  # three of four are too many
+    assert eval_limit_of(np.array([0.5, 0.6, 0.7, 0.8]), 0.3) == 0.7  # none of four are too few
 
 
 @pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
