@@ -124,7 +124,7 @@ def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_record
     data = DataConfig(tokenizer="byte", eval_fraction=0.0)
     texts = ["one", "two"]
     first = tokenize(data, 8, records=lambda: iter(texts)).metadata
-    assert (first.documents, first.train_tokens) == (2, 2 * 4)
+    assert (first.records, first.train_tokens) == (2, 2 * 4)
     texts.append("three")
     assert tokenize(data, 8, records=lambda: iter(texts)).metadata.records == 3
     assert (
