@@ -1,1 +1,19 @@
-"""From text, conversations or preference data to rows of tokens and to batches."""
+"""From text, conversations or preference data to rows of tokens, and to batches.
+
+A record passes these modules, in this order:
+
+1. ``dataset_names``, ``sources``, ``readers``: a name in ``--dataset`` becomes records, each with
+   its place for error messages. ``columns`` renames their fields.
+2. ``formats``, ``messages``: a record becomes a conversation, or a prompt with answers.
+3. ``records``, ``splits``: it is training or eval data, by a hash.
+4. ``turns``, ``render``: it becomes token sequences with loss masks, with the chat template
+   (``jinja_template``) and the tokenizer (``text_encoder``). Without a template,
+   ``prompt_completion`` does that.
+5. ``encoded``, ``conversations``, ``pairs``: the sequences wait in a temporary file (``store``)
+   until the length of the rows is known. Then the examples that fit are chosen.
+6. ``packing``: examples become rows.
+7. ``samplers``, ``loader``: the rows of each step become a batch.
+
+A document of plain text passes ``corpus`` and ``text_rows`` instead of 2 to 6. ``prepare`` runs 1
+to 6 for the data sets of a ``request``; ``audit`` counts, and ``data_log`` prints.
+"""

@@ -235,14 +235,14 @@ class EncodedCorpus(EncodedSource):
         longest_number = -1
         for number, text in enumerate(self.corpus):
             if len(text) > len(longest):
-                shorter, longest = longest, text
-                shorter_number, longest_number = longest_number, number
+                if longest_number >= 0:
+                    self._documents.append(longest_number)
+                    yield longest
+                longest = text
+                longest_number = number
             else:
-                shorter = text
-                shorter_number = number
-            if shorter_number >= 0:
-                self._documents.append(shorter_number)
-                yield shorter
+                self._documents.append(number)
+                yield text
 
         self._division = self.corpus.division()
         self._documents.append(longest_number)

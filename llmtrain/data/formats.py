@@ -15,11 +15,13 @@ from llmtrain.data.messages import (
     BadRecord,
     Message,
     check_weights_of_turns,
+    common_beginning,
     field_of,
     from_json,
     is_untrained,
     parse_messages,
     without_none,
+    without_prompt,
 )
 
 if TYPE_CHECKING:
@@ -149,14 +151,14 @@ def _read_pair(record: Fields) -> PreferenceRecord:
     if "prompt" in record:
         prompt = _messages(record, "prompt", role="user")
     elif isinstance(record["chosen"], list) and isinstance(record["rejected"], list):
-        prompt = _common_beginning(chosen, rejected)
+        prompt = common_beginning(chosen, rejected)
     else:
         raise BadRecord(
             "the record has no prompt, so chosen and rejected must be lists of messages"
         )
 
-    chosen = _without_prompt(chosen, prompt)
-    rejected = _without_prompt(rejected, prompt)
+    chosen = without_prompt(chosen, prompt)
+    rejected = without_prompt(rejected, prompt)
     if chosen == rejected:
         raise BadRecord("chosen and rejected are the same")
     _check_answer("chosen", chosen)
@@ -179,7 +181,7 @@ def _read_labelled_answer(record: Fields) -> PreferenceRecord:
     if "prompt" not in record:
         raise BadRecord("the record has no prompt")
     prompt = _messages(record, "prompt", role="user")
-    answer = _without_prompt(answer, prompt)
+    answer = without_prompt(answer, prompt)
     _check_answer("completion", answer)
     _check_prompt(prompt)
 
@@ -340,23 +342,6 @@ def _conversation(
         raise BadRecord("the conversation has no assistant message")
     check_weights_of_turns(messages)
     return Conversation(messages, _tools(record), is_plain_text)
-
-
-def _common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """Return the messages with which two conversations begin."""
-    beginning = []
-    for message, other in zip(chosen, rejected, strict=False):
-        if message != other:
-            break
-        beginning.append(message)
-    return beginning
-
-
-def _without_prompt(answer: list[Message], prompt: list[Message]) -> list[Message]:
-    """Drop the prompt from the beginning of an answer that repeats it."""
-    if answer[: len(prompt)] == prompt:
-        return answer[len(prompt) :]
-    return answer
 
 
 def _check_answer(field: str, answer: list[Message]) -> None:

@@ -228,6 +228,23 @@ def other_fields_of(messages: Iterable[Message]) -> Counter[str]:
     return counts
 
 
+def common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Return the messages with which two conversations begin."""
+    beginning = []
+    for message, other in zip(chosen, rejected, strict=False):
+        if message != other:
+            break
+        beginning.append(message)
+    return beginning
+
+
+def without_prompt(answer: list[Message], prompt: list[Message]) -> list[Message]:
+    """Drop the prompt from the beginning of an answer that repeats it."""
+    if answer[: len(prompt)] == prompt:
+        return answer[len(prompt) :]
+    return answer
+
+
 def without_none(value: Any, everywhere: bool) -> Any:
     """Drop the keys of an object whose value is ``None``.
 

@@ -1,7 +1,6 @@
 """Turn text, conversations or preference data into rows of tokens on disk, and cache them.
 
-A record passes these stages: source, record, example, token sequences, rows. See :mod:`sources`,
-:mod:`formats`, :mod:`render`, :mod:`encoded` and :mod:`packing`.
+The stages that a record passes are listed in :mod:`llmtrain.data`.
 """
 
 import contextlib
