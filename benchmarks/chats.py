@@ -23,7 +23,7 @@ from llmtrain.data import builtin
 from llmtrain.launching.process import launch
 
 # Turns of a conversation, conversations, and the largest ratio to aim at.
-SIZES = [(1, 3000, 1.0), (4, 1000, 1.3), (10, 400, 1.3), (40, 100, 2.5)]
+SIZES = [(1, 3000, 1.3), (4, 1000, 1.3), (10, 400, 1.3), (40, 100, 3.0)]
 MANY = 40_000  # conversations of one turn, for several processes
 LONGEST = 16_384
 

@@ -6,6 +6,7 @@ The stages that a record passes are listed in :mod:`llmtrain.data`.
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -92,6 +93,8 @@ def tokenize(
     if rows is None:
         with _cache_lock(folder):
             if _open(folder, request) is None:  # another process may have made it meanwhile
+                for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # of a killed process
+                    shutil.rmtree(leftover, ignore_errors=True)
                 _make(folder, request)
         rows = _open(folder, request)
         assert rows is not None, f"{folder} cannot be read back"

@@ -8,6 +8,7 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import tokenize
+from tests.data.test_prepare import left_behind
 
 TEXTS = [{"text": f"document {i} " * (i + 1)} for i in range(30)]
 CHATS = [{"prompt": f"{i}?", "completion": f"{i * i}."} for i in range(30)]
@@ -60,3 +61,26 @@ def test_records_are_read_as_often_as_they_must_be(
         )
         assert len(complete) == expected
         complete.clear()
+
+
+@pytest.mark.parametrize(
+    ("records", "chat", "unpaired"),
+    [
+        pytest.param(TEXTS, None, False, id="text"),
+        pytest.param(CHATS, ChatConfig(), False, id="conversations"),
+        pytest.param(PAIRS, PairConfig(), True, id="single answers"),
+    ],
+)
+def test_an_error_at_record_1000_is_raised_and_leaves_nothing_behind(
+    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None, unpaired: bool
+) -> None:
+    def read() -> Iterator[dict[str, Any]]:
+        for number in range(1_000):
+            yield records[number % len(records)]
+        raise RuntimeError("the connection was lost")
+
+    data = DataConfig(tokenizer="byte", eval_fraction=0.3)
+    length = 16 if chat is None else 64
+    with pytest.raises(RuntimeError, match="the connection was lost"):
+        tokenize(data, length, chat, records=read, unpaired=unpaired, records_fingerprint="1")
+    assert left_behind(tmp_path / "cache") == []

@@ -1,6 +1,7 @@
 """A refactoring leaves every digit of short runs as it was: `make digits` compares this tree with an earlier commit."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,20 @@ BASE = os.environ.get("LLMTRAIN_BASE")  # a commit
 REMOVED = {
     "tensor parallel": "tensor parallelism was removed; FSDP2 shards a model",
     "pipeline": "pipeline stages were removed; FSDP2 shards a model",
+}
+
+
+# Rows or messages that changed on purpose, by the reason.
+CHANGED = {
+    "a message about overlong records names one length, and no others": [
+        "few records: error",
+        "only long default: error",
+        "only long skip: error",
+        "only long truncate skip: error",
+        "only nothing fits default: error",
+        "only nothing fits skip: error",
+        "only nothing fits truncate skip: error",
+    ],
 }
 
 
@@ -51,7 +66,12 @@ def test_every_row_is_that_of_the_earlier_commit(
         before = data_digits.measure(tree, inputs, tmp_path / "before.json")
     after = data_digits.measure(ROOT, inputs, tmp_path / "now.json")
 
-    assert differences(before, after) == []
+    unexpected = [
+        difference
+        for difference in differences(before, after)
+        if difference not in itertools.chain(*CHANGED.values())
+    ]
+    assert unexpected == []
     score(f"digits: the rows of {len(after)} data sets equal those of {BASE}")
 
 
