@@ -18,6 +18,8 @@ from llmtrain.errors import UserError
 COVERED_SHARE = 0.995
 _MULTIPLE = 64  # that --max_length auto is rounded up to
 
+# The fields of an audit that are no counts.
+_NO_COUNTS = ("unit", "truncates", "unread_fields")
 Unit: TypeAlias = Literal["conversation", "pair", "answer"]
 
 
@@ -100,7 +102,7 @@ class Audit:
         if self.unit != "conversation":
             return (
                 f"{self.kept:,} of {self.examples:,} kept: {self._overlong()}, "
-                f"{self.untrainable:,} without a difference and {bad} left out"
+                f"{self.untrainable:,} without {self._lacking} and {bad} left out"
             )
         if self.examples > self.records - self.bad:
             total = pluralize(self.examples, "example")
@@ -149,7 +151,7 @@ class Audit:
                 raise UserError(
                     f"--dataset {name}: none of {pluralize(self.records, 'record')} can be "
                     f"compared ({overlong}, {self.bad:,} bad{first}, {self.untrainable:,} without "
-                    "a difference); check --max_length and the chat template."
+                    f"{self._lacking}); check --max_length and the chat template."
                 )
             return
 
@@ -165,6 +167,11 @@ class Audit:
                 "ends it, so the model would never stop. Put that token inside {% generation %} in "
                 "the chat template, or remove those marks."
             )
+
+    @property
+    def _lacking(self) -> str:
+        """What untrainable examples lack, in words."""
+        return "a difference" if self.unit == "pair" else "a target token"
 
     def _overlong(self) -> str:
         """Return how many examples are overlong, and how many tokens that has cost."""
@@ -245,6 +252,9 @@ class Audit:
         return lines
 
 
+_COUNT_FIELDS = [count.name for count in fields(Audit) if count.name not in _NO_COUNTS]
+
+
 class RecordCounts:
     """Counts of each record, by name; they are summed once the split of each record is known.
 
@@ -290,12 +300,9 @@ def total_audit(audits: Sequence[Audit]) -> Audit:
     """Return the sums of the counts of several sources."""
     total = Audit(unit=audits[0].unit, truncates=audits[0].truncates)
     for audit in audits:
-        total.add({name: getattr(audit, name) for name in _NUMBERS})
+        total.add({name: getattr(audit, name) for name in _COUNT_FIELDS})
         add_counts(total.unread_fields, audit.unread_fields)
     return total
-
-
-_NUMBERS = [count.name for count in fields(Audit) if count.type == "int" or count.type is int]
 
 
 def covering_length(lengths: np.ndarray) -> int:

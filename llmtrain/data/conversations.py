@@ -10,8 +10,8 @@ from llmtrain.data.config import RowConfig
 from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import Conversation
 from llmtrain.data.packing import Examples
-from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
+from llmtrain.data.render import AnyRenderer
 from llmtrain.data.rendered import Rendered, TurnEnd
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
@@ -69,7 +69,7 @@ class EncodedConversations(EncodedExamples[Conversation]):
             for turn_end in sequence.turn_ends:
                 self._turns.extend(turn_end)
         count = len(rendered.sequences)
-        return {"examples": count, "untrainable": int(count == 0)}
+        return {"examples": max(count, 1), "untrainable": int(count == 0)}
 
     def row_width(self, max_length: int) -> int:
         """Return one token more: the last one of a row predicts nothing."""
@@ -93,6 +93,7 @@ class EncodedConversations(EncodedExamples[Conversation]):
         kept_lengths = np.where(is_kept, lengths, 0)
         untrainable = int((~has_targets & ~is_overlong).sum())
 
+        cut_away: list[int] = []  # the examples that truncation would leave without a target
         for example in np.flatnonzero(is_overlong).tolist():
             if self.config.overlong == "error":
                 self._refuse_overlong(selection, example, max_length)
@@ -106,10 +107,14 @@ class EncodedConversations(EncodedExamples[Conversation]):
                     kept_lengths[example] = turns[fitting[-1], 0]
                     is_kept[example] = True
                 else:
-                    self._refuse_untrainable(selection, example, max_length)
-                    untrainable += 1
+                    cut_away.append(example)
+        untrainable += len(cut_away)
 
         kept = np.flatnonzero(is_kept)
+        for example in cut_away:
+            # If the template changes earlier turns, other turns of the conversation may be kept.
+            if selection.records[example] not in selection.records[kept]:
+                self._refuse_untrainable(selection, example, max_length)
         kept_turns = turn_ends[last_turns[kept]]
         _, targets, target_bytes, ended_turns = kept_turns.sum(axis=0).tolist()
         tokens = int(kept_lengths.sum())

@@ -310,7 +310,7 @@ class EncodedCorpus(EncodedSource):
             stop = int(stops[sequence])
             begin = stop - int(lengths[sequence])
             for start in range(begin, stop, TOKENS_PER_BATCH):
-                tokens = self.store.stored(start, min(start + TOKENS_PER_BATCH, stop))
+                tokens = self.store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
                 yield Piece(tokens, begins_document=start == begin)
         if len(sequences) and not self._has_bos:
             yield Piece(self._end_of_text)

@@ -21,8 +21,8 @@ from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.parallel_rendering import render_all
-from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
+from llmtrain.data.render import AnyRenderer
 from llmtrain.data.rendered import Rendered
 from llmtrain.data.splits import Split
 from llmtrain.data.store import TokenStore

@@ -28,6 +28,7 @@ from llmtrain.data.store import (
     TOKENS_PER_BATCH,
     TokenStore,
     create_row_file,
+    decoded_ids,
 )
 from llmtrain.interfaces.answer_codes import PADDING, answer_code
 from llmtrain.interfaces.batches import IGNORED
@@ -175,7 +176,8 @@ class _ExampleWriter:
 
     def __init__(self, store: TokenStore, examples: Examples, width: int, packing: bool) -> None:
         self.store = store
-        self.stops = [0, *store.stops.tolist()]  # sequence i ends at stops[i + 1]
+        # Sequence i is stored from borders[i] to borders[i + 1].
+        self.borders = [0, *store.stops.tolist()]
         self.examples = examples
         self.width = width
         self.packing = packing
@@ -207,7 +209,7 @@ class _ExampleWriter:
         for number in range(len(self.examples)):
             parts = self._parts(number, number_in_row=0)
             tokens = np.concatenate([part.tokens for part in parts])
-            digest.update(np.maximum(tokens, ~tokens).astype("<i4").tobytes())
+            digest.update(decoded_ids(tokens).astype("<i4").tobytes())
             digest.update(np.packbits(tokens >= 0).tobytes())
             if self.examples.is_first_desirable is not None:
                 first, second = parts
@@ -266,8 +268,8 @@ class _ExampleWriter:
         starts = self.examples.starts[example].tolist()
         stops = self.examples.stops[example].tolist()
         for i, sequence in enumerate(sequences):
-            begin = self.stops[sequence]
-            tokens = self.store.stored(begin + starts[i], begin + stops[i])
+            begin = self.borders[sequence]
+            tokens = self.store.read_encoded(begin + starts[i], begin + stops[i])
             code = 0
             if self.examples.is_first_desirable is not None:
                 code = answer_code(
@@ -281,7 +283,7 @@ class _ExampleWriter:
 
 def _fill_part(part: _Part, columns: dict[str, np.ndarray]) -> None:
     """Write the tokens of a part to its stretch of a row, by column."""
-    columns["input_ids"][:] = np.maximum(part.tokens, ~part.tokens)
+    columns["input_ids"][:] = decoded_ids(part.tokens)
     columns["labels"][:] = np.where(part.tokens < 0, IGNORED, part.tokens)
     columns["labels"][:1] = IGNORED  # nothing in the part predicts its first token
     columns["position_ids"][:] = part.first_position + np.arange(len(part.tokens))

@@ -3,8 +3,9 @@
 The two answers of a pair may share one copy of their prompt. Only the last token of the prompt is
 then stored for each, because it predicts the first tokens of the answers, which differ.
 
-Single answers (KTO) are stored in pairs, too: each with an answer to another prompt, from which the
-loss estimates how far the model has moved (Ethayarajh et al. 2024, arXiv:2402.01306).
+Single answers (KTO) are stored in pairs, too: each with the answer of the record before it, which
+usually has another prompt. From that the loss estimates how far the model has moved (Ethayarajh et
+al. 2024, arXiv:2402.01306).
 """
 
 import array
@@ -18,8 +19,8 @@ from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples
-from llmtrain.data.prompt_completion import AnyRenderer
 from llmtrain.data.records import ReadRecord, Records
+from llmtrain.data.render import AnyRenderer
 from llmtrain.data.rendered import Rendered, TokenSequence, cut
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
@@ -27,6 +28,8 @@ from llmtrain.errors import UserError
 
 class _Pair(NamedTuple):
     """Two answers that are stored together, as numbers.
+
+    They are the chosen and the rejected answer; or a single one, and the one it is compared with.
 
     Attributes:
         record: the number of their record.
@@ -66,7 +69,7 @@ class _Pair(NamedTuple):
 
 
 class _SingleAnswers(NamedTuple):
-    """The answers of a record, each of which is compared with an answer to another prompt."""
+    """The answers of a record, each of which is compared with that of the record before."""
 
     read: ReadRecord[PreferenceRecord]
     answers: list[TokenSequence]
@@ -106,15 +109,16 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         self._pairs = array.array("q")  # the _Pair of each pair, one number after the other
         # Single answers are compared inside their split: the first record of a split, which is
         # compared with the last one, and the last record so far.
-        self._first: dict[bool, _SingleAnswers] = {}
-        self._previous: dict[bool, PreferenceRecord] = {}
+        self._first_in_split: dict[bool, _SingleAnswers] = {}
+        self._previous_in_split: dict[bool, PreferenceRecord] = {}
+        self._is_eval = np.empty(0, bool)
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedExamples`."""
         if self.unpaired:
             self._is_eval = self.records.is_in("eval")  # a pass over the hashes
         super().encode()
-        for answers in self._first.values():
+        for answers in self._first_in_split.values():
             self._counts.add(answers.read.number, self._compare(answers))
 
     def add(self, read: ReadRecord[PreferenceRecord], rendered: Rendered) -> dict[str, int]:
@@ -127,11 +131,11 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         is_eval = bool(self._is_eval[read.number])
         answers = _SingleAnswers(read, rendered.sequences)
         counts: dict[str, int] = {}
-        if is_eval in self._first:
+        if is_eval in self._first_in_split:
             counts = self._compare(answers)
         else:
-            self._first[is_eval] = answers
-        self._previous[is_eval] = read.record
+            self._first_in_split[is_eval] = answers
+        self._previous_in_split[is_eval] = read.record
         return counts
 
     def _compare(self, answers: _SingleAnswers) -> dict[str, int]:
@@ -140,12 +144,13 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         That answer is rendered after their own prompt.
         """
         read = answers.read
-        previous = self._previous[bool(self._is_eval[read.number])]
+        previous = self._previous_in_split[bool(self._is_eval[read.number])]
         answer_to_other = read.record._replace(answers=previous.answers[:1])
         try:
             compared = self.renderer(answer_to_other)
         except BadRecord as error:
-            self.refuse(read, error)
+            reason = f"compared with the answer of the record before: {error}"
+            self.refuse(read, BadRecord(reason))
             return {}
         for number, answer in enumerate(answers.answers):
             # Of two answers, the first is the chosen one.

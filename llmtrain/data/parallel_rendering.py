@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.prompt_completion import AnyRenderer
+from llmtrain.data.render import AnyRenderer
 from llmtrain.data.rendered import Rendered
 from llmtrain.errors import UserError
 

@@ -27,9 +27,9 @@ from llmtrain.data.encoded import EncodedSource, SplitStats
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
-from llmtrain.data.prompt_completion import make_renderer
 from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.records import Records
+from llmtrain.data.render import make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture

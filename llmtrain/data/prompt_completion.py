@@ -1,14 +1,11 @@
 """Encode prompts and completions that are plain text, for models without a chat template."""
 
 from collections import Counter
-from collections.abc import Collection
-from typing import TypeAlias
 
 import numpy as np
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
 from llmtrain.data.text_encoder import TextEncoder
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
@@ -101,27 +98,6 @@ class PromptCompletionRenderer:
             target_bytes=completion_bytes,
             turn_ends=(turn_end,),
         )
-
-
-AnyRenderer: TypeAlias = Renderer | PromptCompletionRenderer
-
-
-def make_renderer(
-    tokenizer: FastTokenizer,
-    stop_token_ids: Collection[int] = (),
-    only_last_turns: bool = False,
-) -> AnyRenderer:
-    """Return the renderer for a tokenizer, which uses its chat template if it has one.
-
-    Args:
-        tokenizer: the tokenizer.
-        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
-            them.
-        only_last_turns: train only the turns after the last user message.
-    """
-    if tokenizer.chat_template is None:
-        return PromptCompletionRenderer(tokenizer)
-    return Renderer(tokenizer, stop_token_ids, only_last_turns)
 
 
 def _control_tokens(tokenizer: FastTokenizer) -> dict[int, str]:

@@ -6,7 +6,7 @@ The assistant's turns are the targets, exactly as the model would have to genera
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from llmtrain.data.messages import (
     trained_messages,
     without_weights,
 )
+from llmtrain.data.prompt_completion import PromptCompletionRenderer
 from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
 from llmtrain.data.template_messages import AdaptedMessages, adapt_messages
 from llmtrain.data.template_properties import TemplateProperties
@@ -269,8 +270,10 @@ class Renderer:
             encoded: the turn.
         """
         earlier = _EMPTY_SEQUENCE
-        if sequences and _begins_with(encoded.ids[: encoded.prompt_length], sequences[-1].ids):
-            earlier = sequences.pop()
+        if sequences:
+            beginning = encoded.ids[: encoded.prompt_length][: len(sequences[-1].ids)]
+            if np.array_equal(beginning, sequences[-1].ids):
+                earlier = sequences.pop()
 
         mask = self._mask_of(encoded)
         loss_mask = np.zeros(len(encoded.ids), bool)
@@ -338,13 +341,30 @@ class Renderer:
         return start, stop
 
 
+AnyRenderer: TypeAlias = Renderer | PromptCompletionRenderer
+
+
+def make_renderer(
+    tokenizer: FastTokenizer,
+    stop_token_ids: Collection[int] = (),
+    only_last_turns: bool = False,
+) -> AnyRenderer:
+    """Return the renderer for a tokenizer, which uses its chat template if it has one.
+
+    Args:
+        tokenizer: the tokenizer.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
+        only_last_turns: train only the turns after the last user message.
+    """
+    if tokenizer.chat_template is None:
+        return PromptCompletionRenderer(tokenizer)
+    return Renderer(tokenizer, stop_token_ids, only_last_turns)
+
+
 _EMPTY_SEQUENCE = TokenSequence(
     ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0
 )
-
-
-def _begins_with(ids: np.ndarray, beginning: np.ndarray) -> bool:
-    return np.array_equal(ids[: len(beginning)], beginning)
 
 
 def _runs_of(turns: list[Turn]) -> Iterator[list[Turn]]:

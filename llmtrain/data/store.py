@@ -53,13 +53,13 @@ class TokenStore:
             ids: int32 [n], the tokens.
             loss_mask: bool [n], whether each token is a target.
         """
-        self.extend(np.where(loss_mask, ids, ~ids).astype(np.int32))
+        self.extend(np.where(loss_mask, ids, ~ids))
         self.end_sequence()
 
-    def extend(self, targets: np.ndarray) -> None:
-        """Add tokens to the sequence that :meth:`end_sequence` will end; all are targets."""
-        self._file.write(targets.tobytes())
-        self._size += len(targets)
+    def extend(self, encoded: np.ndarray) -> None:
+        """Add tokens, as they are stored, to the sequence that :meth:`end_sequence` will end."""
+        self._file.write(encoded.astype(np.int32, copy=False).tobytes())
+        self._size += len(encoded)
 
     def end_sequence(self) -> None:
         """End a sequence: the next token belongs to another one."""
@@ -80,8 +80,8 @@ class TokenStore:
         """The number of tokens of each sequence, int64 [sequences]."""
         return np.diff(self.stops, prepend=0)
 
-    def stored(self, start: int, stop: int) -> np.ndarray:
-        """Return stored tokens, given their indices in the file, int32 [stop - start]."""
+    def read_encoded(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens as they are stored, given their indices in the file, int32."""
         self._file.flush()
         size = np.dtype(np.int32).itemsize
         content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
@@ -90,8 +90,14 @@ class TokenStore:
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a sequence, int32 [n], and its loss mask, bool [n]."""
         start = self._stops[number - 1] if number else 0
-        stored = self.stored(start, self._stops[number])
-        return np.maximum(stored, ~stored), stored >= 0
+        encoded = self.read_encoded(start, self._stops[number])
+        return decoded_ids(encoded), encoded >= 0
+
+
+def decoded_ids(encoded: np.ndarray) -> np.ndarray:
+    """Return the tokens behind stored ones, whether they are targets or not."""
+    ids: np.ndarray = np.maximum(encoded, ~encoded)
+    return ids
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from llmtrain.data.formats import Conversation, conversation_of, preference_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.prompt_completion import PromptCompletionRenderer, make_renderer
-from llmtrain.data.render import Renderer
+from llmtrain.data.prompt_completion import PromptCompletionRenderer
+from llmtrain.data.render import Renderer, make_renderer
 from llmtrain.data.rendered import TokenSequence, cut
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.test_prepare import complaint, left_behind

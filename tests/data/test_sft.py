@@ -24,6 +24,7 @@ from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.records import Records
 from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
+from tests.data.chats import QWEN3, make
 from tests.data.test_prepare import complaint, left_behind
 
 BLOCK = 95
@@ -627,6 +628,27 @@ def test_truncation_never_leaves_a_conversation_without_a_target(tmp_path, cache
     else:
         audit = Audit(**tokenize(*given).metadata.audit)
         assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 5)
+
+
+def test_turns_that_are_examples_of_their_own_are_truncated_one_by_one(tmp_path, capsys):
+    """Of a conversation that makes two examples, one fits in a row; another has no target."""
+    make(QWEN3).save_pretrained(tmp_path / "tokenizer")
+    thought = {"reasoning_content": "why"}
+    first = chat("q", "a", "r", "x" * 200)
+    for message in first["messages"][1::2]:
+        message.update(thought)
+    untrained = chat("s", "t")
+    untrained["messages"][1]["weight"] = 0
+    made = tokenize_chats(
+        tmp_path,
+        [first, untrained],
+        overlong="truncate",
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+    assert answers_of(made.train, made) == ["<think>\nwhy\n</think>\n\na<|im_end|>"]
+    assert printed(capsys, "audit")[0].startswith("1 of 3 examples: 1 overlong truncated (")
+    audit = Audit(**made.metadata.audit)
+    assert (audit.records, audit.examples, audit.untrainable, audit.kept) == (2, 3, 2, 1)
 
 
 def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
