@@ -1,5 +1,6 @@
-"""The records of a source are read once, unless something must be known of all of them before."""
+"""What tokenize reads and changes: records once, unless all must be known before, and no argument."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import tokenize
+from tests.data.chats import make
 from tests.data.test_prepare import left_behind
 
 TEXTS = [{"text": f"document {i} " * (i + 1)} for i in range(30)]
@@ -84,3 +86,22 @@ def test_an_error_at_record_1000_is_raised_and_leaves_nothing_behind(
     with pytest.raises(RuntimeError, match="the connection was lost"):
         tokenize(data, length, chat, records=read, unpaired=unpaired, records_fingerprint="1")
     assert left_behind(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(
+    ("records", "chat", "unpaired"),
+    [
+        pytest.param(TEXTS, None, False, id="text"),
+        pytest.param(CHATS, ChatConfig(), False, id="conversations"),
+        pytest.param(PAIRS, PairConfig(), False, id="pairs"),
+    ],
+)
+def test_tokenize_changes_nothing_that_its_caller_owns(
+    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None, unpaired: bool
+) -> None:
+    """Not even for data of the recipe, a tokenizer without a template and rows of 4,096 tokens."""
+    make(None).save_pretrained(tmp_path / "tokenizer")
+    data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0.3)
+    before = copy.deepcopy([vars(data), chat and vars(chat)])
+    tokenize(data, 4096 if chat else 16, chat, records=records * 40, unpaired=unpaired)
+    assert [vars(data), chat and vars(chat)] == before
