@@ -353,5 +353,5 @@ def check_not_all_overlong(lengths: np.ndarray, name: str, unit: str, max_length
     units_are = f"the only {unit} is" if len(lengths) == 1 else f"all {len(lengths):,} {unit}s are"
     raise UserError(
         f"--dataset {name}: {units_are} longer than --max_length {max_length}; set --max_length "
-        f"{covering_length(lengths)}, or --overlong truncate."
+        f"{covering_length(lengths)}, if the model has as many positions, or --overlong truncate."
     )

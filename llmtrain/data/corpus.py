@@ -88,7 +88,10 @@ class Corpus:
         sizes = array.array("q")
         hashes = array.array("d")
         longest_length = 0
+        earlier = len(self.bytes)
         for number, text in enumerate(documents(self.source, self.field)):
+            if earlier and number == earlier:
+                raise self.source.changed()
             encoded = text.encode()
             sizes.append(len(encoded))
             hashes.append(hash_fraction(encoded))
@@ -97,6 +100,8 @@ class Corpus:
                 self.longest = number
             yield text
 
+        if len(sizes) < earlier:
+            raise self.source.changed()
         self.bytes = np.array(sizes, np.int64)
         self._hashes = np.array(hashes)
         if not self.bytes.sum():

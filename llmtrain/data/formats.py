@@ -7,7 +7,7 @@ To add a format of conversations, write a function that reads it, and add its na
 from __future__ import annotations  # so that the flags do not import the sources
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -332,7 +332,7 @@ def _check_that_only_fits(record: Fields, format: str) -> None:
 
 
 def _conversation(
-    record: Fields, raw_messages: list[object], is_plain_text: bool = False
+    record: Fields, raw_messages: Sequence[object], is_plain_text: bool = False
 ) -> Conversation:
     """Check the messages of a record, and return them as a conversation with its tools."""
     if not raw_messages:

@@ -5,7 +5,7 @@ from __future__ import annotations  # so that the flags do not import the source
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class BadRecord(ValueError):  # noqa: N818 - the record is bad
     """
 
 
-def parse_messages(raw_messages: list[object]) -> list[Message]:
+def parse_messages(raw_messages: Sequence[object]) -> list[Message]:
     return [_message(raw, number) for number, raw in enumerate(raw_messages, start=1)]
 
 

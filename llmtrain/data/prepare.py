@@ -170,7 +170,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         for number, reader in enumerate(readers):
             encoding = working / f"encoding-{number}"
             encoding.mkdir()
-            temporary.callback(encoding.rmdir)
+            temporary.callback(shutil.rmtree, encoding, ignore_errors=True)
             source = _encoder_of(reader, tokenizer, request, encoding)
             temporary.callback(source.close)
             source.encode()

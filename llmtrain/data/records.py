@@ -69,7 +69,10 @@ class Records(Generic[R]):
     def __iter__(self) -> Iterator[ReadRecord[R]]:
         """Yield the readable records, in the order of the source."""
         hashes = array.array("d")
+        earlier_hashes = self._hashes
         for number, (place, fields) in enumerate(self.source.records(None)):
+            if earlier_hashes is not None and number == len(earlier_hashes):
+                raise self.source.changed()
             try:
                 record = self._read(fields)
             except BadRecord as error:
@@ -79,6 +82,8 @@ class Records(Generic[R]):
             hashes.append(hash_of(record))
             yield ReadRecord(number, place, record)
 
+        if earlier_hashes is not None and len(hashes) < len(earlier_hashes):
+            raise self.source.changed()
         self._hashes = np.array(hashes)
         if np.isnan(self._hashes).all():
             raise self._nothing_readable(len(hashes))

@@ -79,6 +79,13 @@ class Source:
         """Return the first record, or ``None`` if there is none. It is read only once."""
         return self._first_record
 
+    def changed(self) -> UserError:
+        """Return the error that one pass over the records has read others than another pass."""
+        return UserError(
+            f"{self.flag} {self.name}: the number of records changed while they were read; start "
+            "again when nothing writes to the data."
+        )
+
     @functools.cached_property
     def _first_record(self) -> Record | None:
         return next(self.records(None), None)

@@ -67,8 +67,9 @@ class TokenStore:
 
     def close(self) -> None:
         """Delete the file."""
-        self._file.close()
         self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is left to write may not fit on the disk
+            self._file.close()
 
     @property
     def stops(self) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_conversations_that_are_all_overlong_are_told_a_length_that_holds_them(
     with pytest.raises(UserError) as error:
         tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
     assert str(error.value).endswith(
-        f": {subject} longer than --max_length 64; set --max_length 128, or --overlong truncate."
+        f": {subject} longer than --max_length 64; set --max_length 128, if the model has as many positions, or --overlong truncate."
     )
 
 
@@ -110,7 +110,10 @@ def test_pairs_that_are_all_overlong_are_told_the_ways_out(tmp_path: Path) -> No
     path = write(tmp_path / "pairs.jsonl", [record])
     config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
     for overlong, expected in (
-        ("drop", r"the only pair is longer than --max_length 64; set --max_length 128, or "),
+        (
+            "drop",
+            r"the only pair is longer than --max_length 64; set --max_length 128, if the model has as many positions, or ",
+        ),
         ("error", r"; raise it, or set --overlong drop or truncate\."),
     ):
         with pytest.raises(UserError, match=expected):
@@ -255,7 +258,10 @@ def test_overlong_conversations_name_the_flag_by_its_own_name(
     path = str(write_chats(tmp_path / "chats.jsonl", 12))
     argv = ["--from_config", "llama", "--tokenizer", "byte", "--eval_fraction", "0"]
     message = recipe_error(finetune, *argv, "--dataset", path, flag, "8")
-    assert " conversations are longer than --max_length 8; set --max_length 128, or " in message
+    assert (
+        " conversations are longer than --max_length 8; set --max_length 128, if the model has as many positions, or "
+        in message
+    )
 
     settings = lt.parse(finetune.DEFAULTS, [*argv, "--dataset", path, flag, "32"])
     finetune.tokenized(settings)

@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import tokenize
+from llmtrain.data.store import TokenStore
+from llmtrain.errors import UserError
 from tests.data.chats import make
 from tests.data.test_prepare import left_behind
 
@@ -105,3 +108,37 @@ def test_tokenize_changes_nothing_that_its_caller_owns(
     before = copy.deepcopy([vars(data), chat and vars(chat)])
     tokenize(data, 4096 if chat else 16, chat, records=records * 40, unpaired=unpaired)
     assert [vars(data), chat and vars(chat)] == before
+
+
+@pytest.mark.parametrize("growth", [1, -1])
+@pytest.mark.parametrize(
+    ("records", "tokenizer", "chat"),
+    [
+        pytest.param(TEXTS, "bpe:300", None, id="text"),
+        pytest.param(PAIRS, "byte", PairConfig(), id="single answers"),
+    ],
+)
+def test_data_that_change_while_they_are_read_are_one_line(
+    records: list[dict[str, Any]], tokenizer: str, chat: RowConfig | None, growth: int
+) -> None:
+    counts = iter(range(20, 20 + 9 * growth, growth))
+
+    def read() -> list[dict[str, Any]]:
+        return records[: next(counts)]
+
+    data = DataConfig(tokenizer=tokenizer, eval_fraction=0.3)
+    length = 16 if chat is None else 64
+    with pytest.raises(UserError, match="read: the number of records changed while they were"):
+        tokenize(data, length, chat, records=read, unpaired=True, records_fingerprint="1")
+
+
+def test_a_store_on_a_full_disk_is_closed_without_another_error(tmp_path: Path) -> None:
+    """The error of the write says what is wrong, and the next one must not hide it."""
+    path = tmp_path / "tokens"
+    path.symlink_to("/dev/full")
+    store = TokenStore(path)
+    store.add(np.arange(9), np.ones(9, bool))
+    with pytest.raises(OSError, match="No space left"):
+        store.read(0)
+    store.close()
+    assert not path.is_symlink()

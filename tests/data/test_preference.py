@@ -482,7 +482,7 @@ BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
         "a.jsonl",
         json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
         {},
-        f"a.jsonl: the only pair is longer than --max_length {BLOCK}; set --max_length 128, or --overlong truncate.",
+        f"a.jsonl: the only pair is longer than --max_length {BLOCK}; set --max_length 128, if the model has as many positions, or --overlong truncate.",
     ),
     "answers that differ behind the cut": (
         "a.jsonl",

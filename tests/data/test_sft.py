@@ -452,7 +452,7 @@ SENSELESS = {
     "all of them overlong": (
         [LONG_ANSWER, LONG_QUESTION],
         {},
-        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK}; set --max_length 128, or --overlong truncate.",
+        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK}; set --max_length 128, if the model has as many positions, or --overlong truncate.",
     ),
     "all questions overlong": (
         [LONG_QUESTION],
