@@ -19,9 +19,9 @@ _calls: Counter[str] = Counter()  # how often this process has asked for a resul
 def once_per_machine(name: str, compute: Callable[[], str]) -> str:
     """Return a text that takes long to compute; one process of a launch on each machine does it.
 
-    The others wait until it has finished. The first call with a name returns the same text in all
-    of them, and so do the second, the third, and so on. If the computation fails, each process
-    tries it. A process that no launcher has started computes its own text.
+    The others wait until it has finished. The n-th call with a name returns the same text in every
+    process. If the computation fails, each process tries it. A process that no launcher has started
+    computes its own text.
 
     Args:
         name: tells this text from others. Every process must use a name equally often.
@@ -57,11 +57,12 @@ def _launch_folder() -> Path | None:
     ``torchrun``, ``accelerate launch`` and ``notebook_launcher`` all use torch's elastic agent. It
     makes a new folder for the errors of each launch, with one for each restart of its processes:
     ``.../attempt_0/LOCAL_RANK/error.json``. Neither the agent's process id nor its run id would do:
-    a notebook launches several times with the same ones.
+    a notebook launches several times with the same ones. So no result of an earlier launch is
+    taken.
 
     Returns:
         The folder; ``None`` if this process is alone, or may not be one of those that were
-        launched. Results of an earlier launch are then never taken.
+        launched.
     """
     variable = "TORCHELASTIC_ERROR_FILE"
     error_file = Path(os.environ.get(variable, ""))

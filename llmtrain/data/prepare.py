@@ -128,6 +128,7 @@ def _open(folder: Path, request: DataRequest) -> Tokenized | None:
         ),
         mixture=mixture,
         new_tokens=[*request.tokenizer.new_tokens],
+        train_names=[source.name for source in request.train],
         eval_names=[source.name for source in request.eval],
     )
 

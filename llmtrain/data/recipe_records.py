@@ -34,9 +34,9 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     source = _unnamed_source(records)
     if fingerprint is None:
         return source
-    # Nulls with another meaning make other rows.
-    name = f"named {source.has_artificial_nulls} {fingerprint}"
-    digest = hashlib.sha256(name.encode()).hexdigest()
+    # Other recipes may use the same name. Nulls with another meaning make other rows.
+    named = [_identity(records), source.has_artificial_nulls, fingerprint]
+    digest = hashlib.sha256(json_text(named).encode()).hexdigest()
     return replace(source, fingerprint=lambda: digest)
 
 
@@ -46,7 +46,7 @@ def _unnamed_source(records: PythonRecords) -> Source:
         # Some callables have no name.
         name = getattr(records, "__name__", "records")
         return _iterated_source(
-            records, name, place=f"{name}(), record", identity=_identity(records)
+            records, name, place=f"{name}(), record", identity=_identity_of_function(records)
         )
 
     datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
@@ -73,6 +73,20 @@ def _unnamed_source(records: PythonRecords) -> Source:
         identity=None if is_list else _identity(records),
         is_streamed=datasets is not None and isinstance(records, datasets.IterableDataset),
     )
+
+
+def _identity_of_function(function: RecordFunction) -> str | None:
+    """Return a text that tells a function from others; ``None`` if that is not certain.
+
+    Functions that one function makes differ only in the values that they hold.
+    """
+    try:
+        values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        if isinstance(function, functools.partial):
+            values += [_identity(function.func), function.args, function.keywords]
+        return f"{_identity(function)} {json_text(values)}"
+    except (TypeError, ValueError):  # a value that is no JSON, or that is not set yet
+        return None
 
 
 def _identity(records: object) -> str:

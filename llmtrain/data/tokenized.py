@@ -34,6 +34,8 @@ class Tokenized:
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
         in_order: draw the rows in the stored order instead of a permutation.
+        train_names: the names of the data sets that the training rows come from; empty for rows
+            that the recipe made.
         eval_names: the names of the data sets that the eval rows may come from.
     """
 
@@ -44,6 +46,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
+    train_names: Sequence[str] = ()
     eval_names: Sequence[str] = ()
 
     @property

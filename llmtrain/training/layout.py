@@ -45,7 +45,8 @@ class Layout(NamedTuple):
         """Derive the layout from the flags of the batch.
 
         ``--per_device_train_batch_size`` is an upper limit, to bound memory. If a rank has fewer
-        rows than that in a step, they are its micro-batch.
+        rows than that in a step, they are its micro-batch. If the default does not divide the rows
+        of a rank, the largest smaller number that does is taken.
 
         Args:
             data: the flags.
@@ -65,6 +66,8 @@ class Layout(NamedTuple):
 
         share = rows // processes
         micro_batch = min(data.per_device_train_batch_size, share)
+        if not bitwise and not data.is_set("per_device_train_batch_size"):
+            micro_batch = _largest_divisor(share, micro_batch)
         if share % micro_batch:
             raise UserError(
                 f"--per_device_train_batch_size {micro_batch} does not divide the {share} rows of "

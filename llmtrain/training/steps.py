@@ -1,4 +1,4 @@
-"""How many steps a run makes: epochs and fractions become steps once the rows are known."""
+"""Settle what depends on the rows: epochs and fractions become steps, and rows fit in memory."""
 
 import copy
 import math
@@ -14,8 +14,9 @@ _WARMUP_SHARE = 0.1
 
 
 def settle(settings: AnySettings, rows: Tokenized) -> None:
-    """Decide what depends on the rows: numbers of steps, and the default size of a micro-batch.
+    """Settle what depends on the rows: the numbers of steps, and the default micro-batch.
 
+    The data sets in the settings become those of the rows: a recipe may have data of its own.
     After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
     ``save_steps`` are integers. Calling it again changes nothing.
 
@@ -40,6 +41,8 @@ def settle(settings: AnySettings, rows: Tokenized) -> None:
     log = settings.log = copy.copy(settings.log)
     run = settings.run = copy.copy(settings.run)
 
+    if rows.train_names:
+        data.dataset = [*rows.train_names]
     data.fit_micro_batch(rows.positions)
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))

@@ -1,13 +1,16 @@
 """One process of a launch reads a recipe's records for their fingerprint, and no launch takes another's."""
 
+import functools
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmtrain.data import once_per_machine as module
+from llmtrain.data import recipe_records
 from llmtrain.data.once_per_machine import once_per_machine
 from llmtrain.data.recipe_records import records_source
 from tests.launching import PYTHON, run, torchrun
@@ -43,6 +46,7 @@ if case == "changing" and attempt == "0":
 LAUNCHED_TWICE = """
 import sys
 from accelerate import notebook_launcher
+from llmtrain.data import recipe_records
 from llmtrain.data.recipe_records import records_source
 
 def records():
@@ -194,5 +198,19 @@ def test_a_list_is_hashed_by_each_process(launched: Path) -> None:
 def test_a_name_stands_for_the_records() -> None:
     unread = lambda: 1 // 0  # noqa: E731
     first = records_source(unread, "v1").fingerprint()
-    assert first == records_source(["a"], "v1").fingerprint()
+    assert first == records_source(unread, "v1").fingerprint()
     assert first != records_source(unread, "v2").fingerprint()
+    # Recipes share the cache, and may use the same name for other records.
+    assert first != records_source(lambda: ["a"], "v1").fingerprint()
+
+
+def test_functions_of_one_function_are_told_apart_by_the_values_that_they_hold() -> None:
+    def make(value: object) -> Callable[[], list[str]]:
+        return lambda: [str(value)]
+
+    first = recipe_records._identity_of_function(make(1))
+    assert first == recipe_records._identity_of_function(make(1))
+    assert first != recipe_records._identity_of_function(make(2))
+    assert recipe_records._identity_of_function(make(object())) is None
+    partials = [functools.partial(sorted, reverse=reverse) for reverse in (True, False)]
+    assert len({*map(recipe_records._identity_of_function, partials)}) == 2

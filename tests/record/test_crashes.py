@@ -165,7 +165,7 @@ def test_the_process_may_end_at_any_operation(tmp_path: Path, score: Callable[[s
     )
 
 
-class WriterEnded(Exception):
+class WriterEndedError(Exception):
     """A writer ended before it was killed; the message is what it wrote to stderr."""
 
 
@@ -208,7 +208,7 @@ class Writers:
                 except ProcessLookupError:
                     while stdout.readline() not in ("ended\n", ""):
                         pass
-                    raise WriterEnded(self.errors.read_text()) from None
+                    raise WriterEndedError(self.errors.read_text()) from None
                 killed = True
         raise AssertionError("the writers ended")
 
@@ -278,7 +278,7 @@ def test_the_same_kills_break_what_save_state_writes(
         shutil.rmtree(writers.folder, ignore_errors=True)
         try:
             said = writers.kill_one(1, draw.uniform(0, 0.03))
-        except WriterEnded:
+        except WriterEndedError:
             continue  # save_state itself has failed, which says nothing about kills
         broken += bool(save_state_faults(writers.folder, said))
     score(f"writer: the same with accelerator.save_state: {bound(broken, kills)}")

@@ -10,7 +10,21 @@ from llmtrain.training.layout import Layout
 
 
 def data(rows: int, micro: int) -> DataConfig:
-    return DataConfig(global_batch_size=rows, per_device_train_batch_size=micro)
+    """Return the flags of a user who set the size of a micro-batch."""
+    config = DataConfig(global_batch_size=rows, per_device_train_batch_size=micro)
+    config.origins = {"per_device_train_batch_size": "command line"}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("rows", "processes", "micro"), [(24, 1, 12), (6, 1, 6), (7, 1, 7), (34, 2, 1), (60, 3, 10)]
+)
+def test_a_default_micro_batch_divides_the_rows_of_a_rank(
+    rows: int, processes: int, micro: int
+) -> None:
+    config = DataConfig(global_batch_size=rows)
+    assert config.per_device_train_batch_size == 16
+    assert Layout.of(config, processes).micro_batch == micro
 
 
 def refusal(rows: int, micro: int, processes: int) -> str:

@@ -33,6 +33,7 @@ def rows_of(count: int, **attributes: Any) -> Any:
         "in_order": False,
         "metadata": metadata,
         "positions": 16,
+        "train_names": (),
     }
     return SimpleNamespace(**{**rows, **attributes})
 
