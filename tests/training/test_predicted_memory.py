@@ -205,7 +205,7 @@ def test_a_device_is_known_by_its_whole_name(title: str, name: str | None) -> No
 
 
 def recipe(folder: Path, *lines: str) -> str:
-    rows = "SimpleNamespace(positions=8, train=range(64), mixture=None)"
+    rows = "SimpleNamespace(positions=8, train=range(64), mixture=None, train_names=())"
     head = [
         "from dataclasses import dataclass, field",
         "from types import SimpleNamespace",
