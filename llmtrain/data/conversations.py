@@ -2,7 +2,7 @@
 
 import array
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from llmtrain.data.render import AnyRenderer
 from llmtrain.data.rendered import Rendered, TurnEnd
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
+
+_NO_TURN = -1  # an index of turns
 
 
 class _Selection(NamedTuple):
@@ -33,6 +35,15 @@ class _Selection(NamedTuple):
     first_turns: np.ndarray
     last_turns: np.ndarray
     lengths: np.ndarray
+
+
+class _TurnEnds(NamedTuple):
+    """The fields of :class:`TurnEnd`, of all turns. Each array is int64 [turns]."""
+
+    length: np.ndarray
+    targets: np.ndarray
+    target_bytes: np.ndarray
+    ended: np.ndarray
 
 
 class EncodedConversations(EncodedExamples[Conversation]):
@@ -82,67 +93,55 @@ class EncodedConversations(EncodedExamples[Conversation]):
     def fit(self, split: Split, max_length: int) -> Fitted:
         """Choose the examples that become rows, and the turns of others that do."""
         selection = self._select(split)
-        turn_ends = self._turn_ends
-        lengths = selection.lengths
-        last_turns = selection.last_turns
+        turns = self._turn_ends()
         width = self.row_width(max_length)
+        truncates = self.config.overlong == "truncate"
+        is_overlong = selection.lengths > width
+        if self.config.overlong == "error" and is_overlong.any():
+            raise self._overlong_error(selection, int(np.argmax(is_overlong)), max_length)
 
-        has_targets = turn_ends[last_turns, 1] > 0
-        is_overlong = lengths > width
-        is_kept = has_targets & ~is_overlong
-        kept_lengths = np.where(is_kept, lengths, 0)
-        untrainable = int((~has_targets & ~is_overlong).sum())
-
-        cut_away: list[int] = []  # the examples that truncation would leave without a target
-        for example in np.flatnonzero(is_overlong).tolist():
-            if self.config.overlong == "error":
-                self._refuse_overlong(selection, example, max_length)
-            if self.config.overlong == "truncate":
-                # The turns that end in the row and have a target.
-                first_turn = selection.first_turns[example]
-                turns = turn_ends[first_turn : last_turns[example] + 1]
-                fitting = np.flatnonzero((turns[:, 0] <= width) & (turns[:, 1] > 0))
-                if len(fitting):
-                    last_turns[example] = first_turn + fitting[-1]
-                    kept_lengths[example] = turns[fitting[-1], 0]
-                    is_kept[example] = True
-                else:
-                    cut_away.append(example)
-        untrainable += len(cut_away)
+        last_turns = np.where(is_overlong, _NO_TURN, selection.last_turns)
+        if truncates:
+            for example in np.flatnonzero(is_overlong).tolist():
+                last_turns[example] = _last_fitting_turn(turns, selection, example, width)
+        is_kept = (last_turns != _NO_TURN) & (turns.targets[last_turns] > 0)
+        is_cut_away = truncates & is_overlong & ~is_kept
+        self._check_cut_away(selection, is_cut_away, is_kept, max_length)
 
         kept = np.flatnonzero(is_kept)
-        for example in cut_away:
-            # If the template changes earlier turns, other turns of the conversation may be kept.
-            if selection.records[example] not in selection.records[kept]:
-                self._refuse_untrainable(selection, example, max_length)
-        kept_turns = turn_ends[last_turns[kept]]
-        _, targets, target_bytes, ended_turns = kept_turns.sum(axis=0).tolist()
+        kept_turns = last_turns[kept]
+        kept_lengths = turns.length[kept_turns]
         tokens = int(kept_lengths.sum())
-        longest = _sum_of_longest(kept_lengths[kept], selection.records[kept])
+        overlong_tokens = int(selection.lengths[is_overlong].sum())
         counts = {
-            "untrainable": untrainable,
+            "untrainable": int((is_cut_away | ~is_overlong & ~is_kept).sum()),
             "overlong": int(is_overlong.sum()),
-            "lost_tokens": int((lengths - kept_lengths)[is_overlong].sum()),
+            "lost_tokens": overlong_tokens - int(kept_lengths[is_overlong[kept]].sum()),
             "kept": len(kept),
             "tokens": tokens,
-            "targets": targets,
-            "repeated_tokens": tokens - longest,
-            "turns": int((last_turns - selection.first_turns + 1)[kept].sum()),
-            "ended_turns": ended_turns,
+            "targets": int(turns.targets[kept_turns].sum()),
+            "repeated_tokens": tokens - _sum_of_longest(kept_lengths, selection.records[kept]),
+            "turns": int((kept_turns - selection.first_turns[kept] + 1).sum()),
+            "ended_turns": int(turns.ended[kept_turns].sum()),
         }
-        examples = Examples.of_sequences(selection.sequences[kept], kept_lengths[kept])
-        return Fitted(examples, counts, target_bytes)
+        return Fitted(
+            examples=Examples.of_sequences(selection.sequences[kept], kept_lengths),
+            counts=counts,
+            target_bytes=int(turns.target_bytes[kept_turns].sum()),
+        )
 
-    @property
-    def _turn_ends(self) -> np.ndarray:
-        """The :class:`TurnEnd` of each turn, int64 [turns, 4]."""
-        return np.array(self._turns, np.int64).reshape(-1, len(TurnEnd._fields))
+    def _turn_ends(self) -> _TurnEnds:
+        """Return what is known of all turns of all sequences."""
+        table = np.array(self._turns, np.int64).reshape(-1, len(TurnEnd._fields))
+        return _TurnEnds(*table.T)
 
     def _select(self, split: Split) -> _Selection:
         """Return the examples of a split."""
         records = np.array(self._records, np.int64)
         first_turns = np.array(self._first_turns, np.int64)
-        last_turns = np.append(first_turns, len(self._turn_ends))[1:] - 1
+        turn_count = len(self._turns) // len(TurnEnd._fields)
+        # The last turn of a sequence comes before the first turn of the next sequence.
+        last_turns = np.append(first_turns[1:], turn_count) - 1
         selected = np.flatnonzero(self.records.is_in(split)[records])
         return _Selection(
             sequences=selected,
@@ -152,23 +151,49 @@ class EncodedConversations(EncodedExamples[Conversation]):
             lengths=self.store.lengths[selected],
         )
 
-    def _refuse_overlong(self, selection: _Selection, example: int, max_length: int) -> NoReturn:
-        """Raise :class:`UserError` for an example that is too long."""
+    def _overlong_error(self, selection: _Selection, example: int, max_length: int) -> UserError:
+        """Return the error for an example that is too long."""
         place = self.records.place_of(selection.records[example])
-        raise UserError(
+        return UserError(
             f"{place}: {selection.lengths[example]:,} tokens are more than --max_length "
             f"{max_length} allows; raise it, or set --overlong drop or truncate."
         )
 
-    def _refuse_untrainable(self, selection: _Selection, example: int, max_length: int) -> None:
-        """Raise :class:`UserError`, unless bad records are skipped: truncation leaves no target."""
+    def _check_cut_away(
+        self,
+        selection: _Selection,
+        is_cut_away: np.ndarray,
+        is_kept: np.ndarray,
+        max_length: int,
+    ) -> None:
+        """Raise :class:`UserError` if truncation leaves nothing of a conversation.
+
+        If the template changes earlier turns, one example of a conversation may be cut away, and
+        another one kept. With ``--on_bad_row skip``, all of them may be cut away.
+
+        Args:
+            selection: the examples.
+            is_cut_away: bool [examples], whether none of its turns fits in a row.
+            is_kept: bool [examples].
+            max_length: the value of ``--max_length``.
+        """
         if self.config.on_bad_row == "skip":
             return
-        raise UserError(
-            f"{self.records.place_of(selection.records[example])}: none of the assistant's turns "
-            f"ends within --max_length {max_length}, so truncation would leave nothing to train "
-            "on; raise it, set --overlong drop, or leave such records out with --on_bad_row skip."
-        )
+        is_lost = is_cut_away & ~np.isin(selection.records, selection.records[is_kept])
+        if is_lost.any():
+            record = selection.records[np.argmax(is_lost)]
+            raise UserError(
+                f"{self.records.place_of(record)}: none of the assistant's turns ends within "
+                f"--max_length {max_length}, so truncation would leave nothing to train on; raise "
+                "it, set --overlong drop, or leave such records out with --on_bad_row skip."
+            )
+
+
+def _last_fitting_turn(turns: _TurnEnds, selection: _Selection, example: int, width: int) -> int:
+    """Return the index of the last turn that ends in a row and has a target, or ``_NO_TURN``."""
+    indices = np.arange(selection.first_turns[example], selection.last_turns[example] + 1)
+    fitting = indices[(turns.length[indices] <= width) & (turns.targets[indices] > 0)]
+    return int(fitting[-1]) if len(fitting) else _NO_TURN
 
 
 def _sum_of_longest(lengths: np.ndarray, records: np.ndarray) -> int:

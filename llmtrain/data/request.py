@@ -11,7 +11,7 @@ from typing import Literal
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
-from llmtrain.data.column_names import Column
+from llmtrain.data.column_names import Column, ColumnNames
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.data.shuffle import counts_per_period
@@ -19,6 +19,7 @@ from llmtrain.data.sources import Source
 from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
@@ -158,23 +159,23 @@ def make_request(
         chat_template,
         trust_remote_code=trust_remote_code,
     )
-    names = config.column_names
-    source_names = [requested.source.name for requested in sources]
-    key: list[object] = [
-        _FORMAT_VERSION,
-        [max_length, max_positions] if max_length == "auto" else max_length,
-        config.eval_fraction if sources[0].only_split is None else None,
-        [[requested.source.fingerprint(), requested.only_split] for requested in sources],
-        [sorted(names.renamed(name).items()) for name in source_names],
-        tok.digest(tokenizer.pretrained) if tokenizer.pretrained else tokenizer.spec,
-        [requested.format for requested in sources],
-        [requested.text_field for requested in sources],
-        text_columns,
-        None if row_config is None else row_config.fingerprint(),
-        template_text(chat_template) if chat_template else None,
-        list(tokenizer.stop_token_ids),
-        unpaired,
-    ]
+    digest = _digest(
+        {
+            "format": _FORMAT_VERSION,
+            "max_length": max_length,
+            "max_positions": max_positions if max_length == "auto" else None,
+            "eval_fraction": config.eval_fraction if sources[0].only_split is None else None,
+            "sources": [_described(requested, config.column_names) for requested in sources],
+            "tokenizer": tok.digest(tokenizer.pretrained)
+            if tokenizer.pretrained
+            else tokenizer.spec,
+            "stop_token_ids": list(tokenizer.stop_token_ids),
+            "text_columns": text_columns,
+            "rendering": None if row_config is None else row_config.fingerprint(),
+            "chat_template": template_text(chat_template) if chat_template else None,
+            "unpaired": unpaired,
+        }
+    )
     return DataRequest(
         sources=sources,
         tokenizer=tokenizer,
@@ -187,8 +188,24 @@ def make_request(
         max_length=max_length,
         max_positions=max_positions,
         eval_split="" if config.eval_dataset else f"split {config.dataset_test_split} of ",
-        digest=hashlib.sha256(json_text(key).encode()).hexdigest()[:32],
+        digest=digest,
     )
+
+
+def _described(requested: RequestedSource, names: ColumnNames) -> JsonObject:
+    """Return everything about a data set that the rows depend on."""
+    return {
+        "fingerprint": requested.source.fingerprint(),
+        "split": requested.only_split,
+        "format": requested.format,
+        "text_field": requested.text_field,
+        "columns": sorted(names.renamed(requested.source.name).items()),
+    }
+
+
+def _digest(content: JsonObject) -> str:
+    """Hash everything that the rows depend on, for the name of their cache entry."""
+    return hashlib.sha256(json_text(content).encode()).hexdigest()[:32]
 
 
 def _tokenizer_of(
@@ -271,8 +288,8 @@ def _check_record_flags(
     formats = {requested.format for requested in sources}
     kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
     if formats == {"text"}:
-        for flag in flags_of(ChatConfig) if chat else ():
-            if chat and chat.is_set(flag) and flag != "format":
+        for flag in flags_of(ChatConfig):
+            if flag != "format" and chat is not None and chat.is_set(flag):
                 raise UserError(
                     f"--{flag} is for conversations, but {name} is text; leave it out, or see "
                     "--format."

@@ -1,6 +1,7 @@
 """What tokenize reads and changes: records once, unless all must be known before, and no argument."""
 
 import copy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from tests.data.test_prepare import left_behind
 TEXTS = [{"text": f"document {i} " * (i + 1)} for i in range(30)]
 CHATS = [{"prompt": f"{i}?", "completion": f"{i * i}."} for i in range(30)]
 PAIRS = [{"prompt": f"{i}?", "chosen": f"{i * i}.", "rejected": "no"} for i in range(30)]
+
+KINDS = [
+    pytest.param(TEXTS, None, id="text"),
+    pytest.param(CHATS, ChatConfig(), id="conversations"),
+    pytest.param(PAIRS, PairConfig(), id="pairs"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +75,9 @@ def test_records_are_read_as_often_as_they_must_be(
         complete.clear()
 
 
-@pytest.mark.parametrize(
-    ("records", "chat", "unpaired"),
-    [
-        pytest.param(TEXTS, None, False, id="text"),
-        pytest.param(CHATS, ChatConfig(), False, id="conversations"),
-        pytest.param(PAIRS, PairConfig(), True, id="single answers"),
-    ],
-)
+@pytest.mark.parametrize(("records", "chat"), KINDS)
 def test_an_error_at_record_1000_is_raised_and_leaves_nothing_behind(
-    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None, unpaired: bool
+    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
 ) -> None:
     def read() -> Iterator[dict[str, Any]]:
         for number in range(1_000):
@@ -87,26 +87,19 @@ def test_an_error_at_record_1000_is_raised_and_leaves_nothing_behind(
     data = DataConfig(tokenizer="byte", eval_fraction=0.3)
     length = 16 if chat is None else 64
     with pytest.raises(RuntimeError, match="the connection was lost"):
-        tokenize(data, length, chat, records=read, unpaired=unpaired, records_fingerprint="1")
+        tokenize(data, length, chat, records=read, unpaired=True, records_fingerprint="1")
     assert left_behind(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize(
-    ("records", "chat", "unpaired"),
-    [
-        pytest.param(TEXTS, None, False, id="text"),
-        pytest.param(CHATS, ChatConfig(), False, id="conversations"),
-        pytest.param(PAIRS, PairConfig(), False, id="pairs"),
-    ],
-)
+@pytest.mark.parametrize(("records", "chat"), KINDS)
 def test_tokenize_changes_nothing_that_its_caller_owns(
-    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None, unpaired: bool
+    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
 ) -> None:
     """Not even for data of the recipe, a tokenizer without a template and rows of 4,096 tokens."""
     make(None).save_pretrained(tmp_path / "tokenizer")
     data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0.3)
     before = copy.deepcopy([vars(data), chat and vars(chat)])
-    tokenize(data, 4096 if chat else 16, chat, records=records * 40, unpaired=unpaired)
+    tokenize(data, 4096 if chat else 16, chat, records=records * 40)
     assert [vars(data), chat and vars(chat)] == before
 
 
@@ -142,3 +135,21 @@ def test_a_store_on_a_full_disk_is_closed_without_another_error(tmp_path: Path) 
         store.read(0)
     store.close()
     assert not path.is_symlink()
+
+
+def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A process that is killed cannot clean up; the next one holds the same lock."""
+    data = DataConfig(tokenizer="byte", eval_fraction=0.3)
+    made = tokenize(data, 16, records=TEXTS)
+    entry = tmp_path / "cache" / made.metadata.cache_entry
+    shutil.rmtree(entry)
+    left = tmp_path / "cache" / f".tmp-{entry.name}-0123"
+    of_another = tmp_path / "cache" / ".tmp-of-another-entry"
+    for folder in (left, of_another):
+        folder.mkdir()
+        (folder / "tokens").write_bytes(b"of a killed process")
+
+    tokenize(data, 16, records=TEXTS)
+    assert entry.is_dir()
+    assert not left.exists()
+    assert of_another.exists()

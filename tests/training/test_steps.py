@@ -182,6 +182,18 @@ def test_fractions_follow_the_epochs_and_settling_again_changes_nothing() -> Non
     ] == before
 
 
+def test_the_default_micro_batch_and_the_data_sets_follow_the_rows() -> None:
+    rows = rows_of(98, positions=1024, train_names=("made by the recipe",))
+    settings = settled(rows=rows)
+    assert settings.data.per_device_train_batch_size == 4  # 4,096 tokens
+    assert settings.data.dataset == ["made by the recipe"]
+    assert settled("--per_device_train_batch_size", "8", rows=rows).data.is_set(
+        "per_device_train_batch_size"
+    )
+    assert DEFAULTS.data.per_device_train_batch_size == 16
+    assert settled().data.dataset == DEFAULTS.data.dataset  # rows without names
+
+
 def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
     defaults: AnySettings = Settings(DataConfig(), optim=OptimConfig(num_train_epochs=1.0))
     for count, steps in ((32, 1), (3200, 100)):
