@@ -40,7 +40,8 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     _describe_shares(rows, [source.name for source in request.train])
 
     if request.has_eval_sources:
-        say("eval", f"the eval data are {request.eval_split}{' '.join(rows.eval_names)}")
+        split = "" if request.eval_split is None else f"split {request.eval_split} of "
+        say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     elif not is_cached:
         _describe_unread_splits(request.train)
     if request.tokenizer.has_default_template:

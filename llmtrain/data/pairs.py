@@ -174,18 +174,18 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
 
         The second answer of a single one is only there for comparison, so it does not count.
         """
-        lengths = self._lengths_of(self._select(split))
-        longest: np.ndarray = lengths[:, 0] if self.unpaired else lengths.max(axis=1)
-        return longest
+        return self._longest(self._lengths_of(self._select(split)))
 
     def fit(self, split: Split, max_length: int) -> Fitted:
         """Choose the pairs that become rows, and truncate answers."""
         selected = self._select(split)
         pairs = self._all_pairs[selected]
         lengths = self._lengths_of(selected)
-        is_overlong = self.lengths(split) > max_length
+        longest = self._longest(lengths)
+        is_overlong = longest > max_length
         if self.config.overlong == "error" and is_overlong.any():
-            self._refuse_overlong(split, pairs, int(np.argmax(is_overlong)), max_length)
+            example = int(np.argmax(is_overlong))
+            self._refuse_overlong(int(pairs[example, 0]), int(longest[example]), max_length)
 
         is_kept = np.ones(len(pairs), bool)
         if self.config.overlong == "drop":
@@ -245,14 +245,17 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         lengths: np.ndarray = self.store.lengths.reshape(-1, 2)[pairs]
         return lengths
 
-    def _refuse_overlong(
-        self, split: Split, pairs: np.ndarray, example: int, max_length: int
-    ) -> NoReturn:
+    def _longest(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the length that counts of each pair of answers, int64 [pairs]."""
+        longest: np.ndarray = lengths[:, 0] if self.unpaired else lengths.max(axis=1)
+        return longest
+
+    def _refuse_overlong(self, record: int, length: int, max_length: int) -> NoReturn:
         """Raise :class:`UserError` for a pair that is too long."""
-        place = self.records.place_of(int(pairs[example, 0]))
         raise UserError(
-            f"{place}: an answer with its prompt has {self.lengths(split)[example]:,} tokens, more "
-            f"than --max_length {max_length} allows; raise it, or set --overlong drop or truncate."
+            f"{self.records.place_of(record)}: an answer with its prompt has {length:,} tokens, "
+            f"more than --max_length {max_length} allows; raise it, or set --overlong drop or "
+            "truncate."
         )
 
     def _truncated_pair(self, number: int, pair: _Pair, max_length: int) -> _Pair | None:

@@ -29,7 +29,7 @@ from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.recipe_records import PythonRecords, records_source
 from llmtrain.data.records import Records
-from llmtrain.data.render import make_renderer
+from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
@@ -167,12 +167,13 @@ def _make(folder: Path, request: DataRequest) -> None:
             if request.chat is not None:
                 set_template(tokenizer, request.chat.chat_template)
 
+        renderer = _renderer_of(request, tokenizer)
         encoded: list[EncodedSource] = []
         for number, reader in enumerate(readers):
             encoding = working / f"encoding-{number}"
             encoding.mkdir()
             temporary.callback(shutil.rmtree, encoding, ignore_errors=True)
-            source = _encoder_of(reader, tokenizer, request, encoding)
+            source = _encoder_of(reader, tokenizer, renderer, request, encoding)
             temporary.callback(source.close)
             source.encode()
             encoded.append(source)
@@ -186,10 +187,6 @@ def _make(folder: Path, request: DataRequest) -> None:
         tokenizer.save_pretrained(working / "tokenizer")
         train, eval = _write_rows(working, request, encoded, length)
 
-        stop_token_ids: list[int] = []
-        if request.chat is not None:
-            renderer = make_renderer(tokenizer, request.tokenizer.stop_token_ids)
-            stop_token_ids = sorted(renderer.stop_token_ids)
         metadata = metadata_of(
             request.dataset,
             spec,
@@ -199,7 +196,7 @@ def _make(folder: Path, request: DataRequest) -> None:
             eval=eval,
             shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
             covering_length=covering,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
         write_json(working / "facts.json", dataclasses.asdict(metadata), durable=False)
 
@@ -243,38 +240,49 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
     return Records(source, read_conversation, request.eval_fraction, skips_bad, only_split)
 
 
+def _renderer_of(request: DataRequest, tokenizer: tok.FastTokenizer) -> AnyRenderer | None:
+    """Return the renderer of conversations or pairs; ``None`` if all data sets are text."""
+    if request.chat is None:
+        return None
+    return make_renderer(
+        tokenizer,
+        stop_token_ids=request.tokenizer.stop_token_ids,
+        only_last_turns=isinstance(request.chat, ChatConfig) and request.chat.turns == "last",
+    )
+
+
 def _encoder_of(
-    reader: _Reader, tokenizer: tok.FastTokenizer, request: DataRequest, folder: Path
+    reader: _Reader,
+    tokenizer: tok.FastTokenizer,
+    renderer: AnyRenderer | None,
+    request: DataRequest,
+    folder: Path,
 ) -> EncodedSource:
     """Return the object that encodes the records of a source.
 
     Args:
         reader: the records.
         tokenizer: the tokenizer.
+        renderer: renders records that are not text.
         request: the rows to make.
         folder: the folder of a temporary file.
     """
-    chat = request.chat
     if isinstance(reader, Corpus):
         is_trained = tok.is_trained(request.tokenizer.spec)
         return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, folder)
 
-    assert chat is not None, "records that are not text have a config"
-    renderer = make_renderer(
-        tokenizer,
-        stop_token_ids=request.tokenizer.stop_token_ids,
-        only_last_turns=isinstance(chat, ChatConfig) and chat.turns == "last",
-    )
-    if isinstance(chat, PairConfig):
+    assert request.chat is not None, "records that are not text have a config"
+    assert renderer is not None, "and a renderer"
+    if isinstance(request.chat, PairConfig):
         return EncodedPairs(
             reader,
             renderer,
-            chat,
+            request.chat,
             folder,
             unpaired=request.unpaired,
-            shares_prompts=chat.shares_prompts,
+            shares_prompts=request.chat.shares_prompts,
         )
-    return EncodedConversations(reader, renderer, chat, folder)
+    return EncodedConversations(reader, renderer, request.chat, folder)
 
 
 def _write_rows(
@@ -296,8 +304,7 @@ def _write_rows(
         if requested.is_for_eval:
             eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
         if requested.only_split == "eval":
-            overlong = describe_overlong(source.lengths("eval"), length)
-            _check_eval_data(requested.source, eval[-1], overlong)
+            _check_eval_data(requested.source, source, eval[-1], length)
 
     if request.chat is None:
         sizes = [stats.targets for stats in train]
@@ -311,14 +318,10 @@ def _write_rows(
     return train, eval
 
 
-def _check_eval_data(source: Source, stats: SplitStats, overlong: str) -> None:
-    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets.
-
-    Args:
-        source: the data set.
-        stats: the counts of its rows.
-        overlong: how many of its examples are overlong, in words.
-    """
+def _check_eval_data(
+    source: Source, encoded: EncodedSource, stats: SplitStats, length: int
+) -> None:
+    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
     if stats.targets:
         return
     reason = ""
@@ -326,7 +329,7 @@ def _check_eval_data(source: Source, stats: SplitStats, overlong: str) -> None:
     if stats.audit is not None:
         reason = f" ({stats.audit.left_out()})"
         if stats.audit.overlong:
-            advice = overlong
+            advice = describe_overlong(encoded.lengths("eval"), length)
     raise UserError(
         f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
     )

@@ -62,8 +62,7 @@ class DataRequest:
         text_columns: the columns of rows of text.
         max_length: the length of the rows, or ``auto``.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
-        eval_split: ``split NAME of `` if a split of the training data sets is the eval data;
-            otherwise empty.
+        eval_split: the split of the training data sets that is the eval data, if there is one.
         digest: a hash of everything that the rows depend on, the name of their cache entry.
     """
 
@@ -77,7 +76,7 @@ class DataRequest:
     text_columns: list[str]
     max_length: int | Literal["auto"]
     max_positions: int | None
-    eval_split: str
+    eval_split: str | None
     digest: str
 
     @property
@@ -142,8 +141,8 @@ def make_request(
         row_config = chat
         # Beside conversations, text has the columns of conversations, because all rows of a run
         # have the same ones.
-        is_packed = chat is None or chat.is_packed
-        text_columns = TOKEN_COLUMNS if is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
+        assert chat is not None, "without a config, all records are text"
+        text_columns = TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
     training_formats = {requested.format for requested in sources if requested.is_for_training}
     if max_length == "auto" and training_formats == {"text"}:
@@ -187,7 +186,7 @@ def make_request(
         text_columns=text_columns,
         max_length=max_length,
         max_positions=max_positions,
-        eval_split="" if config.eval_dataset else f"split {config.dataset_test_split} of ",
+        eval_split=None if config.eval_dataset else config.dataset_test_split,
         digest=digest,
     )
 

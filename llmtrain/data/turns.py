@@ -178,7 +178,7 @@ class TurnFinder:
             texts: the texts of a conversation.
             is_trained: whether the weight of each message lets it be trained.
             after: leave out turns that end within this many messages.
-            counts: the counts of :class:`llmtrain.data.render.Rendered`, which are updated.
+            counts: the counts of :class:`llmtrain.data.rendered.Rendered`, which are updated.
 
         Raises:
             BadRecord: if the template does not show the conversation.
