@@ -108,12 +108,12 @@ def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
         return
 
     parameter_index = int(differs.any(dim=0).nonzero()[0])
+    name = [*built][parameter_index]
+    other_ranks = differs[:, parameter_index].nonzero().flatten()
     raise UserError(
-        f"{type(model).__name__}: ranks have built different initial weights, such as "
-        f"{[*built][parameter_index]} of rank "
-        f"{_join(differs[:, parameter_index].nonzero().flatten())}. --seed seeds torch's generators "
-        "before build() is called; seed others, such as numpy's, in build() with the same number "
-        "on all ranks."
+        f"{type(model).__name__}: the ranks have built different initial weights, such as {name} "
+        f"of rank {_join(other_ranks)}. torch's generators are seeded with --seed before build() "
+        "is called. If build() uses others, such as numpy's, seed them alike on all ranks."
     )
 
 

@@ -46,11 +46,12 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
 
     if sharding.is_sharded and is_quantized and bundle.weights is None:
         raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
-    empty = [name for name, p in model.named_parameters() if p.is_meta]
-    if empty and bundle.weights is None:
+    without_values = [name for name, p in model.named_parameters() if p.is_meta]
+    if without_values and bundle.weights is None:
         raise UserError(
-            f"{class_name} has parameters on the meta device without values, such as {empty[0]}; "
-            "pass their names and values to ModelBundle as weights, or build the model on the CPU."
+            f"{class_name} has parameters on the meta device without values, such as "
+            f"{without_values[0]}; pass their names and values to ModelBundle as weights, or build "
+            "the model on the CPU."
         )
     check_memory(sharding, accelerator.device, model)
     _say_size(model, class_name)
