@@ -1,6 +1,5 @@
 """What a user brings has the promises that ours have: a fingerprint, a state, errors at the start."""
 
-import dataclasses
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -18,48 +17,6 @@ from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import Part, as_json
 from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.run import Run
-
-SETTINGS = lt.Settings(
-    model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
-    data=lt.DataConfig(tokenizer="byte", eval_fraction=0.2, global_batch_size=2),
-    optim=lt.OptimConfig(optim="adamw", max_steps=12),
-    eval=lt.EvalConfig(eval_steps=4),
-    log=lt.LogConfig(logging_steps=1),
-    run=lt.RunConfig(report_to=["none"], save_steps=4),
-)
-
-
-@pytest.fixture
-def train(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Train a small GPT in the folder ``run``, with parts."""
-
-    def train(
-        objective: lt.Objective | None = None,
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-        resume: str = "auto",
-        **parts: Any,
-    ) -> Run:
-        settings = dataclasses.replace(
-            SETTINGS,
-            data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
-            run=dataclasses.replace(
-                SETTINGS.run, output_dir=str(tmp_path / "run"), resume_from_checkpoint=resume
-            ),
-        )
-        rows = lt.tokenize(settings.data, 16)
-        model = lt.GPT(settings.model, rows.vocabulary, seed=0)
-        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-        bundle.objective = objective or lt.Objective()
-        accelerator = lt.start(settings)
-        if make_optimizer is None:
-            optimizer = lt.make_optimizer(accelerator, model, settings.optim)
-        else:
-            optimizer = make_optimizer(model)
-        with lt.open_run(accelerator, settings, rows, bundle, optimizer, **parts) as run:
-            lt.train(run, *accelerator.prepare(model, optimizer, *lt.loaders(run)))
-        return run
-
-    return train
 
 
 class Scaled(lt.Objective):
@@ -152,39 +109,43 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
 def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
     changed: dict[str, Any],
     reason: str,
-    train: Callable[..., Run],
+    train_gpt: Callable[..., Run],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def count(model: Any, batch: Batch) -> Any:
         return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
     parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
-    train(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
+    train_gpt(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
     capsys.readouterr()
-    run = train(**parts | changed)
+    run = train_gpt(**parts | changed)
     assert run.folder.name == "run-2"
     assert f"run is taken by a run with {reason}" in re.sub(
         r"\S*/run", "run", capsys.readouterr().out
     )
 
 
-def test_the_same_parts_resume_whatever_does_not_change_the_run(train: Callable[..., Run]) -> None:
-    train(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
-    run = train(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
+def test_the_same_parts_resume_whatever_does_not_change_the_run(
+    train_gpt: Callable[..., Run],
+) -> None:
+    train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+    run = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
     assert run.folder.name == "run"
     assert run.resume_point.step == 5
     assert run.is_finished
 
 
 def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = train(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
-    resumed = train(objective=Scaled(1.0), callbacks=[Threshold(2.0)], resume=str(stopped.folder))
+    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+    resumed = train_gpt(
+        objective=Scaled(1.0), callbacks=[Threshold(2.0)], resume=str(stopped.folder)
+    )
     assert resumed.resume_point.step == 5
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
     with pytest.raises(UserError, match="has a different objective: factor 1.0 there, 3.0 here"):
-        train(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
+        train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
 
 
 # --- errors at the start
@@ -203,17 +164,17 @@ def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
-    parts: dict[str, Any], message: str, train: Callable[..., Run], tmp_path: Path
+    parts: dict[str, Any], message: str, train_gpt: Callable[..., Run], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        train(**parts)
+        train_gpt(**parts)
     assert not (tmp_path / "run").exists()
 
 
 def test_parameters_that_the_optimizer_leaves_out_are_noted(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(make_optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
+    train_gpt(make_optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
     assert "the optimizer SGD leaves" in capsys.readouterr().err
 
 
@@ -259,10 +220,10 @@ class Moments(lt.Callback):
 
 
 def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
-    train: Callable[..., Run],
+    train_gpt: Callable[..., Run],
 ) -> None:
     moments = Moments()
-    train(callbacks=[moments])
+    train_gpt(callbacks=[moments])
     step_4 = moments.moments.index("end 4 stepped=True saved=0")
     assert moments.moments[step_4 : step_4 + 5] == [
         "end 4 stepped=True saved=0",
@@ -289,9 +250,9 @@ class Counter(lt.Callback):
 
 
 def test_a_part_that_changes_without_a_state_is_noted_once(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(callbacks=[Counter(), Threshold(1.0)])
+    train_gpt(callbacks=[Counter(), Threshold(1.0)])
     notes = [line for line in capsys.readouterr().err.splitlines() if "has no state_dict" in line]
     assert len(notes) == 1
     assert "note: Counter changes while the run trains" in notes[0]
