@@ -11,6 +11,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.record.history import as_numbers
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.run import Run
 
 
@@ -26,6 +27,8 @@ class LoopContext:
         eval_batches: the loader of eval batches, if there are any.
         metric: a custom metric of the user.
         throughput: counts tokens between two log entries.
+        rates: the learning rates of the optimizer's parameter groups. The loop makes them before it
+            restores a checkpoint.
         callbacks: all callbacks in the order in which they are called: the loop's own, then the
             user's. The loop sets them when it begins.
     """
@@ -37,6 +40,7 @@ class LoopContext:
     eval_batches: DataLoaderShard | None
     metric: Metric | None
     throughput: Throughput
+    rates: LearningRates = field(init=False)
     callbacks: list[Callback] = field(default_factory=list)
 
     def log(self, metrics: JsonObject) -> None:

@@ -26,13 +26,15 @@ from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.training.callbacks import loop_callbacks
 from llmtrain.training.checks import (
     check_engine,
+    check_optimizer_flags,
     check_steps,
     check_wrapping,
     say_changed_settings,
     say_if_xray_is_missed,
+    say_rates,
 )
 from llmtrain.training.context import LoopContext
-from llmtrain.training.optim import lr_at
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
@@ -109,9 +111,13 @@ def training_steps(context: LoopContext, callbacks: Sequence[Callback] = ()) -> 
     """
     run = context.run
     engine = context.engine
+    optimizer = context.optimizer.optimizer
+    check_optimizer_flags(run.settings.optim, run.bundle.model, optimizer)
+    context.rates = LearningRates(optimizer, run.settings.optim)
     restore(run, engine, context.optimizer)
     say_if_xray_is_missed(run)
-    say_changed_settings(run)
+    say_rates(context.rates)
+    say_changed_settings(run, context.rates)
 
     context.callbacks = [*loop_callbacks(context), *callbacks]
     with contextlib.ExitStack() as contexts:
@@ -153,8 +159,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     for callback in callbacks:
         callback.on_step_begin(local_batch)
     _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
-    for group in context.optimizer.param_groups:
-        group["lr"] = lr_at(run.step, settings.optim)
+    context.rates.set(run.step)
 
     # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
     # step carries the vote to the other ranks, and its result says whether any rank wants to stop.
