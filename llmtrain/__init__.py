@@ -17,9 +17,12 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.interfaces.callback import Callback as Callback
+    from llmtrain.interfaces.metric import Metric as Metric
     from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
+    from llmtrain.interfaces.part import Part as Part
+    from llmtrain.interfaces.schedule import Schedule as Schedule
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
@@ -54,9 +57,12 @@ _MODULES = {
     "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
     "Callback": "llmtrain.interfaces.callback",
+    "Metric": "llmtrain.interfaces.metric",
     "ModelBundle": "llmtrain.interfaces.model_bundle",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",
+    "Part": "llmtrain.interfaces.part",
+    "Schedule": "llmtrain.interfaces.schedule",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",

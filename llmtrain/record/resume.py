@@ -17,7 +17,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.history import candidate_folders, is_free
-from llmtrain.record.run_description import named_difference
+from llmtrain.record.run_description import difference, named_difference
 
 if TYPE_CHECKING:
     HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
-_MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
+MAY_CHANGE = (
+    "optimizer",
+    "learning_rates",
+    "gradient_exchange",
+    "early_stopping",
+    "callbacks",
+    "metrics",
+    "own_settings",
+)
+# Keys whose change is only told; another line tells how the optimizer has changed.
+_TOLD_KEYS = ("gradient_exchange", "callbacks", "metrics", "own_settings")
 _PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -52,14 +62,6 @@ class ResumePoint(NamedTuple):
         folder = self.checkpoint.parent.parent
         is_own = folder.absolute() == self.folder.absolute()
         return None if is_own or not (folder / "run.json").exists() else folder
-
-    @property
-    def optim_settings(self) -> JsonObject | None:
-        """The optimizer settings of a checkpoint that the user has named, if there is one."""
-        if self.named_fingerprint is None:
-            return None
-        settings: JsonObject | None = self.named_fingerprint.get("optimizer")
-        return settings
 
 
 @contextlib.contextmanager
@@ -362,7 +364,7 @@ def _named_checkpoint(
     named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]
     for key, value in _as_json(fingerprint).items():
         named_value = named_fingerprint.get(key)
-        if key not in _MAY_CHANGE and named_value != value:
+        if key not in MAY_CHANGE and named_value != value:
             reason = named_difference(
                 key,
                 named_value,
@@ -376,10 +378,11 @@ def _named_checkpoint(
                 f"{flag} has {article}different {part}: {reason}; {_remedy(key, path)}."
             )
 
-    if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
-        old_exchange = named_fingerprint.get("gradient_exchange") or "exact"
-        new_exchange = fingerprint.get("gradient_exchange") or "exact"
-        say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
+    for key in _TOLD_KEYS:
+        before = named_fingerprint.get(key)
+        now = _as_json(fingerprint).get(key)
+        if before != now:
+            say("changed", f"{key.replace('_', ' ')}: {difference(before, now)}")
     return named, named_fingerprint
 
 

@@ -140,25 +140,26 @@ def say_rates(rates: LearningRates) -> None:
         say("rates", f"peak learning rates of the parameter groups: {', '.join(peaks)}")
 
 
-def say_changed_settings(run: Run, rates: LearningRates) -> None:
+def say_changed_settings(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint to resume from."""
-    recorded = run.resume_point.optim_settings
+    recorded = run.resume_point.named_fingerprint
     if recorded is None:
         return
-    current = run.settings.optim.fingerprint | rates.fingerprint
-    changes = [
-        f"{key} {recorded.get(key)} -> {value}"
-        for key, value in current.items()
-        if recorded.get(key) != value
-    ]
+    before = recorded["optimizer"] | recorded["learning_rates"]
+    now = run.fingerprint["optimizer"] | run.fingerprint["learning_rates"]
+    changed_keys = [key for key in now if before.get(key) != now[key]]
+    # Most settings of the groups are flags, too, which are shorter to read.
+    changes = [f"{key} {before.get(key)} -> {now[key]}" for key in changed_keys if key != "groups"]
+    if changed_keys == ["groups"]:
+        changes = ["settings of the optimizer's parameter groups"]
     if not changes:
         return
 
-    next_rate = rates.after(run.step)[0]
+    next_rate = run.rates.after(run.step)[0]
     text = f"to {next_rate:.3g} in step {run.step + 1}"
     # The values of a user's schedule are not recorded.
-    if recorded.get("schedule") is None:
-        text = f"from {_recorded_rate(recorded, run.step - 1):.3g} in step {run.step} {text}"
+    if before.get("schedule") is None:
+        text = f"from {_recorded_rate(before, run.step - 1):.3g} in step {run.step} {text}"
     say("changed", f"{', '.join(changes)}; the learning rate goes {text}")
 
 
@@ -166,8 +167,8 @@ def _recorded_rate(recorded: JsonObject, step: int) -> float:
     """Return the first group's rate after ``step`` completed steps of a recorded run.
 
     Args:
-        recorded: the optimizer settings in the fingerprint of that run, which had no schedule of
-            the user's own.
+        recorded: the optimizer settings and the learning rates in the fingerprint of that run,
+            which had no schedule of the user's own.
         step: completed steps.
     """
     # A recipe may have recorded optimizer settings that OptimConfig does not have.

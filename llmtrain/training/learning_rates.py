@@ -4,19 +4,17 @@ A group's rate is its peak times a schedule, so groups keep their proportions.
 """
 
 import math
-from collections.abc import Callable
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from llmtrain.errors import UserError
 from llmtrain.files import digest
+from llmtrain.interfaces.part import name_of
+from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.training.settings import OptimConfig
-
-# Takes the completed steps and the steps of the run. Returns the share of the peak learning rate.
-ScheduleFunction: TypeAlias = Callable[[int, int], float]
 
 # Decimals of a share, and digits of a peak, that make another run. The mathematical libraries of
 # two machines differ only in the last of 16 digits.
@@ -68,9 +66,8 @@ class LearningRates:
     Args:
         optimizer: the optimizer, of which nothing but the rates is changed.
         config: the flags of the optimizer.
-        schedule: replaces the warmup and ``--lr_scheduler_type``: a function of the completed steps
-            and the steps of the run, which returns a share of the peak, or an object with such a
-            method ``share``. It is called here for every step of the run.
+        schedule: replaces the warmup and ``--lr_scheduler_type``. It is called here for every step
+            of the run.
 
     Raises:
         UserError: if a group has no learning rate, if ``--min_lr`` is above the largest peak, or if
@@ -81,7 +78,7 @@ class LearningRates:
         self,
         optimizer: torch.optim.Optimizer,
         config: OptimConfig,
-        schedule: Any = None,
+        schedule: Schedule | ScheduleFunction | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._config = config
@@ -192,21 +189,30 @@ def _logged_groups(names: list[str], peaks: list[float]) -> dict[str, int]:
     return index_of
 
 
-def _name(schedule: Any) -> str:
+def _name(schedule: Schedule | ScheduleFunction) -> str:
     """Return the name of a user's schedule, for messages and the fingerprint."""
-    for attribute in ("name", "__name__"):
-        if hasattr(schedule, attribute):
-            return str(getattr(schedule, attribute))
-    return type(schedule).__name__
+    if isinstance(schedule, Schedule):
+        return name_of(schedule)
+    return getattr(schedule, "__name__", type(schedule).__name__)
 
 
-def _shares(schedule: Any, max_steps: int) -> list[float]:
+def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float]:
     """Return what a user's schedule returns for each step of the run.
 
     Raises:
-        UserError: if it returns anything but finite numbers of at least 0.
+        UserError: if it is no schedule, or returns anything but finite numbers of at least 0.
     """
-    function: ScheduleFunction = getattr(schedule, "share", schedule)
+    function: ScheduleFunction
+    if isinstance(schedule, Schedule):
+        function = schedule.share
+    elif callable(schedule) and not isinstance(schedule, type):
+        function = schedule
+    else:
+        raise UserError(
+            f"schedule: {schedule!r} is neither a function of a step and the number of steps nor "
+            "an instance of llmtrain.Schedule."
+        )
+
     shares: list[float] = []
     for step in range(max_steps):
         share = function(step, max_steps)

@@ -1,6 +1,5 @@
 """A flag without effect is refused, and a resumed run says what has changed."""
 
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,16 +114,22 @@ def test_different_peaks_are_printed(capsys: pytest.CaptureFixture) -> None:
 # --- after a resume from a checkpoint that the user has named
 
 
-def changed(
-    recorded: dict[str, Any], config: OptimConfig, rates: LearningRates, step: int = 3
+def fingerprint(config: OptimConfig, rates: LearningRates, **optimizer: Any) -> dict[str, Any]:
+    return {"optimizer": config.fingerprint | optimizer, "learning_rates": rates.fingerprint}
+
+
+def say_changes(
+    recorded: dict[str, Any], config: OptimConfig, rates: LearningRates, **optimizer: Any
 ) -> None:
     """Print what has changed since a checkpoint of step 3."""
     run: Any = SimpleNamespace(
-        step=step,
+        step=3,
         settings=SimpleNamespace(log=LogConfig(), optim=config),
-        resume_point=ResumePoint(Path(), named_fingerprint={"optimizer": recorded}),
+        rates=rates,
+        fingerprint=fingerprint(config, rates, **optimizer),
+        resume_point=ResumePoint(Path(), named_fingerprint=recorded),
     )
-    say_changed_settings(run, rates)
+    say_changed_settings(run)
 
 
 def constant(**settings: Any) -> OptimConfig:
@@ -134,9 +139,10 @@ def constant(**settings: Any) -> OptimConfig:
 def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
     capsys: pytest.CaptureFixture,
 ) -> None:
-    recorded = {**asdict(constant(learning_rate=1e-3)), "gone": 1}
+    before = constant(learning_rate=1e-3)
+    recorded = fingerprint(before, LearningRates(two_groups(1e-3, 1e-3), before), gone=1)
     config = constant(learning_rate=2e-3)
-    changed(recorded, config, LearningRates(two_groups(2e-3, 2e-3), config))
+    say_changes(recorded, config, LearningRates(two_groups(2e-3, 2e-3), config))
     assert (
         "learning_rate 0.001 -> 0.002; the learning rate goes from 0.001 in step 3 to 0.002 in "
         "step 4\n"
@@ -148,19 +154,22 @@ def test_changed_peaks_of_groups_and_a_changed_schedule_are_printed(
 ) -> None:
     config = constant()
     before = LearningRates(two_groups(), config)
-    recorded = config.fingerprint | before.fingerprint
-    changed(recorded, config, before)
+    recorded = fingerprint(config, before, groups=[1])
+    say_changes(recorded, config, before, groups=[1])
     assert capsys.readouterr().out == ""
 
-    changed(recorded, config, LearningRates(two_groups(5e-3, 1e-4), config))
+    say_changes(recorded, config, before, groups=[2])
+    assert "changed   settings of the optimizer's parameter groups; " in capsys.readouterr().out
+
+    say_changes(recorded, config, LearningRates(two_groups(5e-3, 1e-4), config), groups=[2])
     assert (
-        "group_learning_rates [0.01, 0.0001] -> [0.005, 0.0001]; the learning rate goes from 0.01 "
-        "in step 3 to 0.005 in step 4\n"
+        "changed   group_learning_rates [0.01, 0.0001] -> [0.005, 0.0001]; the learning rate goes "
+        "from 0.01 in step 3 to 0.005 in step 4\n"
     ) in capsys.readouterr().out
 
     # The values of a schedule are not recorded, so the earlier rate is not known.
     with_schedule = LearningRates(two_groups(), config, triangle)
-    changed(config.fingerprint | with_schedule.fingerprint, config, before)
+    say_changes(fingerprint(config, with_schedule), config, before)
     out = capsys.readouterr().out
     assert "schedule triangle " in out
     assert "-> None; the learning rate goes to 0.01 in step 4\n" in out

@@ -377,8 +377,8 @@ def triangle(step: int, max_steps: int) -> float:
     return 1 - abs(2 * step / max_steps - 1)
 
 
-class Triangle:
-    """The same as an object, with a height."""
+class Triangle(lt.Schedule):
+    """The same with a height."""
 
     def __init__(self, height: float = 1.0) -> None:
         self.height = height
@@ -420,6 +420,12 @@ def test_a_bad_value_of_a_schedule_is_found_before_the_first_step(share: object)
         LearningRates(two_groups(), linear(), steps)
 
 
+@pytest.mark.parametrize("schedule", [Triangle, "cosine", 0.5])
+def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
+    with pytest.raises(UserError, match="is neither a function of a step and the number of steps"):
+        LearningRates(two_groups(), linear(), schedule)
+
+
 # --- in a run
 
 
@@ -427,19 +433,30 @@ class StopAfter(Callback):
     """Asks to stop after some steps of this start, and keeps the rates of each step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        self.optimizer = optimizer
-        self.steps = steps
+        self._optimizer = optimizer
+        self._steps = steps
         self.rates: list[list[float]] = []
 
+    @property
+    def fingerprint(self) -> None:
+        return None
+
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        self.rates.append([group["lr"] for group in self.optimizer.param_groups])
+        self.rates.append([group["lr"] for group in self._optimizer.param_groups])
 
     def wants_to_stop(self) -> bool:
-        return len(self.rates) + 1 == self.steps
+        return len(self.rates) + 1 == self._steps
 
 
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        (None, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (triangle, [0, 0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]),
+    ],
+)
 def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
-    text_file: Path, tmp_path: Path
+    schedule: Any, shares: list[float], text_file: Path, tmp_path: Path
 ) -> None:
     settings = lt.Settings(
         model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
@@ -463,17 +480,23 @@ def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
         ]
         optimizer = torch.optim.AdamW(groups)
         callback = StopAfter(optimizer, steps)
-        with lt.open_run(accelerator, settings, rows, bundle) as run:
+        with lt.open_run(
+            accelerator,
+            settings,
+            rows,
+            bundle,
+            optimizer,
+            schedule=schedule,
+            callbacks=[callback],
+        ) as run:
             batches, _ = lt.loaders(run)
-            prepared = accelerator.prepare(model, optimizer, batches)
-            lt.train(run, *prepared, callbacks=[callback])
+            lt.train(run, *accelerator.prepare(model, optimizer, batches))
         return callback.rates
 
     rates = start(6) + start(99)
-    shares = [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
     assert len(rates) == 10
     for share, found in zip(shares, rates, strict=True):
-        assert found == pytest.approx([1e-2 * share, 1e-4 * share], rel=1e-12)
+        assert found == pytest.approx([1e-2 * share, 1e-4 * share], abs=1e-15)
 
     entries = [e for e in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in e]
     logged = [[e["train/learning_rate"], e["train/learning_rate/others"]] for e in entries]
