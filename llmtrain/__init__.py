@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
+    from llmtrain.training.weight_average import WeightAverage as WeightAverage
 
 # Each public name and the module that defines it.
 _MODULES = {
@@ -86,6 +87,7 @@ _MODULES = {
     "loaders": "llmtrain.training.start",
     "place": "llmtrain.training.start",
     "start": "llmtrain.training.start",
+    "WeightAverage": "llmtrain.training.weight_average",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings

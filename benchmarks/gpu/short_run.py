@@ -62,6 +62,8 @@ class ShortRun:
 class _KillAt(lt.Callback):
     """Kills this process after a step, as a machine that dies would."""
 
+    fingerprint = None
+
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -82,6 +84,8 @@ class _BreaksOnce(lt.Objective):
 
 class _BreakAt(lt.Callback):
     """Breaks the loss of the last rank in one step."""
+
+    fingerprint = None
 
     def __init__(self, objective: _BreaksOnce, step: int, is_last_rank: bool) -> None:
         self.objective = objective

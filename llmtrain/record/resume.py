@@ -36,7 +36,15 @@ MAY_CHANGE = (
 )
 # Keys whose change is only told; another line tells how the optimizer has changed.
 _TOLD_KEYS = ("gradient_exchange", "callbacks", "metrics", "own_settings")
-_PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
+# Keys that take no article in a sentence.
+_PLURAL_KEYS = (
+    "data",
+    "initial_weights",
+    "learning_rates",
+    "callbacks",
+    "metrics",
+    "own_settings",
+)
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -110,7 +118,13 @@ def choose_folder(
             if new_lock is not None:
                 point = point._replace(
                     folder=folder,
-                    reason=_reason_for_new(point, folder, output_dir),
+                    reason=_reason_for_new(
+                        point,
+                        folder,
+                        first_folder=next(candidate_folders(output_dir)),
+                        fingerprint=fingerprint,
+                        record=record or {},
+                    ),
                 )
                 with new_lock:
                     yield point
@@ -131,13 +145,53 @@ def choose_folder(
     raise AssertionError("there is always a next name")
 
 
-def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
-    """Return why a run begins in a new folder, for the start-up log."""
+def _reason_for_new(
+    point: ResumePoint,
+    folder: Path,
+    *,
+    first_folder: Path,
+    fingerprint: JsonObject,
+    record: JsonObject,
+) -> str:
+    """Return why a run begins in a new folder, for the start-up log.
+
+    Args:
+        point: the resume point so far.
+        folder: the new folder.
+        first_folder: the folder that the user asked for.
+        fingerprint: the fingerprint of this run.
+        record: what ``run.json`` will say about the data and the settings.
+    """
     if point.checkpoint:
         return f"resumes from {point.checkpoint}"
-    if folder != next(candidate_folders(output_dir)):
-        return f"new; {output_dir} is taken"
-    return "new"
+    if folder == first_folder:
+        return "new"
+
+    reason = f"new; {first_folder} is taken"
+    taken_record = read_object(first_folder / "run.json")
+    if read_object(first_folder / "status.json").get("state") == "finished":
+        return reason
+    taken_fingerprint = taken_record.get("fingerprint")
+    if not isinstance(taken_fingerprint, dict):
+        return reason
+    for key, value in _as_json(fingerprint).items():
+        if taken_fingerprint.get(key) != value:
+            changed = named_difference(
+                key,
+                taken_fingerprint.get(key),
+                value,
+                before_record=taken_record,
+                now_record=record,
+            )
+            reason = f"{reason} by a run with {_different(key)}: {changed}"
+            break
+    return reason
+
+
+def _different(key: str) -> str:
+    """Return a key of the fingerprint that differs, in words, such as ``a different objective``."""
+    article = "" if key in _PLURAL_KEYS else "a "
+    return f"{article}different {key.replace('_', ' ')}"
 
 
 def _as_json(fingerprint: JsonObject) -> JsonObject:
@@ -372,11 +426,7 @@ def _named_checkpoint(
                 before_record=read_object(named.parent.parent / "run.json"),
                 now_record=record,
             )
-            part = key.replace("_", " ")
-            article = "" if key in _PLURAL_KEYS else "a "
-            raise UserError(
-                f"{flag} has {article}different {part}: {reason}; {_remedy(key, path)}."
-            )
+            raise UserError(f"{flag} has {_different(key)}: {reason}; {_remedy(key, path)}.")
 
     for key in _TOLD_KEYS:
         before = named_fingerprint.get(key)

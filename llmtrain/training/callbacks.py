@@ -162,9 +162,10 @@ class WarmUp(LoopCallback):
 
 
 class StatelessParts(LoopCallback):
-    """Notes which parts have no state, and yet change while they are used.
+    """Notes which parts have no state, and yet change while the run trains.
 
-    A resumed run would start with their first values, without a word.
+    A resumed run would start with their first values, without a word. Parts that change nothing of
+    the run, and so have no fingerprint, may do so.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -190,7 +191,7 @@ class StatelessParts(LoopCallback):
         return {
             name: repr(as_json(vars(part)))
             for name, part in self.run.parts.by_name().items()
-            if not part.state_dict()
+            if part.fingerprint is not None and not part.state_dict()
         }
 
 
