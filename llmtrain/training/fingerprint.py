@@ -6,12 +6,12 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.training.layout import Layout
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 
 
 def run_fingerprint(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
     layout: Layout,

@@ -36,7 +36,7 @@ from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import RunStatus
 from llmtrain.training.steps import settle
 
@@ -55,7 +55,7 @@ _TRACKED_KEYS = (
 @contextlib.contextmanager
 def open_run(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
 ) -> Iterator[Run]:
@@ -128,7 +128,7 @@ def open_run(
 
 def _new_run(
     ranks: Ranks,
-    settings: AnySettings,
+    settings: Settings,
     *,
     layout: Layout,
     rows: Tokenized,

@@ -24,7 +24,7 @@ from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
 from llmtrain.training.layout import Layout
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
@@ -78,7 +78,7 @@ class Run:
 
     accelerator: Accelerator
     ranks: Ranks
-    settings: AnySettings
+    settings: Settings
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle
