@@ -28,10 +28,10 @@ from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import read_lines
 from llmtrain.training.learning_rates import LearningRates, rate_at
 from llmtrain.training.settings import OptimConfig
+from recipes import gpt
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
-from recipes import gpt
 
 
 def user_set(config: OptimConfig, *names: str) -> OptimConfig:
