@@ -117,7 +117,7 @@ def test_the_same_loss_works_with_the_models_of_gpt(architecture: str, tmp_path:
     (tmp_path / "zloss.py").write_text(code.replace("finetune", "gpt"))
     flags = [
         *TINY,
-        *("--architecture", architecture, "--max_steps", "2", "--isolate_documents"),
+        *("--architecture", architecture, "--isolate_documents"),
         *("--report_to", "none", "--output_dir"),
     ]
     run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
