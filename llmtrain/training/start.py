@@ -21,13 +21,13 @@ from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.steps import describe_steps, settle
 
-S = TypeVar("S", bound=AnySettings)
+S = TypeVar("S", bound=Settings)
 
 
-def start(settings: AnySettings) -> Accelerator:
+def start(settings: Settings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
     Raises:
@@ -83,7 +83,7 @@ def place(
     return placement.place(accelerator, bundle)
 
 
-def _describe_layout(layout: Layout, settings: AnySettings) -> str:
+def _describe_layout(layout: Layout, settings: Settings) -> str:
     """Return the line of the start-up log about the global batch."""
     line = str(layout)
     if settings.data.is_set("per_device_train_batch_size"):
