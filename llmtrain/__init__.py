@@ -40,7 +40,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.loop import train as train
+    from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
+    from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
@@ -85,7 +87,9 @@ _MODULES = {
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "train": "llmtrain.training.loop",
+    "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
+    "MuonWithAdamW": "llmtrain.training.optim",
     "make_optimizer": "llmtrain.training.optim",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",

@@ -315,6 +315,12 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             'python accuracy.py --dataset chats.jsonl --sample_prompts "What is the capital of France?"',
         ],
     ),
+    "optimizers.md": (
+        "a script of the reader; test_own_optimizer.py runs the code of the page",
+        [
+            "python three_rates.py --report_to none",
+        ],
+    ),
     "report.md": (
         "runs of another page, as in test_report.py",
         [
