@@ -18,6 +18,7 @@ from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_com
 from llmtrain.training.context import LoopCallback, LoopContext
 from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
+from llmtrain.training.run_state import flat_states
 from llmtrain.training.step_log import Logging, RowLedger
 
 _COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
@@ -67,6 +68,7 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
             callbacks.append(Evaluation(context))
         if settings.eval.sample_prompts:
             callbacks.append(Samples(context))
+        callbacks.append(CheckStates(context))
         callbacks.append(Checkpoints(context))
     callbacks.append(Finish(context))
     return callbacks
@@ -181,6 +183,22 @@ class CompareReplicas(LoopCallback):
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
             check_replicas(self.run.ranks, self.engine.model)
+
+
+class CheckStates(LoopCallback):
+    """Checks once, after the first step of this start, that checkpoints can hold all states."""
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self._is_checked = False
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A skipped step leaves the optimizer without a state.
+        if self._is_checked or not self.loop_context.optimizer.state:
+            return
+        self._is_checked = True
+        flat_states(self.run, self.loop_context.optimizer_state)
+        self.loop_context.optimizer_state.check()
 
 
 class XRayRecording(LoopCallback):

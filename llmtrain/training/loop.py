@@ -109,7 +109,7 @@ def training_steps(context: LoopContext, callbacks: Sequence[Callback] = ()) -> 
     """
     run = context.run
     engine = context.engine
-    restore(run, engine, context.optimizer)
+    restore(run, engine, context.optimizer_state)
     say_if_xray_is_missed(run)
     say_changed_settings(run)
 
