@@ -94,8 +94,10 @@ class _Walk:
         self._refuse(f"a {kind.__name__}", path)
 
     def _add_tensor(self, tensor: torch.Tensor, path: str) -> Json:
-        if tensor.layout != torch.strided or tensor.dtype not in STORABLE_DTYPES:
-            self._refuse(f"a tensor of {tensor.layout} and {tensor.dtype}", path)
+        if tensor.layout != torch.strided:
+            self._refuse(f"a tensor of {tensor.layout}", path)
+        if tensor.dtype not in STORABLE_DTYPES:
+            self._refuse(f"a tensor of {tensor.dtype}", path)
         if isinstance(tensor, DTensor):
             try:
                 sharded_dim(tensor)

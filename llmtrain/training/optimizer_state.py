@@ -187,6 +187,10 @@ class OptimizerState:
         if not isinstance(tensor, DTensor):
             if isinstance(like, DTensor) and tensor.shape == like.shape:
                 note["is_plain"] = True
+            # Products of matrices in another memory order round differently.
+            is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+            if is_dense and not tensor.is_contiguous():
+                note["strides"] = list(tensor.stride())
             return note
 
         if not isinstance(like, DTensor) or tensor.device_mesh != like.device_mesh:
@@ -208,9 +212,15 @@ def _placed(full: torch.Tensor, like: torch.Tensor, note: JsonObject) -> torch.T
         full: the full tensor.
         like: its parameter.
         note: if present, ``device`` is ``cpu``; ``sharded_dim`` is the dimension that was sharded,
-            or ``None`` if each rank had the full tensor; ``is_plain`` is whether it was no DTensor.
+            or ``None`` if each rank had the full tensor; ``is_plain`` is whether it was no DTensor;
+            ``strides`` are those of a tensor that was not contiguous.
     """
     full = full.to("cpu" if "device" in note else like.device)
+    if "strides" in note:
+        target = torch.empty_strided(
+            full.shape, note["strides"], dtype=full.dtype, device=full.device
+        )
+        full = target.copy_(full)
     if not isinstance(like, DTensor) or "is_plain" in note:
         return full
     if "sharded_dim" in note:
