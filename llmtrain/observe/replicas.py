@@ -23,10 +23,10 @@ def weight_checksums(model: nn.Module) -> torch.Tensor:
     Returns:
         int64 [parameters].
     """
-    return torch.stack([_weighted_sum(local_shard(p)) for p in model.parameters()])
+    return torch.stack([checksum(local_shard(p)) for p in model.parameters()])
 
 
-def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
+def checksum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum that :func:`weight_checksums` describes, an int64 scalar."""
     bits = values.contiguous().view(_INTEGER_TYPES[values.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
