@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
+    from llmtrain.training.fit import fit as fit
     from llmtrain.training.loop import train as train
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import make_optimizer as make_optimizer
@@ -75,6 +76,7 @@ _MODULES = {
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
+    "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.loop",
     "open_run": "llmtrain.training.opening",
     "make_optimizer": "llmtrain.training.optim",
