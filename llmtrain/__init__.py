@@ -10,14 +10,18 @@ from llmtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
     from llmtrain.config.command_line import parse as parse
+    from llmtrain.config.flags import Config as Config
+    from llmtrain.config.flags import flag as flag
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.config import PairConfig as PairConfig
     from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
+    from llmtrain.errors import UserError as UserError
     from llmtrain.interfaces.callback import Callback as Callback
     from llmtrain.interfaces.metric import Metric as Metric
+    from llmtrain.interfaces.model import Model as Model
     from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
@@ -36,9 +40,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.fit import fit as fit
     from llmtrain.training.loop import train as train
+    from llmtrain.training.model_rows import tokenize_for_model as tokenize_for_model
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import make_optimizer as make_optimizer
-    from llmtrain.training.packing import resolve_packing as resolve_packing
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
@@ -52,14 +56,18 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
 # Each public name and the module that defines it.
 _MODULES = {
     "parse": "llmtrain.config.command_line",
+    "Config": "llmtrain.config.flags",
+    "flag": "llmtrain.config.flags",
     "BatchConfig": "llmtrain.data.config",
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
     "PairConfig": "llmtrain.data.config",
     "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
+    "UserError": "llmtrain.errors",
     "Callback": "llmtrain.interfaces.callback",
     "Metric": "llmtrain.interfaces.metric",
+    "Model": "llmtrain.interfaces.model",
     "ModelBundle": "llmtrain.interfaces.model_bundle",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",
@@ -78,9 +86,9 @@ _MODULES = {
     "newest_model": "llmtrain.record.resume",
     "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.loop",
+    "tokenize_for_model": "llmtrain.training.model_rows",
     "open_run": "llmtrain.training.opening",
     "make_optimizer": "llmtrain.training.optim",
-    "resolve_packing": "llmtrain.training.packing",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",

@@ -29,6 +29,7 @@ class GPTConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "block_size"
 
     n_layer: int = flag(4, "number of transformer blocks")
     n_head: int = flag(4, "attention heads per block; must divide --n_embd")
@@ -121,6 +122,7 @@ class ModelConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "max_length"
 
     model_name_or_path: str | None = flag(
         None,
@@ -471,7 +473,7 @@ class PreferenceConfig(Config):
         Args:
             has_adapter: whether a LoRA adapter is trained, which needs a higher rate.
         """
-        if self.loss_type == "reward" or has_adapter:
+        if self.is_reward_model or has_adapter:
             return 1e-5
         return 1e-6
 
@@ -484,7 +486,7 @@ class PreferenceConfig(Config):
         Raises:
             UserError: if the loss trains a reward model, and the family has no class for it.
         """
-        if self.loss_type != "reward":
+        if not self.is_reward_model:
             return
         config_class = model.configuration_class()
         if config_class is not None:
@@ -494,6 +496,11 @@ class PreferenceConfig(Config):
     def loss_name(self) -> str:
         """The name of the loss in the literature, and its flag."""
         return f"{_LOSS_NAMES[self.loss_type]} (`--loss_type {self.loss_type}`)"
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether a reward model is trained, which scores an answer."""
+        return self.loss_type == "reward"
 
     @property
     def is_unpaired(self) -> bool:

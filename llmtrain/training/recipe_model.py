@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from torch import nn
 
+from llmtrain.config.flags import value_of
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import forget_accelerator
 from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.planning import planning
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.start import PlannedModel
 
 
@@ -33,7 +34,7 @@ class RecipeModel(NamedTuple):
     """
 
     model: nn.Module
-    settings: AnySettings
+    settings: Settings
     precision: str
     positions: int
     objective: Objective = Objective()
@@ -51,7 +52,7 @@ class RecipeModel(NamedTuple):
     @property
     def has_gradient_checkpointing(self) -> bool:
         """Whether the backward pass computes activations again."""
-        return bool(getattr(self.settings.model, "gradient_checkpointing", False))
+        return bool(value_of(self.settings, "gradient_checkpointing", default=False))
 
 
 def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:

@@ -18,15 +18,16 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
+from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.planning import current_plan
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.steps import describe_steps, settle
 
-S = TypeVar("S", bound=AnySettings)
+S = TypeVar("S", bound=Settings)
 # Builds a model, given the settings, the rows and the mixed precision.
 Build: TypeAlias = Callable[[S, Tokenized, str], ModelBundle | nn.Module]
 
@@ -37,14 +38,14 @@ class PlannedModel(BaseException):
     Code of a recipe that catches every :class:`Exception` does not catch it.
     """
 
-    def __init__(self, settings: AnySettings, rows: Tokenized, bundle: ModelBundle) -> None:
+    def __init__(self, settings: Settings, rows: Tokenized, bundle: ModelBundle) -> None:
         super().__init__()
         self.settings = settings
         self.rows = rows
         self.bundle = bundle
 
 
-def start(settings: AnySettings) -> Accelerator:
+def start(settings: Settings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
     Raises:
@@ -103,6 +104,7 @@ def place(
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(settings.optim.seed)
     bundle = _bundle(build, settings, rows, accelerator.mixed_precision, objective)
+    check_built_weights(Ranks(accelerator), bundle.model)
     return placement.place(accelerator, bundle)
 
 
@@ -161,7 +163,7 @@ def _bundle(
     return bundle
 
 
-def _describe_layout(layout: Layout, settings: AnySettings) -> str:
+def _describe_layout(layout: Layout, settings: Settings) -> str:
     """Return the line of the start-up log about the global batch."""
     line = str(layout)
     if settings.data.is_set("per_device_train_batch_size"):

@@ -250,7 +250,7 @@ def main({parameter}):
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=4)
     options, others = parser.parse_known_args({argument})
-    settings = lt.parse(lt.Settings(lt.BatchConfig(global_batch_size=options.rows)), others)
+    settings = lt.parse(lt.Settings(data=lt.BatchConfig(global_batch_size=options.rows)), others)
     rows = lt.Tokenized.of(datasets.Dataset.from_dict({{"input_ids": [[1, 2, 3, 4]] * 8}}), None)
     try:
         lt.fit(settings, rows, lambda *_: Bigram(), objective=Doubled(), optimizer=sgd)
@@ -321,7 +321,7 @@ def test_a_recipe_that_builds_no_model_is_told_what_a_plan_needs(
 
 
 def test_a_plan_is_of_one_process_and_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="absent.py: there is no such file"):
+    with pytest.raises(UserError, match=r"absent\.py: there is no such file"):
         build_recipe_model("absent.py", [], "no")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="llmtrain plan is one process, but WORLD_SIZE is 2"):
