@@ -11,6 +11,7 @@ from llmtrain.errors import UserError, shown
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.training.loop import train
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
@@ -28,6 +29,7 @@ def fit(
     *,
     objective: Objective | None = None,
     optimizer: OptimizerFunction | None = None,
+    schedule: Schedule | ScheduleFunction | None = None,
     callbacks: Sequence[Callback] = (),
     metrics: Sequence[Metric | MetricFunction] = (),
 ) -> Run:
@@ -43,6 +45,8 @@ def fit(
         optimizer: a function of the model that makes the optimizer, such as ``lambda model:
             torch.optim.SGD(model.parameters(), lr=0.1)``. By default, it is the one that
             ``--optim`` names.
+        schedule: replaces the warmup and ``--lr_scheduler_type``. It is a
+            :class:`llmtrain.Schedule`, or a function like its ``share``.
         callbacks: are called around each step.
         metrics: are computed in every evaluation. Each is a :class:`llmtrain.Metric`, or a function
             like its ``compute``.
@@ -74,6 +78,7 @@ def fit(
         rows,
         bundle,
         made,
+        schedule=schedule,
         callbacks=callbacks,
         metrics=metrics,
     ) as run:
