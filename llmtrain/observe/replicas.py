@@ -101,7 +101,7 @@ def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
     if ranks.world_size == 1 or not built:
         return
 
-    local_checksums = torch.stack([_weighted_sum(p.detach()) for p in built.values()])
+    local_checksums = torch.stack([checksum(p.detach()) for p in built.values()])
     checksums = ranks.accelerator.gather(local_checksums[None].to(ranks.device))
     differs = checksums != checksums[0]  # [ranks, parameters]
     if not differs.any():

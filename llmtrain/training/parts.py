@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import note, pluralize
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, shown
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
@@ -61,10 +61,13 @@ class Parts:
                 optimizer trains parameters of another model.
         """
         _check_optimizer(model, optimizer)
+        for name, given in {"callbacks": callbacks, "metrics": metrics}.items():
+            if not isinstance(given, Sequence):
+                raise UserError(f"{name}: {shown(given)} is no list; write {name}=[...].")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks: {_shown(callback)} is no llmtrain.Callback; make it a subclass, "
+                    f"callbacks: {shown(callback)} is no llmtrain.Callback; make it a subclass, "
                     "and pass an instance."
                 )
         parts = cls(
@@ -154,15 +157,10 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
         return metric
     if isinstance(metric, type) or not callable(metric):
         raise UserError(
-            f"metrics: {_shown(metric)} is neither a function of a model and a batch nor an "
+            f"metrics: {shown(metric)} is neither a function of a model and a batch nor an "
             "instance of llmtrain.Metric."
         )
     return FunctionMetric(metric)
-
-
-def _shown(value: object) -> str:
-    """Return how an object of a wrong type is called in an error message."""
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
 
 
 def _registered(accelerator: Accelerator) -> Mapping[str, Stateful]:
