@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -42,7 +41,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     callbacks: tuple[Callback, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    registered: Mapping[str, Stateful] = MappingProxyType({})
+    registered: Mapping[str, Stateful] = field(default_factory=dict)
 
     @classmethod
     def of(
