@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.errors import UserError as UserError
     from llmtrain.interfaces.callback import Callback as Callback
     from llmtrain.interfaces.metric import Metric as Metric
+    from llmtrain.interfaces.model import Model as Model
     from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
@@ -65,6 +66,7 @@ _MODULES = {
     "UserError": "llmtrain.errors",
     "Callback": "llmtrain.interfaces.callback",
     "Metric": "llmtrain.interfaces.metric",
+    "Model": "llmtrain.interfaces.model",
     "ModelBundle": "llmtrain.interfaces.model_bundle",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",

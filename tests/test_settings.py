@@ -29,6 +29,7 @@ DUMPS = {
     "deepcopy",
 }
 SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
+SHORT += ["--lr_scheduler_type", "warmup_stable_decay"]  # which alone reads --decay_share
 
 
 @pytest.fixture
@@ -146,9 +147,7 @@ def test_every_flag_of_ones_own_recipe_is_read_or_refused(
 def test_every_flag_of_the_migration_is_read(
     migrated: dict[str, Any], read: set[str], tmp_path: Path
 ) -> None:
-    migrated["main"](
-        ["--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
-    )
+    migrated["main"]([*SHORT, "--eval_steps", "0", "--output_dir", str(tmp_path / "run")])
     assert unread(migrated, read) == set()
     for name in ("dataset", "tokenizer", "mixture", "eval_fraction"):
         with pytest.raises(UserError, match=f"unknown flag --{name}"):

@@ -16,6 +16,7 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
+from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
@@ -78,6 +79,7 @@ def place(
             f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
+    check_built_weights(Ranks(accelerator), bundle.model)
     return placement.place(accelerator, bundle)
 
 
