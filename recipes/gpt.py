@@ -9,13 +9,20 @@ accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import llmtrain as lt
 
-Settings: TypeAlias = "lt.Settings[lt.GPTConfig, lt.DataConfig]"
 
-DEFAULTS = lt.Settings(
+@dataclass
+class Settings(lt.Settings):
+    """The settings of this recipe: those of every recipe, and a model. Each section has flags."""
+
+    data: lt.DataConfig
+    model: lt.GPTConfig
+
+
+DEFAULTS = Settings(
     model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"),
     data=lt.DataConfig(tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     optim=lt.OptimConfig(
@@ -56,7 +63,7 @@ def main(argv: list[str] | None = None) -> object:
     bundle = lt.place(accelerator, build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     # This opens the run folder, and chooses the checkpoint to resume from.
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         train_batches, eval_batches = lt.loaders(run)
         lt.train(
             run,

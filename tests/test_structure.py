@@ -47,7 +47,7 @@ def test_a_training_step_has_few_parameters() -> None:
 # the call that may fail there. Any other code lets such an error pass: it may be a bug.
 RENAMING = {
     "yaml_file.py:_read_yaml": "yaml.load",
-    "flag_syntax.py:_value_of_word": "the type of the flag, such as int",
+    "flag_syntax.py:_value_of_word": "the type of the flag, such as int, or its own parser",
     "chat_template.py:template_text": "reads a file that the user names",
     "corpus.py:_store": "the tokenizer",
     "readers.py:_read_jsonl": "json.loads",
@@ -61,6 +61,7 @@ RENAMING = {
     "settings.py:steps_or_fraction": "float",
     "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
     "lora.py:add_lora": "peft.get_peft_model",
+    "parts.py:_checked_fingerprint": "the fingerprint of a part, which is the user's own code",
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
     "heartbeat.py:context": "only for a lost connection",

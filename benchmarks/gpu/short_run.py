@@ -16,12 +16,11 @@ import torch
 from accelerate import PartialState
 
 import llmtrain as lt
-from benchmarks.gpu.recipe_loop import build_gpt
+from benchmarks.gpu.recipe_loop import GPTSettings, build_gpt
 from benchmarks.gpu.rows import text_rows
 from benchmarks.gpu.sizes import FULL, TINY, GPTSize
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.training.settings import AnySettings
 
 _ROWS = 64
 
@@ -62,6 +61,8 @@ class ShortRun:
 class _KillAt(lt.Callback):
     """Kills this process after a step, as a machine that dies would."""
 
+    fingerprint = None
+
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -83,6 +84,8 @@ class _BreaksOnce(lt.Objective):
 class _BreakAt(lt.Callback):
     """Breaks the loss of the last rank in one step."""
 
+    fingerprint = None
+
     def __init__(self, objective: _BreaksOnce, step: int, is_last_rank: bool) -> None:
         self.objective = objective
         self.step = step
@@ -103,7 +106,7 @@ def train(folder: Path, options: ShortRun) -> None:
     accelerator = lt.start(settings)
     objective = _BreaksOnce()
 
-    def build(settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    def build(settings: GPTSettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
         bundle = build_gpt(settings, rows, precision)
         bundle.objective = objective
         return bundle
@@ -112,15 +115,14 @@ def train(folder: Path, options: ShortRun) -> None:
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     is_last_rank = accelerator.process_index == accelerator.num_processes - 1
     callbacks = [_KillAt(options.kill_at), _BreakAt(objective, options.breaks_at, is_last_rank)]
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
-        prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
-        lt.train(run, *prepared, callbacks=callbacks)
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks) as run:
+        lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
 
 
-def _settings(folder: Path, options: ShortRun) -> AnySettings:
+def _settings(folder: Path, options: ShortRun) -> GPTSettings:
     size = options.size
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return lt.Settings(
+    return GPTSettings(
         model=size.config(dropout=0.1),
         data=lt.BatchConfig(
             global_batch_size=size.rows,

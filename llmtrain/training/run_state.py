@@ -5,7 +5,7 @@ All ranks call these functions. If one fails on a rank, it raises on all of them
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,26 +25,15 @@ from llmtrain.record import checkpoint, saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.optimizer_state import OptimizerState
-from llmtrain.training.part_states import Stateful, all_parts, flat_part, restore_parts
+from llmtrain.training.part_states import flat_part, restore_parts
 from llmtrain.training.run import Run
 from llmtrain.versions import versions
 
 
-def restore(
-    run: Run,
-    engine: Engine,
-    optimizer_state: OptimizerState,
-    parts: Mapping[str, Stateful] | None = None,
-) -> None:
+def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     """Load the checkpoint that a run resumes from, if there is one.
 
     Rank 0 reads it and sends it to the other ranks, which may have no access to the folder.
-
-    Args:
-        run: the open run.
-        engine: how this process computes.
-        optimizer_state: the state of the optimizer.
-        parts: what the user brings, by name.
     """
     path = run.resume_point.checkpoint
     if path is None:
@@ -56,7 +45,7 @@ def restore(
     structure = team.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
     tensors = read_tensors_on_main(path / "optimizer", engine.device)
     optimizer_state.restore(structure, tensors)
-    restore_parts(all_parts(run.accelerator, parts), path, engine.device)
+    restore_parts(run.parts.by_name(), path, engine.device)
 
     state = team.on_main(lambda: checkpoint.read_state(path))
     run.status.restore(state)
@@ -74,9 +63,7 @@ def load_weights(files: ModelFormat, model: nn.Module, folder: Path, device: tor
     fill(files.tensors(model), read_tensors_on_main(folder, device))
 
 
-def flat_states(
-    run: Run, optimizer_state: OptimizerState, parts: Mapping[str, Stateful] | None = None
-) -> dict[str, FlatState]:
+def flat_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatState]:
     """Return the states that a checkpoint holds, by their folders. All ranks call this.
 
     Raises:
@@ -87,7 +74,7 @@ def flat_states(
     def collect() -> JsonObject:
         """Collect the states of this rank, and return the shapes of their tensors."""
         states["optimizer"] = optimizer_state.flatten()
-        for name, part in all_parts(run.accelerator, parts).items():
+        for name, part in run.parts.by_name().items():
             state = part.state_dict()
             if state != {}:
                 states[f"parts/{name}"] = flat_part(name, state)
@@ -119,20 +106,15 @@ def _headers(state: FlatState) -> JsonObject:
     }
 
 
-def save(
-    run: Run,
-    engine: Engine,
-    optimizer_state: OptimizerState,
-    parts: Mapping[str, Stateful] | None = None,
-) -> None:
-    """Save a checkpoint of the steps made so far. See :func:`restore` for the arguments.
+def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
+    """Save a checkpoint of the steps made so far.
 
     Raises:
         UserError: on every rank, if saving failed on one of them.
     """
     model = engine.unwrapped
     check_finite(model, run.ranks)
-    states = flat_states(run, optimizer_state, parts)
+    states = flat_states(run, optimizer_state)
 
     def prepare() -> None:
         run.saver.wait()
@@ -210,11 +192,10 @@ def load_best(run: Run, engine: Engine) -> None:
     say("best", f"model/ has the weights of step {best_step}: {reason}")
 
 
-def write_model(run: Run, engine: Engine) -> None:
-    """Write the finished model as a folder that Hugging Face loads."""
+def write_model(run: Run, engine: Engine, target: Path) -> None:
+    """Write the model with its present weights as a folder that Hugging Face loads."""
     model = engine.unwrapped
     files = run.bundle.files
-    target = run.folder / "model"
     check_finite(model, run.ranks)
 
     def write() -> None:

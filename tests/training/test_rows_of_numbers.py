@@ -55,7 +55,9 @@ def table(rows: int) -> datasets.Dataset:
 
 
 class StopAfter(Callback):
-    """Stops a run after a step."""
+    """Stops a run after a step. The run without it is the same run."""
+
+    fingerprint = None
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -79,7 +81,7 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
         folder: str = "run", stop_after: int = 0, dry_run: bool = False, **evaluation: Any
     ) -> Run:
         settings = lt.Settings(
-            lt.BatchConfig(global_batch_size=4),
+            data=lt.BatchConfig(global_batch_size=4),
             optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
             eval=lt.EvalConfig(eval_steps=3, **evaluation),
             log=lt.LogConfig(logging_steps=1),
@@ -91,9 +93,16 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
         )
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         callbacks = [StopAfter(stop_after)] if stop_after else []
-        with lt.open_run(accelerator, settings, rows, bundle) as run:
-            prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
-            lt.train(run, *prepared, metric=accuracy, callbacks=callbacks)
+        with lt.open_run(
+            accelerator,
+            settings,
+            rows,
+            bundle,
+            optimizer,
+            callbacks=callbacks,
+            metrics=[accuracy],
+        ) as run:
+            lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
         return run
 
     return go
@@ -155,14 +164,14 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     rows: lt.Tokenized, tmp_path: Path
 ) -> None:
     settings = lt.Settings(
-        lt.BatchConfig(global_batch_size=4),
+        data=lt.BatchConfig(global_batch_size=4),
         optim=lt.OptimConfig(max_steps=6, warmup_steps=0),
         run=lt.RunConfig(str(tmp_path / "run"), report_to=["none"]),
     )
     accelerator = lt.start(settings)
     bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         model, optimizer, batches, _ = accelerator.prepare(
             bundle.model, optimizer, *lt.loaders(run)
         )
@@ -173,7 +182,6 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
             optimizer=optimizer,
             batches=batches,
             eval_batches=None,
-            metric=None,
             throughput=Throughput(accelerator, engine.unwrapped),
         )
         steps = training_steps(context)
@@ -206,7 +214,7 @@ import datasets
 import torch
 import llmtrain as lt
 
-DEFAULTS = lt.Settings(lt.BatchConfig(global_batch_size=4))
+DEFAULTS = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
 
 class Successor(torch.nn.Module):
     def __init__(self, vocabulary):
@@ -258,7 +266,7 @@ def test_text_commands_name_the_module_that_they_cannot_load(
 def test_a_module_may_have_its_own_objective_and_no_files(
     train: Callable[..., Run], rows: lt.Tokenized, accelerator: Any
 ) -> None:
-    settings = lt.Settings(lt.BatchConfig(global_batch_size=4))
+    settings = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
     objective = lt.Objective()
 
     def build(settings: Any, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
