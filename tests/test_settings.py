@@ -14,8 +14,8 @@ import torch
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
 from llmtrain.training import opening, start
-from llmtrain.training.settings import CONFIGS
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
+from tests.recorded_settings import EFFECTS
 
 DUMPS = {
     "parse",
@@ -36,7 +36,7 @@ SHORT += ["--lr_scheduler_type", "warmup_stable_decay"]  # which alone reads --d
 def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the flags that are read, but for what only parses, checks or dumps them."""
     found: set[str] = set()
-    names = {name for config in CONFIGS for name in flags_of(config)}
+    names = {*EFFECTS}
 
     def reading(self: Config, name: str) -> Any:
         if name in names:

@@ -28,6 +28,7 @@ class GPTConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "block_size"
 
     n_layer: int = flag(4, "number of transformer blocks")
     n_head: int = flag(4, "attention heads per block; must divide --n_embd")
@@ -120,6 +121,7 @@ class ModelConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "max_length"
 
     model_name_or_path: str | None = flag(
         None,
@@ -207,6 +209,9 @@ class ModelConfig(Config):
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
             )
+
+    def prepare_for_plan(self, folder: str) -> None:
+        self.outline_folder = folder
 
     def _check_attention(self) -> None:
         """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""
@@ -473,7 +478,7 @@ class PreferenceConfig(Config):
         Args:
             has_adapter: whether a LoRA adapter is trained, which needs a higher rate.
         """
-        if self.loss_type == "reward" or has_adapter:
+        if self.is_reward_model or has_adapter:
             return 1e-5
         return 1e-6
 
@@ -486,7 +491,7 @@ class PreferenceConfig(Config):
         Raises:
             UserError: if the loss trains a reward model, and the family has no class for it.
         """
-        if self.loss_type != "reward":
+        if not self.is_reward_model:
             return
         config_class = model.configuration_class()
         if config_class is not None:
@@ -496,6 +501,11 @@ class PreferenceConfig(Config):
     def loss_name(self) -> str:
         """The name of the loss in the literature, and its flag."""
         return f"{_LOSS_NAMES[self.loss_type]} (`--loss_type {self.loss_type}`)"
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether a reward model is trained, which scores an answer."""
+        return self.loss_type == "reward"
 
     @property
     def is_unpaired(self) -> bool:

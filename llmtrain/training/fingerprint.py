@@ -2,18 +2,19 @@
 
 from accelerate import Accelerator
 
+from llmtrain.config.flags import settings_fingerprint
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 
 
 def run_fingerprint(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
     parts: Parts,
@@ -50,4 +51,5 @@ def run_fingerprint(
         "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,
         "early_stopping": stopping,
+        "own_settings": settings_fingerprint(settings),
     }

@@ -43,7 +43,7 @@ from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import RunStatus
 from llmtrain.training.steps import settle
 
@@ -62,7 +62,7 @@ _TRACKED_KEYS = (
 @contextlib.contextmanager
 def open_run(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
     optimizer: torch.optim.Optimizer,
@@ -165,7 +165,7 @@ def open_run(
 
 def _new_run(
     ranks: Ranks,
-    settings: AnySettings,
+    settings: Settings,
     *,
     layout: Layout,
     rows: Tokenized,

@@ -26,7 +26,7 @@ from llmtrain.redaction import redacted
 from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
@@ -82,7 +82,7 @@ class Run:
 
     accelerator: Accelerator
     ranks: Ranks
-    settings: AnySettings
+    settings: Settings
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle

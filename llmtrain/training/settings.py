@@ -1,17 +1,16 @@
-"""The flags of the optimizer, evaluations, logs and run folder, and all settings of a recipe."""
+"""The flags of the optimizer, evaluations, logs and run folder, and the settings of a recipe."""
 
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import ClassVar, Literal
 
 from llmtrain.config.command_line import COMMAND_LINE
-from llmtrain.config.flags import Config, flag, flags_of, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.console import pluralize
-from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig
 
 
@@ -231,6 +230,7 @@ class EvalConfig(Config):
     """The evaluations, and what follows from their results. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
+    affects: ClassVar[str] = "nowhere"
 
     eval_steps: float = flag(
         100,
@@ -294,6 +294,7 @@ class LogConfig(Config):
     """What is logged and recorded of the steps. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
+    affects: ClassVar[str] = "nowhere"
 
     logging_steps: float = flag(
         10,
@@ -352,6 +353,7 @@ class RunConfig(Config):
     """The run folder, its checkpoints, trackers, and when a run stops. Each field is a flag."""
 
     group: ClassVar[str] = "run folder and checkpoints"
+    affects: ClassVar[str] = "nowhere"
 
     output_dir: str = flag(
         "runs/run",
@@ -441,21 +443,15 @@ class RunConfig(Config):
         return chosen_trackers(self.report_to)
 
 
-M = TypeVar("M")
-D = TypeVar("D", bound=BatchConfig)
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of a recipe, in sections. Each section is defined by the package that reads it.
 
-
-@dataclass
-class Settings(Generic[M, D]):
-    """All settings of a recipe. Each attribute is defined by the package that reads it.
+    A recipe adds sections of its own in a subclass: a model, LoRA adapters, a loss.
 
     Attributes:
         data: the data set and the batch sizes. A recipe that makes its own rows uses a
             ``BatchConfig``.
-        model: the model. A recipe that makes its own model leaves it out.
-        lora: LoRA adapters, if the recipe has them.
-        chat: chat or preference data, if the recipe trains on it.
-        preference: the preference loss, if the recipe has one.
         optim: the optimizer.
         parallel: how processes share the work, and how a step is computed.
         eval: the evaluations.
@@ -463,12 +459,8 @@ class Settings(Generic[M, D]):
         run: the run folder, its checkpoints, and trackers.
     """
 
-    # --help shows the flags in this order.
-    data: D
-    model: M = None  # type: ignore[assignment]
-    lora: LoraConfig | None = None
-    chat: RowConfig | None = None
-    preference: PreferenceConfig | None = None
+    # --help shows the flags in this order, after those of a subclass.
+    data: BatchConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -482,29 +474,3 @@ class Settings(Generic[M, D]):
         """
         if self.data.is_set("dataset") and not self.optim.is_set("max_steps"):
             self.optim.set_default("num_train_epochs", epochs, "default for your own data")
-
-
-AnySettings: TypeAlias = Settings[Any, Any]
-CONFIGS: tuple[type[Config], ...] = (
-    GPTConfig,
-    ModelConfig,
-    LoraConfig,
-    DataConfig,
-    ChatConfig,
-    PairConfig,
-    PreferenceConfig,
-    OptimConfig,
-    ParallelConfig,
-    EvalConfig,
-    LogConfig,
-    RunConfig,
-)
-
-
-def effects_of_flags() -> dict[str, list[str]]:
-    """Return for each flag which parts of a run it affects."""
-    effects = {}
-    for config in CONFIGS:
-        for name, config_field in flags_of(config).items():
-            effects[name] = (config_field.metadata["affects"] or config.affects).split()
-    return effects

@@ -28,6 +28,7 @@ from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import read_lines
 from llmtrain.training.learning_rates import LearningRates, rate_at
 from llmtrain.training.settings import OptimConfig
+from recipes import gpt
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING = ("cosine", "linear", "warmup_stable_decay")
@@ -451,7 +452,7 @@ class StopAfter(Callback):
 @pytest.fixture
 def start(text_file: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[list[float]]]]:
     """Start or resume a run with two groups, and return its folder and the rates of its steps."""
-    settings = lt.Settings(
+    settings = gpt.Settings(
         model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
         data=lt.DataConfig(
             dataset=[str(text_file)], tokenizer="byte", eval_fraction=0, global_batch_size=2
