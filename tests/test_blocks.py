@@ -343,6 +343,17 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "accelerate launch --config_file accelerate_configs/multi_node.yaml --machine_rank 0 --main_process_ip 10.231.0.1 recipes/gpt.py --config my.yaml --output_dir runs/machines",
         ],
     ),
+    "own-flags.md": (
+        "scripts of the reader; test_own_flags.py runs the code of the page",
+        [
+            "python zloss.py --help",
+            "python zloss.py --zloss 0.1",
+            "python zloss.py --z_loss -1",
+            "python zloss.py --report_to none --output_dir runs/a",
+            "python zloss.py --report_to none --output_dir runs/b --z_loss 0.1",
+            "llmtrain diff runs/a runs/b",
+        ],
+    ),
     "own-recipe.md": (
         "scripts of the reader; test_own_recipe.py runs the code of the page",
         [
