@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -47,17 +48,20 @@ def _restore_part(name: str, part: Part, folder: Path, device: torch.device) -> 
         else:
             tensors[tensor_name] = full.cpu()
 
-    def load() -> None:
-        try:
-            part.load_state_dict(unflatten(structure["state"], tensors))
-        except Exception as error:
-            raise UserError(
-                f"{name} cannot load its state from {folder} ({type(error).__name__}: "
-                f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
-                "with --resume_from_checkpoint never."
-            ) from error
+    state = unflatten(structure["state"], tensors)
+    team.on_all(lambda: _load(name, part, state, folder))
 
-    team.on_all(load)
+
+def _load(name: str, part: Part, state: dict[str, Any], folder: Path) -> None:
+    """Let a part load its state, which may fail: it is the user's own code."""
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot load its state from {folder} ({type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
+            "with --resume_from_checkpoint never."
+        ) from error
 
 
 def flat_part(name: str, state: object) -> FlatState:
