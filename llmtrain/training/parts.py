@@ -65,8 +65,8 @@ class Parts:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks: {short_repr(callback)} is no llmtrain.Callback; make it a subclass, "
-                    "and pass an instance."
+                    f"callbacks: {short_repr(callback)} is no llmtrain.Callback; make it a "
+                    "subclass, and pass an instance."
                 )
         parts = cls(
             objective=objective,

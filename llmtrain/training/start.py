@@ -86,8 +86,8 @@ def place(
     """
     if not isinstance(rows, Tokenized):
         raise UserError(
-            f"rows: {short_repr(rows)} is no llmtrain.Tokenized; make the rows with llmtrain.tokenize "
-            "or llmtrain.Tokenized.of."
+            f"rows: {short_repr(rows)} is no llmtrain.Tokenized; make the rows with "
+            "llmtrain.tokenize or llmtrain.Tokenized.of."
         )
     settle(settings, rows)
     if current_plan() is not None:
@@ -135,22 +135,23 @@ def _build_bundle(
     """Build a recipe's model, and complete its bundle; see :func:`place`."""
     if isinstance(build, nn.Module) or not callable(build):
         raise UserError(
-            f"build: {short_repr(build)} is no function; pass a function of the settings, the rows and "
-            "the precision that returns the model."
+            f"build: {short_repr(build)} is no function; pass a function of the settings, the rows "
+            "and the precision that returns the model."
         )
     bundle = build(settings, rows, precision)
     if isinstance(bundle, nn.Module):
         bundle = ModelBundle(model=bundle)
     if not isinstance(bundle, ModelBundle):
         raise UserError(
-            f"build returned {short_repr(bundle)}; return a torch module or an llmtrain.ModelBundle."
+            f"build returned {short_repr(bundle)}; return a torch module or an "
+            "llmtrain.ModelBundle."
         )
     if objective is not None:
         bundle.objective = objective
     if not isinstance(bundle.objective, Objective):
         raise UserError(
-            f"objective: {short_repr(bundle.objective)} is no llmtrain.Objective; make it a subclass, "
-            "and pass an instance."
+            f"objective: {short_repr(bundle.objective)} is no llmtrain.Objective; make it a "
+            "subclass, and pass an instance."
         )
     if bundle.files is None:
         bundle.files = ModuleFiles.of(bundle.model, rows.tokenizer, rows.metadata.dataset)
