@@ -41,7 +41,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.fit import fit as fit
     from llmtrain.training.loop import train as train
     from llmtrain.training.model_rows import tokenize_for_model as tokenize_for_model
+    from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
+    from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
@@ -87,7 +89,9 @@ _MODULES = {
     "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.loop",
     "tokenize_for_model": "llmtrain.training.model_rows",
+    "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
+    "MuonWithAdamW": "llmtrain.training.optim",
     "make_optimizer": "llmtrain.training.optim",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",

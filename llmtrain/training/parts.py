@@ -1,8 +1,8 @@
 """All that a user brings to a run, besides the model: checked, named, and in the fingerprint."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +16,7 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import Part, as_json, name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.training.part_states import Stateful
 
 # Names of parts are folders of a checkpoint.
 _NAME = re.compile(r"\w[\w.+-]*")
@@ -40,7 +41,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     callbacks: tuple[Callback, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    registered: tuple[Part, ...] = ()
+    registered: Mapping[str, Stateful] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -78,26 +79,31 @@ class Parts:
         parts.by_name()  # this checks the names
         return parts
 
-    def by_name(self) -> dict[str, Part]:
-        """Return the parts whose state a checkpoint holds, by name.
+    def by_name(self) -> dict[str, Stateful]:
+        """Return all whose state a checkpoint holds, by name.
 
         Raises:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
-        named: dict[str, Part] = {}
-        for part in (self.objective, *self.callbacks, *self.metrics, *self.registered):
+        named: dict[str, Stateful] = {}
+        for part in self.parts:
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
                     f"'{name}' cannot be the name of a {type(part).__name__}: use letters, digits, "
                     "dots and dashes."
                 )
-            if name in named:
+            if name in named or name in self.registered:
                 raise UserError(
                     f"two parts of this run are called {name}; give one of them another `name`."
                 )
             named[name] = part
-        return named
+        return {**self.registered, **named}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The objective, the callbacks and the metrics."""
+        return (self.objective, *self.callbacks, *self.metrics)
 
     def fingerprint(self) -> JsonObject:
         """Return the parts that determine the steps of a run, for its fingerprint."""
@@ -156,11 +162,9 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
     return FunctionMetric(metric)
 
 
-def _registered(accelerator: Accelerator) -> tuple[Part, ...]:
-    """Return what the user has registered for checkpoints."""
-    if isinstance(accelerator, TrainingAccelerator):
-        return tuple(accelerator.registered)
-    return ()
+def _registered(accelerator: Accelerator) -> Mapping[str, Stateful]:
+    """Return what the user has registered for checkpoints, by name."""
+    return accelerator.registered if isinstance(accelerator, TrainingAccelerator) else {}
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
