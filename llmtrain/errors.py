@@ -79,7 +79,7 @@ def first_line(error: BaseException) -> str:
     return lines[0]
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return how a message names an object of a wrong type."""
     return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
 

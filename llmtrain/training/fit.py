@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError, shown
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
@@ -33,7 +33,9 @@ def fit(
     callbacks: Sequence[Callback] = (),
     metrics: Sequence[Metric | MetricFunction] = (),
 ) -> Run:
-    """Train a model: all steps of a recipe after its rows are made.
+    """Train a model on rows: all that a recipe does after it has made the rows.
+
+    ``recipes/gpt.py`` makes the same calls one by one.
 
     Args:
         settings: the settings of the recipe.
@@ -63,13 +65,9 @@ def fit(
     # The model is sharded over the processes if the accelerate config asks for it.
     bundle = place(accelerator, build, settings, rows, objective=objective)
     if optimizer is None:
-        made = make_optimizer(accelerator, bundle.model, settings.optim)
+        model_optimizer = make_optimizer(accelerator, bundle.model, settings.optim)
     else:
-        made = optimizer(bundle.model)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UserError(
-                f"optimizer: the function returned {shown(made)}; return a torch optimizer."
-            )
+        model_optimizer = optimizer(bundle.model)
 
     # This opens the run folder, and chooses the checkpoint to resume from.
     with open_run(
@@ -77,13 +75,16 @@ def fit(
         settings,
         rows,
         bundle,
-        made,
+        model_optimizer,
         schedule=schedule,
         callbacks=callbacks,
         metrics=metrics,
     ) as run:
         train_batches, eval_batches = loaders(run)
-        train(run, *accelerator.prepare(bundle.model, made, train_batches, eval_batches))
+        train(
+            run,
+            *accelerator.prepare(bundle.model, model_optimizer, train_batches, eval_batches),
+        )
     return run
 
 
@@ -97,6 +98,6 @@ def _check_function(optimizer: object) -> None:
         )
     if isinstance(optimizer, type) or not callable(optimizer):
         raise UserError(
-            f"optimizer: {shown(optimizer)} is no function of the model; pass one, such as "
+            f"optimizer: {short_repr(optimizer)} is no function of the model; pass one, such as "
             "lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
         )

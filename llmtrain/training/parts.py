@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import note, pluralize
-from llmtrain.errors import UserError, shown
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
@@ -61,12 +61,12 @@ class Parts:
         _check_optimizer(model, optimizer)
         for name, given in {"callbacks": callbacks, "metrics": metrics}.items():
             if not isinstance(given, Sequence):
-                raise UserError(f"{name}: {shown(given)} is no list; write {name}=[...].")
+                raise UserError(f"{name}: {short_repr(given)} is no list; write {name}=[...].")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks: {shown(callback)} is no llmtrain.Callback; make it a subclass, "
-                    "and pass an instance."
+                    f"callbacks: {short_repr(callback)} is no llmtrain.Callback; make it a "
+                    "subclass, and pass an instance."
                 )
         parts = cls(
             objective=objective,
@@ -155,7 +155,7 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
         return metric
     if isinstance(metric, type) or not callable(metric):
         raise UserError(
-            f"metrics: {shown(metric)} is neither a function of a model and a batch nor an "
+            f"metrics: {short_repr(metric)} is neither a function of a model and a batch nor an "
             "instance of llmtrain.Metric."
         )
     return FunctionMetric(metric)
@@ -172,8 +172,11 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Check that an optimizer trains the parameters of a model, and note which it leaves out.
 
     Raises:
-        UserError: if it has other parameters.
+        UserError: if it is none, or has other parameters.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer: {short_repr(optimizer)} is no torch optimizer.")
+
     class_name = type(optimizer).__name__
     names = {parameter: name for name, parameter in model.named_parameters()}
     in_groups: set[nn.Parameter] = set()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from llmtrain.console import pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError, first_line, shown
+from llmtrain.errors import UserError, first_line, short_repr
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
@@ -86,13 +86,13 @@ def place(
     """
     if not isinstance(rows, Tokenized):
         raise UserError(
-            f"rows: {shown(rows)} is no llmtrain.Tokenized; make the rows with llmtrain.tokenize "
-            "or llmtrain.Tokenized.of."
+            f"rows: {short_repr(rows)} is no llmtrain.Tokenized; make the rows with "
+            "llmtrain.tokenize or llmtrain.Tokenized.of."
         )
     settle(settings, rows)
     if current_plan() is not None:
         with _meta_device():
-            bundle = _bundle(build, settings, rows, accelerator.mixed_precision, objective)
+            bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
         raise PlannedModel(settings, rows, bundle)
 
     layout = Layout.of(
@@ -103,7 +103,7 @@ def place(
     say("batch", _describe_layout(layout, settings))
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(settings.optim.seed)
-    bundle = _bundle(build, settings, rows, accelerator.mixed_precision, objective)
+    bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
     check_built_weights(Ranks(accelerator), bundle.model)
     return placement.place(accelerator, bundle)
 
@@ -125,7 +125,7 @@ def _meta_device() -> Iterator[None]:
         ) from error
 
 
-def _bundle(
+def _build_bundle(
     build: Build[S],
     settings: S,
     rows: Tokenized,
@@ -135,22 +135,23 @@ def _bundle(
     """Build a recipe's model, and complete its bundle; see :func:`place`."""
     if isinstance(build, nn.Module) or not callable(build):
         raise UserError(
-            f"build: {shown(build)} is no function; pass a function of the settings, the rows and "
-            "the precision that returns the model."
+            f"build: {short_repr(build)} is no function; pass a function of the settings, the rows "
+            "and the precision that returns the model."
         )
     bundle = build(settings, rows, precision)
     if isinstance(bundle, nn.Module):
         bundle = ModelBundle(model=bundle)
     if not isinstance(bundle, ModelBundle):
         raise UserError(
-            f"build returned {shown(bundle)}; return a torch module or an llmtrain.ModelBundle."
+            f"build returned {short_repr(bundle)}; return a torch module or an "
+            "llmtrain.ModelBundle."
         )
     if objective is not None:
         bundle.objective = objective
     if not isinstance(bundle.objective, Objective):
         raise UserError(
-            f"objective: {shown(bundle.objective)} is no llmtrain.Objective; make it a subclass, "
-            "and pass an instance."
+            f"objective: {short_repr(bundle.objective)} is no llmtrain.Objective; make it a "
+            "subclass, and pass an instance."
         )
     if bundle.files is None:
         bundle.files = ModuleFiles.of(bundle.model, rows.tokenizer, rows.metadata.dataset)
