@@ -31,6 +31,13 @@ class Config:
         which settings the user set.
         """
 
+    def choices(self, name: str) -> tuple[str, ...]:
+        """Return the words that a flag of type ``str`` takes; empty if it takes any.
+
+        A flag whose words are fixed has the type ``Literal`` instead.
+        """
+        return ()
+
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag: in the command line, a file or the environment."""
         return name in self.origins

@@ -80,7 +80,7 @@ class Ours:
 
     def __init__(self, loss: str, folder: Path, accelerator: Any, words: Any, **flags: Any) -> None:
         self.pairs = ragged(loss)
-        preference = PreferenceConfig(loss_type=loss, **flags)  # type: ignore[arg-type]
+        preference = PreferenceConfig(loss_type=[loss], **flags)
         rows, written = write_pair_rows(
             folder / "rows.arrow", self.pairs, width=2 * BLOCK, share_prompts=True
         )
