@@ -62,7 +62,7 @@ LIKE_TRL: dict[str, dict[str, Any]] = {
     "aot_unpaired, smoothed": {"label_smoothing": 0.2},
     "apo_zero": {},
     "apo_down": {},
-    "discopop": {"discopop_tau": 0.1},
+    "discopop": {},
     "sft": {},
     "apo_zero_unpaired": {"desirable_weight": 1.3, "undesirable_weight": 0.7},
     "MPO": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
