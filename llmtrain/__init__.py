@@ -17,9 +17,12 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.interfaces.callback import Callback as Callback
+    from llmtrain.interfaces.metric import Metric as Metric
     from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
+    from llmtrain.interfaces.part import Part as Part
+    from llmtrain.interfaces.schedule import Schedule as Schedule
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
@@ -45,6 +48,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
+    from llmtrain.training.weight_average import WeightAverage as WeightAverage
 
 # Each public name and the module that defines it.
 _MODULES = {
@@ -56,9 +60,12 @@ _MODULES = {
     "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
     "Callback": "llmtrain.interfaces.callback",
+    "Metric": "llmtrain.interfaces.metric",
     "ModelBundle": "llmtrain.interfaces.model_bundle",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",
+    "Part": "llmtrain.interfaces.part",
+    "Schedule": "llmtrain.interfaces.schedule",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",
@@ -84,6 +91,7 @@ _MODULES = {
     "loaders": "llmtrain.training.start",
     "place": "llmtrain.training.start",
     "start": "llmtrain.training.start",
+    "WeightAverage": "llmtrain.training.weight_average",
 }
 
 __all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - all of them are strings

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> object:
     bundle = lt.place(accelerator, build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     # This opens the run folder, and chooses the checkpoint to resume from.
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         train_batches, eval_batches = lt.loaders(run)
         lt.train(
             run,

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> object:
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     # This opens the run folder, chooses the checkpoint to resume from, and computes the reference
     # model's part of the loss.
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         train_batches, eval_batches = lt.loaders(run)
         lt.train(
             run,

@@ -48,7 +48,6 @@ def finish(run: Run, model: nn.Module) -> None:
         optimizer=unused,
         batches=unused,
         eval_batches=None,
-        metric=None,
         throughput=unused,
     )
     Finish(context).on_train_end()

@@ -205,7 +205,8 @@ def test_no_secret_reaches_any_file_of_a_run(
         run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]),
     )
     model = torch.nn.Linear(2, 2)
-    with open_run(accelerator, s, rows, ModelBundle(model, Files())) as run:
+    optimizer = torch.optim.SGD(model.parameters())
+    with open_run(accelerator, s, rows, ModelBundle(model, Files()), optimizer) as run:
 
         def fail_to_log(*_: object, **__: object) -> None:
             raise FileNotFoundError(2, "No such file or directory", "https://me:Q9pass@host/x")

@@ -61,6 +61,7 @@ RENAMING = {
     "settings.py:steps_or_fraction": "float",
     "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
     "lora.py:add_lora": "peft.get_peft_model",
+    "parts.py:_checked_fingerprint": "the fingerprint of a part, which is the user's own code",
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
     "heartbeat.py:context": "only for a lost connection",

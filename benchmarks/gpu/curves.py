@@ -62,7 +62,7 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
             weight = next(bundle.model.parameters()).data
             weight.copy_(torch.nextafter(weight, torch.full_like(weight, 10.0)))
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-        with lt.open_run(accelerator, settings, rows, bundle) as run:
+        with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
             lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
     history = run.history()
     losses: list[float] = history["train/loss"].dropna().tolist()

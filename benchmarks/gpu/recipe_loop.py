@@ -83,7 +83,9 @@ class RecipeLoop(Variant):
         self.weight_bytes = bytes_of(bundle.model)
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         self._contexts = contextlib.ExitStack()
-        run = self._contexts.enter_context(lt.open_run(accelerator, settings, rows, bundle))
+        run = self._contexts.enter_context(
+            lt.open_run(accelerator, settings, rows, bundle, optimizer)
+        )
         model, optimizer, batches, _ = accelerator.prepare(
             bundle.model, optimizer, *lt.loaders(run)
         )
@@ -97,7 +99,6 @@ class RecipeLoop(Variant):
             optimizer=optimizer,
             batches=batches,
             eval_batches=None,
-            metric=None,
             throughput=throughput,
         )
         self._steps = training_steps(context)

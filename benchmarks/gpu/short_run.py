@@ -62,6 +62,8 @@ class ShortRun:
 class _KillAt(lt.Callback):
     """Kills this process after a step, as a machine that dies would."""
 
+    fingerprint = None
+
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -82,6 +84,8 @@ class _BreaksOnce(lt.Objective):
 
 class _BreakAt(lt.Callback):
     """Breaks the loss of the last rank in one step."""
+
+    fingerprint = None
 
     def __init__(self, objective: _BreaksOnce, step: int, is_last_rank: bool) -> None:
         self.objective = objective
@@ -112,9 +116,8 @@ def train(folder: Path, options: ShortRun) -> None:
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     is_last_rank = accelerator.process_index == accelerator.num_processes - 1
     callbacks = [_KillAt(options.kill_at), _BreakAt(objective, options.breaks_at, is_last_rank)]
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
-        prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
-        lt.train(run, *prepared, callbacks=callbacks)
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks) as run:
+        lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
 
 
 def _settings(folder: Path, options: ShortRun) -> AnySettings:

@@ -46,7 +46,7 @@ def main(argv=None):
         base_model()
     bundle = lt.place(accelerator, build, s, own)
     optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
-    with lt.open_run(accelerator, s, own, bundle) as run:
+    with lt.open_run(accelerator, s, own, bundle, optimizer) as run:
         lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
     return run
 

@@ -3,11 +3,17 @@
 from __future__ import annotations  # so that annotations do not import torch
 
 import contextlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.objective import LossSums
+from llmtrain.interfaces.part import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class StepResult(NamedTuple):
@@ -38,24 +44,90 @@ class StepInfo(NamedTuple):
         return self.is_last or self.step % every == 0
 
 
-class Callback:
+class Training(Protocol):
+    """What a callback may use of a run: see :meth:`Callback.setup`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped model. Under FSDP2, its parameters are DTensors."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, without the wrapper of Accelerate."""
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes files."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all steps of the run are made, or early stopping has ended it."""
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model with its present weights, as Hugging Face loads it; all ranks call it."""
+
+
+class Callback(Part):
     """Watches the training loop, or decides when something is done.
 
-    All ranks call the same methods at the same places of the loop.
+    All ranks call the same methods at the same places of the loop. A callback of the user is called
+    before those of the loop: what it does at the end of a step is in the log entry, the evaluation
+    and the checkpoint of that step.
     """
+
+    def setup(self, training: Training) -> None:
+        """Called once, when the model is in its place and before a checkpoint is restored."""
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that is open while the loop runs, and closed even after an error."""
         return contextlib.nullcontext()
 
     def on_train_begin(self) -> None:
-        """Called before the first step of this start."""
+        """Called before the first step of this start, after a checkpoint was restored."""
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         """Called when the batch of a step has been read, before anything is computed."""
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        """Called when a step was made, or skipped."""
+        """Called directly after the optimizer's step, or after the step was skipped.
+
+        This is before the next batch is computed, and before the evaluation and the checkpoint of
+        this step. Reading a number of ``result`` may make the host wait for the device.
+        """
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        """Called when the numbers of a step are on the host, so that reading them does not wait.
+
+        This may be during the next step, but always before the evaluation and the checkpoint of
+        the step.
+
+        Args:
+            step: steps made, including the step of the result.
+            result: the result of that step.
+        """
+
+    def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        """Return further metrics of an evaluation, by name.
+
+        Called in each evaluation. The log entry has them as ``eval/NAME``.
+
+        Args:
+            evaluate: evaluates the model with its present weights, and returns metrics such as
+                ``loss`` by name. All ranks call it.
+        """
+        return {}
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called after a log entry was written, of the train loss or of an evaluation.
@@ -72,4 +144,4 @@ class Callback:
         return False
 
     def on_train_end(self) -> None:
-        """Called after the last step of this start."""
+        """Called after the last step of this start, before the finished model is written."""

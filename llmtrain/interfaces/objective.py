@@ -3,18 +3,15 @@
 from __future__ import annotations  # so that annotations do not import torch
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.part import Part
 
 if TYPE_CHECKING:
     import torch
-
-# A custom metric of the user. It takes the unwrapped model and an eval micro-batch, and returns a
-# sum and its denominator by name.
-Metric: TypeAlias = Callable[[Any, Batch], dict[str, tuple["torch.Tensor", "torch.Tensor"]]]
 
 
 class LossSums(NamedTuple):
@@ -32,7 +29,7 @@ class StepTotals(NamedTuple):
     stop_votes: torch.Tensor  # how many ranks were asked to stop
 
 
-class Objective:
+class Objective(Part):
     """The loss that a run minimises; by default the mean negative log-likelihood per target token.
 
     The loss of a step is a sum over the whole global batch, divided by one denominator. So every

@@ -6,6 +6,7 @@ from typing import NoReturn
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.part import Part
 
 
 @dataclass
@@ -56,6 +57,7 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         super().__init__(**settings)
         self.sharding = sharding or Sharding(replicas=int(self.num_processes), shards=1)
         self.bitwise = bitwise
+        self.registered: list[Part] = []
 
     def register_for_checkpointing(self, *objects: object) -> NoReturn:
         """Refuse objects, because the checkpoints of a run do not hold them.

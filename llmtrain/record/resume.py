@@ -17,7 +17,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.history import candidate_folders, is_free
-from llmtrain.record.run_description import named_difference
+from llmtrain.record.run_description import difference, named_difference
 
 if TYPE_CHECKING:
     HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]
@@ -25,8 +25,26 @@ if TYPE_CHECKING:
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
-_MAY_CHANGE = ("optimizer", "gradient_exchange", "early_stopping")
-_PLURAL_KEYS = ("data", "initial_weights")  # which take no article in a sentence
+MAY_CHANGE = (
+    "optimizer",
+    "learning_rates",
+    "gradient_exchange",
+    "early_stopping",
+    "callbacks",
+    "metrics",
+    "own_settings",
+)
+# Keys whose change is only told; another line tells how the optimizer has changed.
+_TOLD_KEYS = ("gradient_exchange", "callbacks", "metrics", "own_settings")
+# Keys that take no article in a sentence.
+_PLURAL_KEYS = (
+    "data",
+    "initial_weights",
+    "learning_rates",
+    "callbacks",
+    "metrics",
+    "own_settings",
+)
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -108,7 +126,13 @@ def choose_folder(
             if new_lock is not None:
                 point = point._replace(
                     folder=folder,
-                    reason=_reason_for_new(point, folder, output_dir),
+                    reason=_reason_for_new(
+                        point,
+                        folder,
+                        first_folder=next(candidate_folders(output_dir)),
+                        fingerprint=fingerprint,
+                        record=record or {},
+                    ),
                 )
                 with new_lock:
                     yield point
@@ -129,13 +153,53 @@ def choose_folder(
     raise AssertionError("there is always a next name")
 
 
-def _reason_for_new(point: ResumePoint, folder: Path, output_dir: str) -> str:
-    """Return why a run begins in a new folder, for the start-up log."""
+def _reason_for_new(
+    point: ResumePoint,
+    folder: Path,
+    *,
+    first_folder: Path,
+    fingerprint: JsonObject,
+    record: JsonObject,
+) -> str:
+    """Return why a run begins in a new folder, for the start-up log.
+
+    Args:
+        point: the resume point so far.
+        folder: the new folder.
+        first_folder: the folder that the user asked for.
+        fingerprint: the fingerprint of this run.
+        record: what ``run.json`` will say about the data and the settings.
+    """
     if point.checkpoint:
         return f"resumes from {point.checkpoint}"
-    if folder != next(candidate_folders(output_dir)):
-        return f"new; {output_dir} is taken"
-    return "new"
+    if folder == first_folder:
+        return "new"
+
+    reason = f"new; {first_folder} is taken"
+    taken_record = read_object(first_folder / "run.json")
+    if read_object(first_folder / "status.json").get("state") == "finished":
+        return reason
+    taken_fingerprint = taken_record.get("fingerprint")
+    if not isinstance(taken_fingerprint, dict):
+        return reason
+    for key, value in _as_json(fingerprint).items():
+        if taken_fingerprint.get(key) != value:
+            changed = named_difference(
+                key,
+                taken_fingerprint.get(key),
+                value,
+                before_record=taken_record,
+                now_record=record,
+            )
+            reason = f"{reason} by a run with {_different(key)}: {changed}"
+            break
+    return reason
+
+
+def _different(key: str) -> str:
+    """Return a key of the fingerprint that differs, in words, such as ``a different objective``."""
+    article = "" if key in _PLURAL_KEYS else "a "
+    return f"{article}different {key.replace('_', ' ')}"
 
 
 def _as_json(fingerprint: JsonObject) -> JsonObject:
@@ -362,7 +426,7 @@ def _named_checkpoint(
     named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]
     for key, value in _as_json(fingerprint).items():
         named_value = named_fingerprint.get(key)
-        if key not in _MAY_CHANGE and named_value != value:
+        if key not in MAY_CHANGE and named_value != value:
             reason = named_difference(
                 key,
                 named_value,
@@ -370,16 +434,13 @@ def _named_checkpoint(
                 before_record=read_object(named.parent.parent / "run.json"),
                 now_record=record,
             )
-            part = key.replace("_", " ")
-            article = "" if key in _PLURAL_KEYS else "a "
-            raise UserError(
-                f"{flag} has {article}different {part}: {reason}; {_remedy(key, path)}."
-            )
+            raise UserError(f"{flag} has {_different(key)}: {reason}; {_remedy(key, path)}.")
 
-    if named_fingerprint.get("gradient_exchange") != fingerprint.get("gradient_exchange"):
-        old_exchange = named_fingerprint.get("gradient_exchange") or "exact"
-        new_exchange = fingerprint.get("gradient_exchange") or "exact"
-        say("changed", f"gradient exchange: {old_exchange} -> {new_exchange}")
+    for key in _TOLD_KEYS:
+        before = named_fingerprint.get(key)
+        now = _as_json(fingerprint).get(key)
+        if before != now:
+            say("changed", f"{key.replace('_', ' ')}: {difference(before, now)}")
     return named, named_fingerprint
 
 

@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 
-from llmtrain.console import pluralize
+from llmtrain.console import note, pluralize
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.part import as_json
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
@@ -20,11 +21,15 @@ from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
 from llmtrain.training.step_log import Logging, RowLedger
 
+_WATCHED_STEPS = 10  # after which the fields of parts are compared with what they were
 _COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
 
 
 def loop_callbacks(context: LoopContext) -> list[Callback]:
-    """Return the callbacks that a run needs, in the order in which they are called."""
+    """Return the callbacks that a run needs, in the order in which they are called.
+
+    Those of the user come before them.
+    """
     run = context.run
     engine = context.engine
     settings = run.settings
@@ -46,6 +51,7 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
             every_entry=settings.log.is_set("logging_steps"),
         ),
         MemoryAdvice(context),
+        StatelessParts(context),
         WarmUp(context),
     ]
     if context.is_replay:
@@ -153,6 +159,40 @@ class WarmUp(LoopCallback):
             return False
         steps = self.settings.optim.max_steps
         return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
+
+
+class StatelessParts(LoopCallback):
+    """Notes which parts have no state, and yet change while the run trains.
+
+    A resumed run would start with their first values, without a word. Parts that change nothing of
+    the run, and so have no fingerprint, may do so.
+    """
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self.first_step = self.run.step
+        self.fields: dict[str, str] = {}
+
+    def on_train_begin(self) -> None:
+        self.fields = self._fields()
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if info.step != self.first_step + _WATCHED_STEPS or not self.engine.ranks.is_main:
+            return
+        for name, fields in self._fields().items():
+            if fields != self.fields.get(name):
+                note(
+                    f"{name} changes while the run trains, but has no state_dict: a resumed run "
+                    "starts with its first values. Give it state_dict and load_state_dict."
+                )
+
+    def _fields(self) -> dict[str, str]:
+        """Return a description of all fields of each part without state, by name."""
+        return {
+            name: repr(as_json(vars(part)))
+            for name, part in self.run.parts.by_name().items()
+            if part.fingerprint is not None and not part.state_dict()
+        }
 
 
 class Replay(LoopCallback):

@@ -1,17 +1,20 @@
 """What the callbacks of the training loop work with, and their base class."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
 from llmtrain.interfaces.callback import Callback, StepInfo
-from llmtrain.interfaces.objective import Metric
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.record.history import as_numbers
 from llmtrain.training.run import Run
+from llmtrain.training.run_state import write_model
 
 
 @dataclass
@@ -24,10 +27,9 @@ class LoopContext:
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: the loader of training batches that ``accelerator.prepare`` returned.
         eval_batches: the loader of eval batches, if there are any.
-        metric: a custom metric of the user.
         throughput: counts tokens between two log entries.
-        callbacks: all callbacks in the order in which they are called: the loop's own, then the
-            user's. The loop sets them when it begins.
+        callbacks: all callbacks in the order in which they are called: the user's, then those of
+            the loop. The loop sets them when it begins.
     """
 
     run: Run
@@ -35,7 +37,6 @@ class LoopContext:
     optimizer: AcceleratedOptimizer
     batches: DataLoaderShard
     eval_batches: DataLoaderShard | None
-    metric: Metric | None
     throughput: Throughput
     callbacks: list[Callback] = field(default_factory=list)
 
@@ -70,6 +71,45 @@ class LoopContext:
         settings = self.run.settings
         may_become_best = self.run.patience.keeps_best and info.is_due(settings.eval.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
+
+
+class TrainingView:
+    """What a callback of the user may use: see :class:`llmtrain.interfaces.callback.Training`."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self._context = context
+
+    @property
+    def model(self) -> nn.Module:
+        return self._context.engine.unwrapped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._context.run.parts.optimizer
+
+    @property
+    def step(self) -> int:
+        return self._context.run.step
+
+    @property
+    def max_steps(self) -> int:
+        return self._context.run.settings.optim.max_steps
+
+    @property
+    def folder(self) -> Path:
+        return self._context.run.folder
+
+    @property
+    def is_main(self) -> bool:
+        return self._context.engine.ranks.is_main
+
+    @property
+    def is_last(self) -> bool:
+        run = self._context.run
+        return run.step == run.settings.optim.max_steps or run.patience.is_over
+
+    def write_model(self, folder: Path) -> None:
+        write_model(self._context.run, self._context.engine, folder)
 
 
 class LoopCallback(Callback):

@@ -8,7 +8,7 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
-from llmtrain.interfaces.objective import Metric
+from llmtrain.interfaces.metric import Metric
 from llmtrain.json_types import JsonObject
 from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine
@@ -120,7 +120,7 @@ def evaluate(
     engine: Engine,
     eval_batches: Iterable[LocalBatch],
     text_bytes: int,
-    metric: Metric | None = None,
+    metrics: Sequence[Metric] = (),
     sources: Iterable[str] = (),
     extra: Batch | None = None,
 ) -> dict[str, float]:
@@ -132,8 +132,7 @@ def evaluate(
         engine: how this process computes.
         eval_batches: this rank's share of the eval rows.
         text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
-        metric: a custom metric of the user. It returns a sum and a denominator by name.
-            ``eval/NAME`` is the ratio of the two, after both are summed over all micro-batches.
+        metrics: metrics of the user.
         sources: the names of the sources, by their numbers. ``eval/loss/SOURCE`` is the loss of one
             source. No batch has rows of two sources.
         extra: what the objective's ``prepass`` returned for all eval rows.
@@ -145,7 +144,9 @@ def evaluate(
     engine.model.eval()
     for local_batch in eval_batches:
         for batch in local_batch.batches:
-            custom_ratios = metric(engine.unwrapped, batch) if metric is not None else {}
+            custom_ratios: dict[str, Any] = {}
+            for metric in metrics:
+                custom_ratios.update(metric.compute(engine.unwrapped, batch))
             loss = engine.loss(batch, extra)
             loss_ratio = (loss.loss, engine.objective.denominator(batch))
             sums.add({_LOSS: loss_ratio, **custom_ratios}, loss.metrics, local_batch.source)
@@ -157,12 +158,12 @@ def evaluate(
     loss_sum, loss_denominator = ratios.pop(_LOSS)
     mean_loss = loss_sum / max(loss_denominator, 1)
 
-    metrics = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
-    metrics = metrics | engine.objective.metrics(metric_sums, extra or {})
+    results = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
+    results = results | engine.objective.metrics(metric_sums, extra or {})
     for number, source in enumerate(sources):
-        metrics[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
-    metrics = metrics | {name: mean(ratio) for name, ratio in ratios.items()}
-    return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in metrics.items()}}
+        results[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
+    results = results | {name: mean(ratio) for name, ratio in ratios.items()}
+    return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in results.items()}}
 
 
 def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]]) -> Batch:

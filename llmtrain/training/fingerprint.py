@@ -6,6 +6,7 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.training.layout import Layout
+from llmtrain.training.parts import Parts
 from llmtrain.training.settings import AnySettings
 
 
@@ -14,12 +15,13 @@ def run_fingerprint(
     settings: AnySettings,
     rows: Tokenized,
     bundle: ModelBundle,
+    parts: Parts,
     layout: Layout,
 ) -> JsonObject:
     """Return everything that a run's steps depend on, as a JSON object.
 
     A run resumes from a checkpoint only if the fingerprints match. If the user names the
-    checkpoint, ``optimizer``, ``gradient_exchange`` and ``early_stopping`` may differ. The parallel
+    checkpoint, the keys in :data:`llmtrain.record.resume.MAY_CHANGE` may differ. The parallel
     layout is not part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
     """
     stopping = None
@@ -40,7 +42,8 @@ def run_fingerprint(
         "global_batch_size": settings.data.global_batch_size,
         "seed": settings.optim.seed,
         "bitwise": layout.bitwise_fingerprint(accelerator) if settings.parallel.bitwise else None,
-        "optimizer": settings.optim.fingerprint,
+        "optimizer": {**settings.optim.fingerprint, **parts.optimizer_fingerprint()},
+        **parts.fingerprint(),
         "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,
         "early_stopping": stopping,

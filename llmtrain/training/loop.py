@@ -6,7 +6,7 @@ run.
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -16,8 +16,7 @@ from torch import nn
 from llmtrain.data.shuffle import key_of
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.objective import Metric
+from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
@@ -31,7 +30,7 @@ from llmtrain.training.checks import (
     say_changed_settings,
     say_if_xray_is_missed,
 )
-from llmtrain.training.context import LoopContext
+from llmtrain.training.context import LoopContext, TrainingView
 from llmtrain.training.optim import lr_at
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
@@ -45,8 +44,6 @@ def train(
     optimizer: AcceleratedOptimizer,
     batches: DataLoaderShard,
     eval_batches: DataLoaderShard | None = None,
-    metric: Metric | None = None,
-    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
 
@@ -59,8 +56,6 @@ def train(
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: the loader of training batches that ``accelerator.prepare`` returned.
         eval_batches: the loader of eval batches, if there is one, from ``accelerator.prepare``.
-        metric: a custom metric, computed in every evaluation.
-        callbacks: custom callbacks, called after those of the loop.
 
     Raises:
         UserError: if the model or the settings do not allow training.
@@ -78,10 +73,9 @@ def train(
         optimizer=optimizer,
         batches=batches,
         eval_batches=eval_batches,
-        metric=metric,
         throughput=Throughput(engine.accelerator, engine.unwrapped),
     )
-    for _ in training_steps(context, callbacks):
+    for _ in training_steps(context):
         pass
 
 
@@ -95,13 +89,13 @@ def make_engine(run: Run, model: nn.Module) -> Engine:
     return engine_for(
         run.ranks,
         model,
-        objective=run.bundle.objective,
+        objective=run.parts.objective,
         config=run.settings.parallel,
         accumulation=run.layout.accumulation,
     )
 
 
-def training_steps(context: LoopContext, callbacks: Sequence[Callback] = ()) -> Generator[None]:
+def training_steps(context: LoopContext) -> Generator[None]:
     """Train as :func:`train` does, and return to the caller before the first step and after each.
 
     A caller can run several loops in turns, as the benchmarks do. Closing the generator ends the
@@ -109,11 +103,14 @@ def training_steps(context: LoopContext, callbacks: Sequence[Callback] = ()) -> 
     """
     run = context.run
     engine = context.engine
+    training = TrainingView(context)
+    for callback in run.parts.callbacks:
+        callback.setup(training)
     restore(run, engine, context.optimizer)
     say_if_xray_is_missed(run)
     say_changed_settings(run)
 
-    context.callbacks = [*loop_callbacks(context), *callbacks]
+    context.callbacks = [*run.parts.callbacks, *loop_callbacks(context)]
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(engine.phases.watching(run.step))
         for callback in context.callbacks:
@@ -177,6 +174,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     )
     for callback in callbacks:
         callback.on_step_end(local_batch, result, info)
+        callback.on_step_result(info.step, result)
     return info
 
 

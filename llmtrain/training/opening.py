@@ -3,10 +3,11 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 
 from llmtrain.config.flags import resolved
@@ -14,6 +15,8 @@ from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
+from llmtrain.interfaces.callback import Callback
+from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import leave_group, seconds_since_start
@@ -34,6 +37,7 @@ from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
+from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
 from llmtrain.training.settings import AnySettings
@@ -58,6 +62,10 @@ def open_run(
     settings: AnySettings,
     rows: Tokenized,
     bundle: ModelBundle,
+    optimizer: torch.optim.Optimizer,
+    *,
+    callbacks: Sequence[Callback] = (),
+    metrics: Sequence[Metric | MetricFunction] = (),
 ) -> Iterator[Run]:
     """Open the run folder until the block ends: a new folder, or that of an unfinished run.
 
@@ -65,9 +73,19 @@ def open_run(
     processes leave their group, and a finished model is uploaded if the settings ask for it. A dry
     run makes no folder.
 
+    Args:
+        accelerator: the Accelerator that :func:`llmtrain.start` made.
+        settings: the settings of the recipe.
+        rows: the rows to train and evaluate on.
+        bundle: the model that :func:`llmtrain.place` has returned.
+        optimizer: an optimizer of the model's parameters.
+        callbacks: are called around each step.
+        metrics: are computed in every evaluation. Each is a :class:`llmtrain.Metric`, or a function
+            like its ``compute``.
+
     Raises:
-        UserError: if the ranks do not have the same settings, code or data, or if the folder cannot
-            be used.
+        UserError: if the ranks do not have the same settings, code or data, if the folder cannot be
+            used, or if the optimizer, a callback or a metric is unusable.
     """
     ranks = Ranks(accelerator)
     settle(settings, rows)  # for a recipe that does not call `place`
@@ -77,10 +95,18 @@ def open_run(
             f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
             "--eval_fraction, or name eval data with --eval_dataset."
         )
+    parts = Parts.of(
+        accelerator,
+        bundle.model,
+        bundle.objective,
+        optimizer,
+        callbacks=callbacks,
+        metrics=metrics,
+    )
     if not settings.run.dry_run:
         rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
-    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, layout)
+    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, parts, layout)
     team = Team.everyone()
     resolved_settings = resolved(settings)
     details = {**asdict(rows.metadata), "settings": resolved_settings}
@@ -114,6 +140,7 @@ def open_run(
             layout=layout,
             rows=rows,
             bundle=bundle,
+            parts=parts,
             fingerprint=fingerprint,
             resume_point=resume_point,
         )
@@ -133,6 +160,7 @@ def _new_run(
     layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
+    parts: Parts,
     fingerprint: JsonObject,
     resume_point: ResumePoint,
 ) -> Run:
@@ -157,6 +185,7 @@ def _new_run(
         layout=layout,
         rows=rows,
         bundle=bundle,
+        parts=parts,
         fingerprint=fingerprint,
         resume_point=resume_point,
         writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),

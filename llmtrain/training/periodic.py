@@ -39,7 +39,7 @@ class Evaluation(LoopCallback):
                 self.engine,
                 self._batches(),
                 text_bytes=run.rows.metadata.eval_bytes,
-                metric=self.loop_context.metric,
+                metrics=run.parts.metrics,
                 sources=run.rows.eval_sources,
                 extra=extra,
             )
@@ -130,7 +130,7 @@ class Finish(LoopCallback):
         """Write the best weights if the run keeps them, and the last ones otherwise."""
         run = self.run
         load_best(run, self.engine)
-        write_model(run, self.engine)
+        write_model(run, self.engine, run.folder / "model")
         return Outcome("finished", reason)
 
     def _say_how_to_resume(self, reason: str) -> None:

@@ -24,6 +24,7 @@ from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
 from llmtrain.training.layout import Layout
+from llmtrain.training.parts import Parts
 from llmtrain.training.settings import AnySettings
 from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
@@ -66,6 +67,7 @@ class Run:
         layout: how a global batch is divided among the ranks.
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
+        parts: what the recipe brings besides: the objective, the optimizer, callbacks and metrics.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
         resume_point: the folder of the run, and the checkpoint of this start, if there is one.
         writer: writes the run folder.
@@ -82,6 +84,7 @@ class Run:
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle
+    parts: Parts
     fingerprint: JsonObject
     resume_point: ResumePoint
     writer: RunFolder

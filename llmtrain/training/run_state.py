@@ -144,11 +144,10 @@ def load_best(run: Run, engine: Engine) -> None:
     say("best", f"model/ has the weights of step {best_step}: {reason}")
 
 
-def write_model(run: Run, engine: Engine) -> None:
-    """Write the finished model as a folder that Hugging Face loads."""
+def write_model(run: Run, engine: Engine, target: Path) -> None:
+    """Write the model with its present weights as a folder that Hugging Face loads."""
     model = engine.unwrapped
     files = run.bundle.files
-    target = run.folder / "model"
     check_finite(model, run.ranks)
 
     def write() -> None:

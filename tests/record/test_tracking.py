@@ -288,7 +288,8 @@ def test_any_tracker_of_accelerate_gets_settings_and_entries(
 def tensorboard_scalars(folder: Path) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder))
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    # Two files of the same second are read in the order of their names, where 10 is before 9.
+    return sorted((event.step, event.value) for event in events.Scalars("train/loss"))
 
 
 def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(

@@ -12,10 +12,12 @@ from recipes import gpt
 
 
 class Pause(lt.Callback):
+    fingerprint = None
+
     def on_step_end(self, *_: object) -> None:
         time.sleep(float(Path("pause").read_text()))
 
 
 if __name__ == "__main__":
-    lt.train = functools.partial(lt.train, callbacks=[Pause()])
+    lt.open_run = functools.partial(lt.open_run, callbacks=[Pause()])
     lt.launch(gpt.main)

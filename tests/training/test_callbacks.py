@@ -62,7 +62,6 @@ def test_a_stopping_run_skips_an_evaluation_unless_it_may_choose_the_best_checkp
         optimizer=unused,
         batches=unused,
         eval_batches=None,
-        metric=None,
         throughput=unused,
     )
     stopping = StepInfo(4, is_last=False, should_stop=True)
@@ -116,7 +115,6 @@ def test_a_late_rank_is_an_event_but_not_in_the_first_step() -> None:
         optimizer=unused,
         batches=unused,
         eval_batches=None,
-        metric=None,
         throughput=Throughput(accelerator, engine.unwrapped),
     )
     logging = Logging(context, GradientSyncs(engine.model))

@@ -53,10 +53,10 @@ def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
         accelerator = lt.start(settings)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
         optimizer = lt.make_optimizer(accelerator, model, settings.optim)
-        with lt.open_run(accelerator, settings, rows, bundle) as run:
+        opened = lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks)
+        with opened as run:
             batches, _ = lt.loaders(run)
-            prepared = accelerator.prepare(model, optimizer, batches)
-            lt.train(run, *prepared, callbacks=callbacks)
+            lt.train(run, *accelerator.prepare(model, optimizer, batches))
 
     return train
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.metric import FunctionMetric
 from llmtrain.training.evaluate import evaluate
 from tests.engines import engine_of
 
@@ -44,7 +45,7 @@ def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
 
     engine = engine_of(accelerator, Constant())
     batches = [local_batch(1), local_batch(3)]
-    results = evaluate(engine, batches, text_bytes=10, metric=rows)
+    results = evaluate(engine, batches, text_bytes=10, metrics=[FunctionMetric(rows)])
     assert results["eval/squares"] == (1 + 9) / (1 + 3)
     assert results["eval/half"] == (1 + 3) / 0.5
     assert results["eval/loss"] == 8 / 8
@@ -59,4 +60,4 @@ def test_names_that_come_and_go_are_refused(accelerator: Accelerator) -> None:
     engine = engine_of(accelerator, Constant())
     batches = [local_batch(1), local_batch(3)]
     with pytest.raises(UserError, match="the same names for every batch"):
-        evaluate(engine, batches, text_bytes=10, metric=some)
+        evaluate(engine, batches, text_bytes=10, metrics=[FunctionMetric(some)])

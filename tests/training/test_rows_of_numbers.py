@@ -55,7 +55,9 @@ def table(rows: int) -> datasets.Dataset:
 
 
 class StopAfter(Callback):
-    """Stops a run after a step."""
+    """Stops a run after a step. The run without it is the same run."""
+
+    fingerprint = None
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -91,9 +93,16 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
         )
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         callbacks = [StopAfter(stop_after)] if stop_after else []
-        with lt.open_run(accelerator, settings, rows, bundle) as run:
-            prepared = accelerator.prepare(bundle.model, optimizer, *lt.loaders(run))
-            lt.train(run, *prepared, metric=accuracy, callbacks=callbacks)
+        with lt.open_run(
+            accelerator,
+            settings,
+            rows,
+            bundle,
+            optimizer,
+            callbacks=callbacks,
+            metrics=[accuracy],
+        ) as run:
+            lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
         return run
 
     return go
@@ -162,7 +171,7 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     accelerator = lt.start(settings)
     bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         model, optimizer, batches, _ = accelerator.prepare(
             bundle.model, optimizer, *lt.loaders(run)
         )
@@ -173,7 +182,6 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
             optimizer=optimizer,
             batches=batches,
             eval_batches=None,
-            metric=None,
             throughput=Throughput(accelerator, engine.unwrapped),
         )
         steps = training_steps(context)

@@ -58,7 +58,9 @@ def opened(
         monkeypatch.setattr(opening, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
         settings = Settings(DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
-        return open_run(accelerator, settings, rows, ModelBundle(torch.nn.Linear(2, 2), Files()))
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        return open_run(accelerator, settings, rows, ModelBundle(model, Files()), optimizer)
 
     return go
 

@@ -1,0 +1,124 @@
+"""What a user brings to a run: an objective, a schedule, a callback or a metric.
+
+The package keeps the same promises for such a part as for its own code. The part's fingerprint is
+in that of the run, so a changed part makes a new run. Its state is in every checkpoint, so a
+resumed run goes on with it.
+"""
+
+from __future__ import annotations  # so that annotations do not import torch
+
+import dataclasses
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from llmtrain.json_types import JsonObject
+
+
+class Part:
+    """Something that a user brings to a run.
+
+    By default it has no state, and its fingerprint is its class with all public fields.
+
+    Attributes:
+        name: its name in messages and checkpoints; if empty, the name of its class. Two parts of a
+            run must not have the same name.
+    """
+
+    name: str = ""
+
+    @property
+    def fingerprint(self) -> JsonObject | None:
+        """All that the part's effect on the run depends on, as JSON.
+
+        It is read once, when the run is opened. ``None`` says that the part changes nothing that
+        the run computes, as with a callback that only prints. A run with another such part is the
+        same run.
+        """
+        return {"class": type(self).__name__, **public_fields(self)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on as if it had never stopped.
+
+        A checkpoint can hold tensors, numbers, strings, ``None``, and lists, tuples, sets and
+        dictionaries of them. All ranks must return the same, except for the shards of DTensors.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` has returned.
+
+        A tensor is sharded if the tensor that :meth:`state_dict` has returned just before is.
+        Other tensors are on the CPU.
+        """
+
+
+def name_of(part: Part) -> str:
+    """Return the name of a part in messages and checkpoints."""
+    return part.name or type(part).__name__
+
+
+def public_fields(part: object) -> JsonObject:
+    """Return the public fields of an object as JSON.
+
+    These are its attributes without a leading underscore, and those of its class, except for the
+    defaults of this package's own classes.
+    """
+    values: dict[str, Any] = {}
+    for owner in reversed(type(part).__mro__):
+        if owner is not object and not _is_own(owner):
+            values.update(vars(owner))
+    values = {name: value for name, value in values.items() if _is_value(value)}
+    values.update(vars(part) if hasattr(part, "__dict__") else {})
+    return {
+        name: as_json(value) for name, value in sorted(values.items()) if not name.startswith("_")
+    }
+
+
+def _is_own(owner: type) -> bool:
+    """Return whether this package defines a class."""
+    return owner.__module__.partition(".")[0] == "llmtrain"
+
+
+def _is_value(value: object) -> bool:
+    """Return whether an attribute of a class is a plain value, and no method or property."""
+    return isinstance(value, bool | int | float | str | list | tuple | dict | set)
+
+
+def as_json(value: object) -> Any:
+    """Describe a value of a fingerprint as JSON.
+
+    The description is the same in every process. A tensor is described by a hash of its values, a
+    dataclass by its fields, and an object of another class by the name of its class.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted((as_json(entry) for entry in value), key=repr)
+    return _object_as_json(value)
+
+
+def _object_as_json(value: object) -> Any:
+    """Describe an object that JSON has no type for."""
+    import torch  # not at the top, because recipes import this module to print --help
+
+    if isinstance(value, Part):
+        return value.fingerprint
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, type | FunctionType):
+        return value.__qualname__
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest = hashlib.sha256(content.tobytes()).hexdigest()
+        return {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
+
+    fields = public_fields(value) if dataclasses.is_dataclass(value) else {}
+    return {"class": type(value).__name__, **fields}

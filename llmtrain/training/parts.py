@@ -1,0 +1,193 @@
+"""All that a user brings to a run, besides the model: checked, named, and in the fingerprint."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from llmtrain.console import note, pluralize
+from llmtrain.errors import UserError
+from llmtrain.interfaces.callback import Callback
+from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
+from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.part import Part, as_json, name_of
+from llmtrain.json_types import JsonObject
+from llmtrain.parallel.sharding import TrainingAccelerator
+
+# Names of parts are folders of a checkpoint.
+_NAME = re.compile(r"\w[\w.+-]*")
+
+# Keys of a group that are recorded elsewhere, or choose between implementations of one arithmetic.
+_UNRECORDED_KEYS = {"params", "lr", "capturable", "differentiable", "foreach", "fused"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a user brings to a run, besides the model and its learning rates.
+
+    Attributes:
+        objective: the loss that is minimised.
+        optimizer: the optimizer, before ``accelerator.prepare``.
+        callbacks: the user's callbacks.
+        metrics: the metrics of evaluations.
+        registered: what the user has passed to ``accelerator.register_for_checkpointing``.
+    """
+
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    callbacks: tuple[Callback, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    registered: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        accelerator: Accelerator,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        callbacks: Sequence[Callback] = (),
+        metrics: Sequence[Metric | MetricFunction] = (),
+    ) -> "Parts":
+        """Check what a user brings.
+
+        Raises:
+            UserError: if a part has the wrong type or a name that another part has, or if the
+                optimizer trains parameters of another model.
+        """
+        _check_optimizer(model, optimizer)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks: {_shown(callback)} is no llmtrain.Callback; make it a subclass, "
+                    "and pass an instance."
+                )
+        parts = cls(
+            objective=objective,
+            optimizer=optimizer,
+            callbacks=tuple(callbacks),
+            metrics=tuple(_as_metric(metric) for metric in metrics),
+            registered=_registered(accelerator),
+        )
+        parts.by_name()  # this checks the names
+        return parts
+
+    def by_name(self) -> dict[str, Part]:
+        """Return the parts whose state a checkpoint holds, by name.
+
+        Raises:
+            UserError: if a name is used twice, or cannot be the name of a folder.
+        """
+        named: dict[str, Part] = {}
+        for part in (self.objective, *self.callbacks, *self.metrics, *self.registered):
+            name = name_of(part)
+            if not _NAME.fullmatch(name):
+                raise UserError(
+                    f"'{name}' cannot be the name of a {type(part).__name__}: use letters, digits, "
+                    "dots and dashes."
+                )
+            if name in named:
+                raise UserError(
+                    f"two parts of this run are called {name}; give one of them another `name`."
+                )
+            named[name] = part
+        return named
+
+    def fingerprint(self) -> JsonObject:
+        """Return the parts that determine the steps of a run, for its fingerprint."""
+        return {
+            "objective": _checked_fingerprint(self.objective),
+            "callbacks": _fingerprints(self.callbacks),
+            "metrics": _fingerprints(self.metrics),
+        }
+
+    def optimizer_fingerprint(self) -> JsonObject:
+        """Return the class of the optimizer and the settings of its groups, except for the rates.
+
+        Settings that are off are left out: a newer version of an optimizer may have more of them.
+        """
+        groups = []
+        for group in self.optimizer.param_groups:
+            values = {
+                key: as_json(value)
+                for key, value in group.items()
+                if key not in _UNRECORDED_KEYS and value is not None and value is not False
+            }
+            groups.append({**values, "parameters": len(group["params"])})
+        return {"class": type(self.optimizer).__name__, "groups": groups}
+
+
+def _fingerprints(parts: Sequence[Part]) -> JsonObject:
+    """Return the fingerprints of parts by name, without those that change nothing."""
+    fingerprints = {name_of(part): _checked_fingerprint(part) for part in parts}
+    return {name: value for name, value in fingerprints.items() if value is not None}
+
+
+def _checked_fingerprint(part: Part) -> JsonObject | None:
+    """Return the fingerprint of a part as JSON.
+
+    Raises:
+        UserError: if the part fails to return one.
+    """
+    try:
+        fingerprint: JsonObject | None = as_json(part.fingerprint)
+    except Exception as error:  # the part is the user's own code
+        raise UserError(
+            f"the fingerprint of {name_of(part)} failed: {type(error).__name__}: {error}"
+        ) from error
+    return fingerprint
+
+
+def _as_metric(metric: Metric | MetricFunction) -> Metric:
+    """Return a metric, given a metric or a plain function."""
+    if isinstance(metric, Metric):
+        return metric
+    if isinstance(metric, type) or not callable(metric):
+        raise UserError(
+            f"metrics: {_shown(metric)} is neither a function of a model and a batch nor an "
+            "instance of llmtrain.Metric."
+        )
+    return FunctionMetric(metric)
+
+
+def _shown(value: object) -> str:
+    """Return how an object of a wrong type is called in an error message."""
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+
+
+def _registered(accelerator: Accelerator) -> tuple[Part, ...]:
+    """Return what the user has registered for checkpoints."""
+    if isinstance(accelerator, TrainingAccelerator):
+        return tuple(accelerator.registered)
+    return ()
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer trains the parameters of a model, and note which it leaves out.
+
+    Raises:
+        UserError: if it has other parameters.
+    """
+    class_name = type(optimizer).__name__
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    in_groups: set[nn.Parameter] = set()
+    for group in optimizer.param_groups:
+        in_groups.update(group["params"])
+
+    foreign = sum(parameter not in names for parameter in in_groups)
+    if foreign:
+        raise UserError(
+            f"{foreign} of the {pluralize(len(in_groups), 'parameter')} of the optimizer "
+            f"{class_name} are not those of the model; make the optimizer after llmtrain.place, "
+            "with the parameters of its model."
+        )
+
+    left_out = [name for p, name in names.items() if p.requires_grad and p not in in_groups]
+    if left_out:
+        note(
+            f"the optimizer {class_name} leaves {pluralize(len(left_out), 'parameter')} as they "
+            f"are, such as {left_out[0]}"
+        )

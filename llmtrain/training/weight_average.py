@@ -1,0 +1,116 @@
+"""An average of the weights over the steps of a run."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
+from llmtrain.parallel.shards import local_shard
+
+
+class WeightAverage(Callback):
+    """Averages the weights over the steps, and evaluates the average beside the weights.
+
+    With ``decay``, the average is exponential: in each step it moves towards the weights by
+    ``1 - decay`` (Polyak & Juditsky 1992 average uniformly; Morales-Brotons et al. 2024,
+    arXiv:2411.18704, compare exponential averages of networks). As long as fewer steps than
+    ``1 / (1 - decay)`` were made, it is their mean, so the initial weights have no part in it.
+
+    With ``tail``, it is the mean over this last share of the run (Izmailov et al. 2018,
+    arXiv:1803.05407). Before that, there is no average to evaluate.
+
+    Only trained parameters are averaged, in float32. Every rank holds the average of its own shards.
+    Evaluations log the metrics of the average as ``eval/average/loss`` and so on.
+
+    Args:
+        decay: the decay of an exponential average, at least 0 and below 1.
+        tail: a share of the run, above 0 and at most 1.
+        folder: a folder in the run folder. At the end of the run, the model with the average weights
+            is written there, as Hugging Face loads it.
+
+    Raises:
+        UserError: if not exactly one of ``decay`` and ``tail`` is given, or if it is out of range.
+    """
+
+    def __init__(
+        self, decay: float | None = None, tail: float | None = None, folder: str | None = None
+    ) -> None:
+        if (decay is None) == (tail is None):
+            raise UserError(
+                "WeightAverage needs either decay, such as 0.999, or tail, such as 0.2 for the last "
+                "fifth of the run."
+            )
+        if decay is not None and not 0 <= decay < 1:
+            raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")
+        if tail is not None and not 0 < tail <= 1:
+            raise UserError(f"WeightAverage: tail {tail} must be above 0 and at most 1.")
+        self.decay = decay
+        self.tail = tail
+        self._folder = folder
+        self._count = 0  # steps in the average
+        self._average: dict[str, torch.Tensor] = {}
+
+    def setup(self, training: Training) -> None:
+        self._training = training
+        self._average = {
+            name: torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            for name, parameter in self._trained().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._count, "average": self._average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._count = state["steps"]
+        for name, average in self._average.items():
+            local_shard(average).copy_(local_shard(state["average"][name]))
+
+    @torch.no_grad()
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if self.tail is not None:
+            averaged_steps = math.ceil(Fraction(str(self.tail)) * self._training.max_steps)
+            if info.step <= self._training.max_steps - averaged_steps:
+                return
+        self._count += 1
+        weight = 1 / self._count
+        if self.decay is not None:
+            weight = max(weight, 1 - self.decay)
+        for name, parameter in self._trained().items():
+            average = local_shard(self._average[name])
+            average.lerp_(local_shard(parameter).float(), weight)
+
+    def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        if not self._count:
+            return {}
+        with self.weights_replaced():
+            return {f"average/{name}": value for name, value in evaluate().items()}
+
+    def on_train_end(self) -> None:
+        if self._folder is not None and self._count and self._training.is_last:
+            with self.weights_replaced():
+                self._training.write_model(self._training.folder / self._folder)
+
+    @contextlib.contextmanager
+    def weights_replaced(self) -> Iterator[None]:
+        """Give the model the average weights until the block ends; all ranks call this."""
+        shards = {name: local_shard(p) for name, p in self._trained().items()}
+        weights = {name: shard.clone() for name, shard in shards.items()}
+        try:
+            for name, shard in shards.items():
+                shard.copy_(local_shard(self._average[name]))
+            yield
+        finally:
+            for name, shard in shards.items():
+                shard.copy_(weights[name])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters of the model by name."""
+        parameters = self._training.model.named_parameters()
+        return {name: parameter for name, parameter in parameters if parameter.requires_grad}

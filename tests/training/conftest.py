@@ -1,0 +1,55 @@
+"""A short run that several tests start, each with parts of its own."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import llmtrain as lt
+from llmtrain.training.run import Run
+
+SETTINGS = lt.Settings(
+    model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
+    data=lt.DataConfig(tokenizer="byte", eval_fraction=0.2, global_batch_size=2),
+    optim=lt.OptimConfig(optim="adamw", max_steps=12),
+    eval=lt.EvalConfig(eval_steps=4),
+    log=lt.LogConfig(logging_steps=1),
+    run=lt.RunConfig(report_to=["none"], save_steps=4),
+)
+
+
+@pytest.fixture
+def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Train a small GPT in the folder ``run``, with parts."""
+
+    def train(
+        objective: lt.Objective | None = None,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        resume: str = "auto",
+        **parts: Any,
+    ) -> Run:
+        settings = dataclasses.replace(
+            SETTINGS,
+            data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
+            run=dataclasses.replace(
+                SETTINGS.run, output_dir=str(tmp_path / "run"), resume_from_checkpoint=resume
+            ),
+        )
+        rows = lt.tokenize(settings.data, 16)
+        model = lt.GPT(settings.model, rows.vocabulary, seed=0)
+        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
+        bundle.objective = objective or lt.Objective()
+        accelerator = lt.start(settings)
+        if make_optimizer is None:
+            optimizer = lt.make_optimizer(accelerator, model, settings.optim)
+        else:
+            optimizer = make_optimizer(model)
+        with lt.open_run(accelerator, settings, rows, bundle, optimizer, **parts) as run:
+            lt.train(run, *accelerator.prepare(model, optimizer, *lt.loaders(run)))
+        return run
+
+    return train

@@ -1,0 +1,258 @@
+"""What a user brings has the promises that ours have: a fingerprint, a state, errors at the start."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import llmtrain as lt
+from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.part import Part, as_json
+from llmtrain.record.checkpoint import checkpoints
+from llmtrain.training.run import Run
+
+
+class Scaled(lt.Objective):
+    """The usual loss, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+        return lt.LossSums(self.factor * model.nll(**batch))
+
+
+class Stop(lt.Callback):
+    """Stops the run after a step, and changes nothing else."""
+
+    fingerprint = None
+
+    def __init__(self, step: int) -> None:
+        self.last_step = step
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.steps = info.step
+
+    def wants_to_stop(self) -> bool:
+        return self.steps + 1 == self.last_step
+
+
+class Threshold(lt.Callback):
+    """A callback with a setting."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+
+# --- the fingerprint
+
+
+class Base:
+    width = 3
+
+
+class Described(Base, Part):
+    rate = 0.5
+    _private = 1
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(2)
+        self.names = {"b", "a"}
+        self.shape = (1, deque([2]))
+        self.path = Path("x")
+        self.module = nn.Linear(1, 1)
+        self._seen = 0
+
+
+def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
+    fingerprint = as_json(Described().fingerprint)
+    weights = fingerprint.pop("weights")
+    assert fingerprint == {
+        "class": "Described",
+        "width": 3,
+        "rate": 0.5,
+        "names": ["a", "b"],
+        "shape": [1, [2]],
+        "path": "x",
+        "module": {"class": "Linear"},
+    }
+    assert weights != as_json(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"objective": Scaled(2.0)}, "a different objective: factor 1.0 there, 2.0 here"),
+        (
+            {"objective": lt.Objective()},
+            "a different objective: class Scaled there, Objective here",
+        ),
+        ({"callbacks": [Threshold(2.0)]}, "different callbacks: Threshold"),
+        ({"metrics": []}, "different metrics: count"),
+        (
+            {"make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
+            "a different optimizer: class AdamW there, SGD here",
+        ),
+    ],
+)
+def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
+    changed: dict[str, Any],
+    reason: str,
+    train_gpt: Callable[..., Run],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def count(model: Any, batch: Batch) -> Any:
+        return {"count": (batch["labels"].sum(), batch["labels"].sum())}
+
+    parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
+    train_gpt(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
+    capsys.readouterr()
+    run = train_gpt(**parts | changed)
+    assert run.folder.name == "run-2"
+    assert f"run is taken by a run with {reason}" in re.sub(
+        r"\S*/run", "run", capsys.readouterr().out
+    )
+
+
+def test_the_same_parts_resume_whatever_does_not_change_the_run(
+    train_gpt: Callable[..., Run],
+) -> None:
+    train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+    run = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
+    assert run.folder.name == "run"
+    assert run.resume_point.step == 5
+    assert run.is_finished
+
+
+def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+    resumed = train_gpt(
+        objective=Scaled(1.0), callbacks=[Threshold(2.0)], resume=str(stopped.folder)
+    )
+    assert resumed.resume_point.step == 5
+    assert "changed   callbacks: Threshold" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has a different objective: factor 1.0 there, 3.0 here"):
+        train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
+
+
+# --- errors at the start
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"callbacks": [Threshold(1), Threshold(2)]}, "two parts of this run are called Threshold"),
+        ({"callbacks": [Threshold]}, "the class Threshold is no llmtrain.Callback"),
+        ({"metrics": [3]}, "metrics: 3 is neither a function of a model and a batch"),
+        (
+            {"make_optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "2 of the 2 parameters of the optimizer SGD are not those of the model",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
+    parts: dict[str, Any], message: str, train_gpt: Callable[..., Run], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        train_gpt(**parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_noted(
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_gpt(make_optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
+    assert "the optimizer SGD leaves" in capsys.readouterr().err
+
+
+# --- when a hook runs
+
+
+class Moments(lt.Callback):
+    """Records what has happened to a step when its hooks run."""
+
+    def setup(self, training: Any) -> None:
+        self._training = training
+        self._weights = self._first_weight()
+        self.moments: list[str] = []
+
+    def _first_weight(self) -> torch.Tensor:
+        return next(self._training.model.parameters()).detach().clone()
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        weights = self._first_weight()
+        has_stepped = not torch.equal(weights, self._weights)
+        self._weights = weights
+        saved = len(checkpoints(self._training.folder / "checkpoints"))
+        self.moments.append(f"end {info.step} stepped={has_stepped} saved={saved}")
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        self.moments.append(f"result {step} {result.grad_norm > 0}")
+
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "train/loss" in metrics:
+            self.moments.append(f"log {step}")
+
+    def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        self.moments.append("evaluate")
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        if hasattr(self, "_training"):
+            self.moments.append("state")
+        return {}
+
+    def on_train_end(self) -> None:
+        self.moments.append(f"train end {(self._training.folder / 'model').exists()}")
+
+
+def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
+    train_gpt: Callable[..., Run],
+) -> None:
+    moments = Moments()
+    train_gpt(callbacks=[moments])
+    step_4 = moments.moments.index("end 4 stepped=True saved=0")
+    assert moments.moments[step_4 : step_4 + 5] == [
+        "end 4 stepped=True saved=0",
+        "result 4 True",
+        "log 4",
+        "evaluate",
+        "state",
+    ]
+    assert "end 5 stepped=True saved=1" in moments.moments
+    assert moments.moments[-1] == "train end False"
+
+
+# --- a part that forgets
+
+
+class Counter(lt.Callback):
+    """Counts steps, and forgets to save the count."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self._steps += 1
+
+
+def test_a_part_that_changes_without_a_state_is_noted_once(
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_gpt(callbacks=[Counter(), Threshold(1.0)])
+    notes = [line for line in capsys.readouterr().err.splitlines() if "has no state_dict" in line]
+    assert len(notes) == 1
+    assert "note: Counter changes while the run trains" in notes[0]

@@ -1,0 +1,100 @@
+"""The average of the weights is that of its formula, and evaluations measure it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import llmtrain as lt
+from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.record.history import read_lines
+from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.run import Run
+
+STEPS = 12
+
+
+class Weights(lt.Callback):
+    """Keeps the weights after each step."""
+
+    fingerprint = None
+
+    def setup(self, training: Any) -> None:
+        self.model = training.model
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.steps.append({n: p.detach().double() for n, p in self.model.named_parameters()})
+
+    def mean(self, shares: list[float]) -> dict[str, torch.Tensor]:
+        """Return the sum of the weights of all steps, each times its share."""
+        return {
+            name: sum(share * step[name] for share, step in zip(shares, self.steps, strict=True))
+            for name in self.steps[0]
+        }
+
+
+def exponential(decay: float) -> list[float]:
+    """Return the share of each step in an exponential average, which begins as a mean."""
+    shares: list[float] = []
+    for count in range(1, STEPS + 1):
+        weight = max(1 / count, 1 - decay)
+        shares = [(1 - weight) * share for share in shares] + [weight]
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("average", "shares"),
+    [
+        (lt.WeightAverage(decay=0.75), exponential(0.75)),
+        (lt.WeightAverage(decay=0.0), [0.0] * 11 + [1.0]),
+        (lt.WeightAverage(tail=0.25), [0.0] * 9 + [1 / 3] * 3),
+        (lt.WeightAverage(tail=0.2), [0.0] * 9 + [1 / 3] * 3),  # 2.4 steps, rounded up
+        (lt.WeightAverage(tail=1.0), [1 / 12] * 12),
+    ],
+    ids=["decay", "no decay", "tail", "a fraction of a step", "all steps"],
+)
+def test_the_average_is_that_of_its_formula(
+    average: lt.WeightAverage, shares: list[float], train_gpt: Callable[..., Run]
+) -> None:
+    weights = Weights()
+    train_gpt(callbacks=[weights, average])
+    expected = weights.mean(shares)
+    for name, value in average.state_dict()["average"].items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
+    train_gpt: Callable[..., Run],
+) -> None:
+    weights = Weights()
+    average = lt.WeightAverage(decay=0.9, folder="model-average")
+    run = train_gpt(callbacks=[weights, average])
+
+    evaluations = [e for e in read_lines(run.folder / "metrics.jsonl") if "eval/loss" in e]
+    assert ["eval/average/loss" in entry for entry in evaluations] == [False, True, True, True]
+    assert evaluations[-1]["eval/average/loss"] != evaluations[-1]["eval/loss"]
+
+    for name, tensor in read_tensors(run.folder / "checkpoints" / "step-00000012" / "model"):
+        assert torch.equal(tensor.double(), weights.steps[-1][name]), name
+    exported = dict(read_tensors(run.folder / "model-average"))
+    final = dict(read_tensors(run.folder / "model"))
+    assert exported.keys() == final.keys()
+    assert not any(torch.equal(exported[name], final[name]) for name in exported)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs either decay"),
+        ({"decay": 0.9, "tail": 0.1}, "needs either decay"),
+        ({"decay": 1.0}, "decay 1.0 must be at least 0 and below 1"),
+        ({"tail": 0.0}, "tail 0.0 must be above 0 and at most 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        lt.WeightAverage(**arguments)
