@@ -452,7 +452,7 @@ class PreferenceConfig(LossParameters):
                 f"{self.loss_flags} adds losses of pairs to losses of single answers; use losses "
                 "of one kind."
             )
-        if self.trains_scores and len(self.loss_type) > 1:
+        if self.is_reward_model and len(self.loss_type) > 1:
             raise UserError(
                 f"{self.loss_flags} trains a reward model, which has no log-probabilities for "
                 "another loss; leave the others out."
@@ -514,9 +514,9 @@ class PreferenceConfig(LossParameters):
         return any(loss.uses_reference for loss in self.selected_losses)
 
     @property
-    def trains_scores(self) -> bool:
+    def is_reward_model(self) -> bool:
         """Whether the loss trains a reward model."""
-        return any(loss.trains_scores for loss in self.selected_losses)
+        return any(loss.is_reward_model for loss in self.selected_losses)
 
     def needs_statistic(self, name: str) -> bool:
         """Return whether the loss needs a number of the global batch; see PreferenceLoss."""
@@ -541,7 +541,7 @@ class PreferenceConfig(LossParameters):
         Raises:
             UserError: if the loss trains a reward model, and the family has no class for it.
         """
-        if not self.trains_scores:
+        if not self.is_reward_model:
             return
         config_class = model.configuration_class()
         if config_class is not None:

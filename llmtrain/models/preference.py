@@ -123,7 +123,7 @@ class PreferenceLoss:
             ``kl_baseline`` and ``all_pairs`` take a further forward pass, without gradients.
         uses_reference: whether it takes log-probabilities of the reference model.
         is_unpaired: whether it takes single answers instead of pairs.
-        trains_scores: whether it trains a reward model.
+        is_reward_model: whether it trains a reward model, which scores answers.
         learning_rate: the default peak learning rate.
     """
 
@@ -134,6 +134,6 @@ class PreferenceLoss:
     statistics: tuple[Literal["kl_baseline", "mean_chosen_tokens", "all_pairs"], ...] = ()
     uses_reference: bool = True
     is_unpaired: bool = False
-    trains_scores: bool = False
+    is_reward_model: bool = False
     # That of Rafailov et al. 2023 (arXiv:2305.18290), and TRL's for each of these losses.
     learning_rate: float = 1e-6

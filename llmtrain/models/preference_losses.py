@@ -208,7 +208,7 @@ def simpo(answers: Answers, config: LossParameters) -> Tensor:
 
 def reward(answers: Answers, config: LossParameters) -> Tensor:
     """Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155."""
-    return _smoothed(_difference(scores(answers, config)), config)
+    return -_log_sigmoid(_difference(scores(answers, config)))
 
 
 # --- losses of unpaired answers
@@ -345,7 +345,7 @@ PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
             "Bradley-Terry",
             rewards=scores,
             uses_reference=False,
-            trains_scores=True,
+            is_reward_model=True,
             # A reward model has a new head to train: Ouyang et al. 2022 (arXiv:2203.02155) and
             # Touvron et al. 2023 (arXiv:2307.09288) use about 1e-5.
             learning_rate=1e-5,

@@ -10,6 +10,8 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.part import as_json, public_fields
+from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.causal_lm import CausalLM, own_arguments
 from llmtrain.models.config import PreferenceConfig
@@ -33,6 +35,15 @@ class PreferenceObjective(Objective):
         self.rows = rows
         # One log-probability for each answer of a row.
         self.reference_size = rows.answers_per_row if config.uses_reference else 0
+
+    @property
+    def fingerprint(self) -> JsonObject | None:
+        formulas = [loss.formula for loss in self.config.selected_losses]
+        return {
+            "class": type(self).__name__,
+            **public_fields(self),
+            "formulas": as_json(formulas),
+        }
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         answers = self._answers(model, batch)

@@ -110,7 +110,7 @@ def load_model(
     config.resolve_runs()
     if lora is not None and not lora.lora_r:
         lora = None
-    is_reward_model = preference is not None and preference.trains_scores
+    is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
 
     dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32

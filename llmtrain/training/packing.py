@@ -19,7 +19,7 @@ def resolve_packing(settings: AnySettings) -> None:
     Raises:
         UserError: if transformers has no class by which the model could be trained.
     """
-    is_reward_model = settings.preference is not None and settings.preference.trains_scores
+    is_reward_model = settings.preference is not None and settings.preference.is_reward_model
     if not is_reward_model:
         check_causal_lm_class(settings.model)
 
