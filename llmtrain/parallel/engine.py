@@ -143,7 +143,7 @@ class Engine:
         self.phases.begin("exchange")
         gathered = self.ranks.gather_rows(torch.cat(results))
         by_rank = gathered.view(self.ranks.world_size, -1, *gathered.shape[1:])
-        by_micro_batch = by_rank.split([len(rows) for rows in results], dim=1)
+        by_micro_batch = torch.split(by_rank, [len(rows) for rows in results], dim=1)
         return torch.cat([rows.flatten(0, 1) for rows in by_micro_batch])
 
     def sum_of_micro_batches(self, values: Tensor) -> Tensor:
