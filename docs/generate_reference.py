@@ -54,7 +54,7 @@ def _recipe_page(recipe: str) -> str:
         "a flag is a key without its dashes, and `--no_NAME` is `NAME: false`.",
         "",
     ]
-    parser = FlagParser(configs_of(module["DEFAULTS"]).values())
+    parser = FlagParser(configs_of(module["DEFAULTS"]))
     for title, flags in parser.settings.items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += _table(["Flag", "Meaning"], map(_flag_row, flags))

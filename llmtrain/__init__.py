@@ -10,14 +10,18 @@ from llmtrain._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
     from llmtrain.config.command_line import parse as parse
+    from llmtrain.config.flags import Config as Config
+    from llmtrain.config.flags import flag as flag
     from llmtrain.data.config import BatchConfig as BatchConfig
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.config import PairConfig as PairConfig
     from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
+    from llmtrain.errors import UserError as UserError
     from llmtrain.interfaces.callback import Callback as Callback
     from llmtrain.interfaces.metric import Metric as Metric
+    from llmtrain.interfaces.model import Model as Model
     from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
@@ -31,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
+    from llmtrain.models.packing_support import packing_support as packing_support
     from llmtrain.models.preference import Answers as Answers
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
     from llmtrain.models.pretrained import load_model as load_model
@@ -39,7 +44,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.loop import train as train
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import make_optimizer as make_optimizer
-    from llmtrain.training.packing import resolve_packing as resolve_packing
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
@@ -53,14 +57,18 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
 # Each public name and the module that defines it.
 _MODULES = {
     "parse": "llmtrain.config.command_line",
+    "Config": "llmtrain.config.flags",
+    "flag": "llmtrain.config.flags",
     "BatchConfig": "llmtrain.data.config",
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
     "PairConfig": "llmtrain.data.config",
     "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
+    "UserError": "llmtrain.errors",
     "Callback": "llmtrain.interfaces.callback",
     "Metric": "llmtrain.interfaces.metric",
+    "Model": "llmtrain.interfaces.model",
     "ModelBundle": "llmtrain.interfaces.model_bundle",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",
@@ -74,6 +82,7 @@ _MODULES = {
     "GPT": "llmtrain.models.gpt",
     "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
+    "packing_support": "llmtrain.models.packing_support",
     "Answers": "llmtrain.models.preference",
     "PreferenceLoss": "llmtrain.models.preference",
     "load_model": "llmtrain.models.pretrained",
@@ -82,7 +91,6 @@ _MODULES = {
     "train": "llmtrain.training.loop",
     "open_run": "llmtrain.training.opening",
     "make_optimizer": "llmtrain.training.optim",
-    "resolve_packing": "llmtrain.training.packing",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",

@@ -11,15 +11,22 @@ accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import llmtrain as lt
 
-Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
-NEW_MODEL_RATE = 1e-2  # peak learning rate for random weights
+@dataclass
+class Settings(lt.Settings):
+    """The settings of this recipe: those of every recipe, and more. Each section has flags."""
 
-DEFAULTS = lt.Settings(
+    data: lt.DataConfig
+    model: lt.ModelConfig
+    lora: lt.LoraConfig
+    chat: lt.ChatConfig
+
+
+DEFAULTS = Settings(
     model=lt.ModelConfig(from_config="llama"),
     lora=lt.LoraConfig(),
     data=lt.DataConfig(
@@ -29,9 +36,8 @@ DEFAULTS = lt.Settings(
         global_batch_size=8,
     ),
     chat=lt.ChatConfig(),
-    optim=lt.OptimConfig(
-        max_steps=240, learning_rate=NEW_MODEL_RATE, warmup_steps=0.1, weight_decay=0.01
-    ),
+    # This learning rate is for random weights. Trained ones get another default below.
+    optim=lt.OptimConfig(max_steps=240, learning_rate=1e-2, warmup_steps=0.1, weight_decay=0.01),
     run=lt.RunConfig(output_dir="runs/finetune"),
 )
 
@@ -39,18 +45,17 @@ DEFAULTS = lt.Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     model = settings.model
-    if model.model_name_or_path and settings.optim.learning_rate == NEW_MODEL_RATE:
-        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
+    if model.model_name_or_path:
         settings.optim.set_default(
             "learning_rate",
-            2e-4 if has_adapter else 2e-5,
+            2e-4 if settings.lora.lora_r > 0 else 2e-5,
             "default for a pretrained model",
         )
     settings.default_epochs(3.0)
     model.fit_max_length()
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    lt.resolve_packing(settings)
+    settings.chat.resolve_packing(lt.packing_support(model))
     rows = lt.tokenize(
         settings.data,
         model.max_length,

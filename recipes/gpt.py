@@ -9,13 +9,20 @@ accelerate launch --config_file accelerate_configs/cpu.yaml recipes/gpt.py --max
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import llmtrain as lt
 
-Settings: TypeAlias = "lt.Settings[lt.GPTConfig, lt.DataConfig]"
 
-DEFAULTS = lt.Settings(
+@dataclass
+class Settings(lt.Settings):
+    """The settings of this recipe: those of every recipe, and a model. Each section has flags."""
+
+    data: lt.DataConfig
+    model: lt.GPTConfig
+
+
+DEFAULTS = Settings(
     model=lt.GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"),
     data=lt.DataConfig(tokenizer="bpe:2048", eval_fraction=0.05, global_batch_size=32),
     optim=lt.OptimConfig(

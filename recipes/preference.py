@@ -9,15 +9,23 @@ accelerate launch recipes/preference.py --model_name_or_path runs/finetune --dat
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import llmtrain as lt
 
-Settings: TypeAlias = "lt.Settings[lt.ModelConfig, lt.DataConfig]"
 
-USUAL_RATE = 1e-6  # peak learning rate of most losses, for all weights
+@dataclass
+class Settings(lt.Settings):
+    """The settings of this recipe: those of every recipe, and more. Each section has flags."""
 
-DEFAULTS = lt.Settings(
+    data: lt.DataConfig
+    model: lt.ModelConfig
+    lora: lt.LoraConfig
+    chat: lt.PairConfig
+    preference: lt.PreferenceConfig
+
+
+DEFAULTS = Settings(
     model=lt.ModelConfig(),
     lora=lt.LoraConfig(),
     data=lt.DataConfig(
@@ -28,9 +36,8 @@ DEFAULTS = lt.Settings(
     ),
     chat=lt.PairConfig(),
     preference=lt.PreferenceConfig(),
-    optim=lt.OptimConfig(
-        max_steps=100, learning_rate=USUAL_RATE, warmup_steps=0.1, weight_decay=0.0
-    ),
+    # This learning rate is for most losses, and for all weights. Others get their own below.
+    optim=lt.OptimConfig(max_steps=100, learning_rate=1e-6, warmup_steps=0.1, weight_decay=0.0),
     run=lt.RunConfig(output_dir="runs/preference"),
 )
 
@@ -41,30 +48,29 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     By default the model is that of the newest fine-tuning run next to the run folder.
     """
     settings.default_epochs(1.0)
-    if settings.preference is not None and settings.optim.learning_rate == USUAL_RATE:
-        has_adapter = settings.lora is not None and settings.lora.lora_r > 0
-        settings.optim.set_default(
-            "learning_rate",
-            settings.preference.default_learning_rate(has_adapter),
-            f"default for {settings.preference.loss_flags}",
-        )
+    settings.optim.set_default(
+        "learning_rate",
+        settings.preference.default_learning_rate(has_adapter=settings.lora.lora_r > 0),
+        f"default for {settings.preference.loss_flags}",
+    )
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
         model.model_name_or_path = lt.newest_model(
             settings.run.output_dir, "python recipes/finetune.py"
         )
     model.fit_max_length()
-    if settings.preference is not None:
-        settings.preference.check_family(model)
+    settings.preference.check_family(model)
     if not settings.data.tokenizer:
         settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    lt.resolve_packing(settings)
+    settings.chat.resolve_packing(
+        lt.packing_support(model, is_reward_model=settings.preference.is_reward_model)
+    )
     rows = lt.tokenize(
         settings.data,
         model.max_length,
         chat=settings.chat,
         trust_remote_code=model.trust_remote_code,
-        unpaired=settings.preference is not None and settings.preference.is_unpaired,
+        unpaired=settings.preference.is_unpaired,
         max_positions=model.max_positions(),
     )
     model.max_length = rows.metadata.block_size

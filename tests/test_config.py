@@ -58,6 +58,10 @@ def parsed(*configs: Config, argv: list[str] | None = None):
     return [*configs_of(parse(together(*configs), argv)).values()]
 
 
+def values_and_origins(settings) -> dict[str, tuple[object, str]]:
+    return {name: (entry["value"], entry["from"]) for name, entry in resolved(settings).items()}
+
+
 def toy(*argv: str) -> Toy:
     return parsed(Toy(), argv=list(argv))[0]
 
@@ -80,13 +84,13 @@ def complaint(call, *arguments, **options) -> str:
 def test_the_recipe_gives_way_to_yaml_and_yaml_to_the_command_line(tmp_path):
     path = tmp_path / "toy.yaml"
     path.write_text("size: 5\nrate: 0.25\n")
-    settings = resolved(
+    settings = values_and_origins(
         parse(together(Toy(size=4, name="duck"), Box()), ["--size", "6", "--config", str(path)])
     )
-    assert settings["size"] == {"value": 6, "from": "command line"}
-    assert settings["rate"] == {"value": 0.25, "from": str(path)}
-    assert settings["name"] == {"value": "duck", "from": "recipe"}
-    assert settings["lid"] == {"value": "round", "from": "recipe"}
+    assert settings["size"] == (6, "command line")
+    assert settings["rate"] == (0.25, str(path))
+    assert settings["name"] == ("duck", "recipe")
+    assert settings["lid"] == ("round", "recipe")
 
 
 def test_the_environment_gives_way_to_a_config_file_and_to_the_command_line(tmp_path, monkeypatch):
@@ -97,10 +101,10 @@ def test_the_environment_gives_way_to_a_config_file_and_to_the_command_line(tmp_
     monkeypatch.setenv("LLMTRAIN_CONFIG", str(platform))
     monkeypatch.setenv("LLMTRAIN_REPORT_TO", "none")
     settings = parse(together(RunConfig()), ["--config", str(own)])
-    values = resolved(settings)
-    assert values["report_to"] == {"value": ["none"], "from": "LLMTRAIN_REPORT_TO"}
-    assert values["save_steps"] == {"value": 8, "from": str(own)}
-    assert values["save_total_limit"] == {"value": 5, "from": f"LLMTRAIN_CONFIG={platform}"}
+    values = values_and_origins(settings)
+    assert values["report_to"] == (["none"], "LLMTRAIN_REPORT_TO")
+    assert values["save_steps"] == (8, str(own))
+    assert values["save_total_limit"] == (5, f"LLMTRAIN_CONFIG={platform}")
     run = parsed(RunConfig(), argv=["--report_to", "wandb"])[0]
     assert (run.report_to, run.origins["report_to"]) == (["wandb"], "command line")
 
@@ -542,7 +546,7 @@ def test_a_switch_shows_the_flag_that_changes_what_the_recipe_sets(
     flag = f"--no_{name}" if value else f"--{name}"
     text = help_text(capsys, monkeypatch, recipe)
     assert re.findall(rf"--(?:no_)?{name}\b", text) == [flag]
-    described = [flag.shown_name for flag in FlagParser(configs_of(recipe).values()).flags]
+    described = [flag.shown_name for flag in FlagParser(configs_of(recipe)).flags]
     assert flag in described
     assert getattr(parse(recipe, [flag]).part0, name) is not value
 

@@ -201,7 +201,7 @@ def test_no_secret_reaches_any_file_of_a_run(
         records=lambda: iter(["a text", "another text", "and more of it"]),
     )
     s = Settings(
-        DataConfig(),
+        data=DataConfig(),
         run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]),
     )
     model = torch.nn.Linear(2, 2)
@@ -216,8 +216,8 @@ def test_no_secret_reaches_any_file_of_a_run(
         finish(run, model)
     folder = run.folder
     record = json.loads((folder / "run.json").read_text())
-    assert record["settings"]["hub_token"] == {"value": "***", "from": "command line"}
-    assert record["settings"]["seed"] == {"value": 3, "from": "recipe"}
+    assert record["settings"]["hub_token"]["value"] == "***"
+    assert record["settings"]["seed"]["value"] == 3
     assert record["starts"][0]["command"][1:] == [
         "--hub_token",
         "***",

@@ -14,8 +14,8 @@ import torch
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
 from llmtrain.training import opening, start
-from llmtrain.training.settings import CONFIGS
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
+from tests.recorded_settings import EFFECTS
 
 DUMPS = {
     "parse",
@@ -29,13 +29,14 @@ DUMPS = {
     "deepcopy",
 }
 SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
+SHORT += ["--lr_scheduler_type", "warmup_stable_decay"]  # which alone reads --decay_share
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the flags that are read, but for what only parses, checks or dumps them."""
     found: set[str] = set()
-    names = {name for config in CONFIGS for name in flags_of(config)}
+    names = {*EFFECTS}
 
     def reading(self: Config, name: str) -> Any:
         if name in names:
@@ -146,9 +147,7 @@ def test_every_flag_of_ones_own_recipe_is_read_or_refused(
 def test_every_flag_of_the_migration_is_read(
     migrated: dict[str, Any], read: set[str], tmp_path: Path
 ) -> None:
-    migrated["main"](
-        ["--max_steps", "2", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
-    )
+    migrated["main"]([*SHORT, "--eval_steps", "0", "--output_dir", str(tmp_path / "run")])
     assert unread(migrated, read) == set()
     for name in ("dataset", "tokenizer", "mixture", "eval_fraction"):
         with pytest.raises(UserError, match=f"unknown flag --{name}"):

@@ -47,7 +47,7 @@ def test_a_training_step_has_few_parameters() -> None:
 # the call that may fail there. Any other code lets such an error pass: it may be a bug.
 RENAMING = {
     "yaml_file.py:_read_yaml": "yaml.load",
-    "flag_syntax.py:_value_of_word": "the type of the flag, such as int",
+    "flag_syntax.py:_value_of_word": "the type of the flag, such as int, or its own parser",
     "chat_template.py:template_text": "reads a file that the user names",
     "corpus.py:_store": "the tokenizer",
     "readers.py:_read_jsonl": "json.loads",

@@ -7,9 +7,8 @@ import torch
 
 import llmtrain as lt
 from benchmarks.gpu.call import Call
-from benchmarks.gpu.recipe_loop import build_gpt, common_settings
+from benchmarks.gpu.recipe_loop import GPTSettings, build_gpt, common_settings
 from benchmarks.gpu.rows import text_rows
-from llmtrain.training.settings import AnySettings
 
 _BOUND = 0.02  # nats that 16 bits may add
 _LEARNING_RATES = {"adamw": 2e-3, "muon": 2e-2}
@@ -48,7 +47,7 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
         learning_rate=_LEARNING_RATES[optim],
     )
     shared["log"] = lt.LogConfig(logging_steps=1)
-    settings: AnySettings = lt.Settings(
+    settings = GPTSettings(
         model=size.config(),
         **shared,
     )

@@ -18,7 +18,6 @@ from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import probe
-from llmtrain.training.settings import AnySettings
 
 _ROWS = 64
 _LORA_RANK = 16
@@ -161,7 +160,7 @@ class _Build:
         self.rank = rank
         self.recomputes = recomputes
 
-    def __call__(self, settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    def __call__(self, settings: lt.Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
         register()
         model = _new_llama(self.size, self.device, self.dtype)
         model.config._attn_implementation = ATTENTION_NAME
@@ -197,7 +196,7 @@ def _new_llama(size: LlamaSize, device: torch.device, dtype: torch.dtype) -> Any
         return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
-def _settings(call: Call, size: LlamaSize, compiled: bool) -> AnySettings:
+def _settings(call: Call, size: LlamaSize, compiled: bool) -> lt.Settings:
     return lt.Settings(**common_settings(call.folder / "llama", size.rows, compiled))
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,14 +15,20 @@ from benchmarks.gpu.turns import Variant, bytes_of
 from llmtrain.observe.throughput import Throughput
 from llmtrain.training.context import LoopContext
 from llmtrain.training.loop import make_engine, training_steps
-from llmtrain.training.settings import AnySettings
 
 _ENDLESS = 100_000  # steps: no run of a benchmark gets there
 
-Build = Callable[[AnySettings, lt.Tokenized, str], lt.ModelBundle]
+Build = Callable[[Any, lt.Tokenized, str], lt.ModelBundle]
 
 
-def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -> AnySettings:
+@dataclass
+class GPTSettings(lt.Settings):
+    """The settings of a GPT that is trained on random tokens."""
+
+    model: lt.GPTConfig
+
+
+def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -> GPTSettings:
     """Return the settings of ``recipes/gpt.py`` for a GPT-2 of this size, without evaluations.
 
     Args:
@@ -29,7 +37,7 @@ def gpt_settings(size: GPTSize, folder: Path, compiled: bool, **optim: object) -
         compiled: whether blocks are compiled.
         **optim: optimizer settings.
     """
-    return lt.Settings(
+    return GPTSettings(
         model=size.config(),
         **common_settings(folder, rows=size.rows, compiled=compiled, **optim),
     )
@@ -58,7 +66,7 @@ def common_settings(folder: Path, rows: int, compiled: bool, **optim: object) ->
     }
 
 
-def build_gpt(settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+def build_gpt(settings: GPTSettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
     """Build a GPT as ``recipes/gpt.py`` does."""
     with torch.device("meta"):
         model = lt.build_gpt(settings.model, rows.vocabulary)
@@ -72,7 +80,7 @@ class RecipeLoop(Variant):
         self,
         name: str,
         accelerator: Accelerator,
-        settings: AnySettings,
+        settings: lt.Settings,
         rows: lt.Tokenized,
         build: Build = build_gpt,
     ) -> None:

@@ -16,12 +16,11 @@ import torch
 from accelerate import PartialState
 
 import llmtrain as lt
-from benchmarks.gpu.recipe_loop import build_gpt
+from benchmarks.gpu.recipe_loop import GPTSettings, build_gpt
 from benchmarks.gpu.rows import text_rows
 from benchmarks.gpu.sizes import FULL, TINY, GPTSize
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.training.settings import AnySettings
 
 _ROWS = 64
 
@@ -107,7 +106,7 @@ def train(folder: Path, options: ShortRun) -> None:
     accelerator = lt.start(settings)
     objective = _BreaksOnce()
 
-    def build(settings: AnySettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+    def build(settings: GPTSettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
         bundle = build_gpt(settings, rows, precision)
         bundle.objective = objective
         return bundle
@@ -120,10 +119,10 @@ def train(folder: Path, options: ShortRun) -> None:
         lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
 
 
-def _settings(folder: Path, options: ShortRun) -> AnySettings:
+def _settings(folder: Path, options: ShortRun) -> GPTSettings:
     size = options.size
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return lt.Settings(
+    return GPTSettings(
         model=size.config(dropout=0.1),
         data=lt.BatchConfig(
             global_batch_size=size.rows,

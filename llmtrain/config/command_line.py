@@ -17,6 +17,7 @@ from llmtrain.config.flag_parser import FlagParser, refuse
 from llmtrain.config.flag_syntax import Flag
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.config.help import help_text
+from llmtrain.config.section_checks import check_sections
 from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
@@ -35,20 +36,22 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     ``--print_config`` prints the result as such a file, and exits.
 
     Args:
-        defaults: a dataclass of configs, the defaults of a recipe.
+        defaults: the defaults of a recipe, a dataclass whose fields are sections of flags.
         argv: the words of the command line; by default, those of this process, or none in a
             notebook.
         description: the text at the top of ``--help``.
 
     Raises:
         UserError: if a value is wrong, or if flags or keys are unknown or abbreviated. The message
-            then names a replacement for each, or the nearest name.
+            then names a replacement for each, or the nearest name. Mistakes in a section of the
+            recipe are errors, too.
     """
     if argv is None:
         # In a notebook, the words of this process are those of its kernel.
         argv = [] if in_notebook() else sys.argv[1:]
+    check_sections(defaults)
     configs = configs_of(defaults)
-    parser = FlagParser(configs.values())
+    parser = FlagParser(configs)
 
     values, problems = parser.parse(argv)
     show_all = values.pop("help_all", False)
@@ -137,7 +140,7 @@ def _with_flags(default: Config, given: Mapping[str, _Given]) -> Config:
     try:
         copied = copy.deepcopy(default)
         config = dataclasses.replace(copied, **values)  # type: ignore[type-var]
-        config.origins = origins
+        config.origins = {**default.origins, **origins}
         config.check_given()
     except UserError as error:
         has_sources = any(entry.origin != COMMAND_LINE for entry in given.values())

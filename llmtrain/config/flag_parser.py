@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from llmtrain.config.flag_syntax import HELP, NO_SETTINGS, OPTIONS, Flag
@@ -27,12 +27,17 @@ class Parsed(NamedTuple):
 
 
 class FlagParser:
-    """Parses the flags of several configs. ``--max-steps`` is the same flag as ``--max_steps``."""
+    """Parses the flags of several configs. ``--max-steps`` is the same flag as ``--max_steps``.
 
-    def __init__(self, configs: Iterable[Config]) -> None:
+    Raises:
+        UserError: if two configs have a flag of the same name.
+    """
+
+    def __init__(self, configs: Mapping[str, Config]) -> None:
+        _refuse_clashes(configs)
         # By the title of their group, in the order of --help.
         self.groups: dict[str, list[Flag]] = {OPTIONS: list(NO_SETTINGS)}
-        for config in configs:
+        for config in configs.values():
             self.groups.setdefault(config.group, [])  # before the groups of single flags
             for field in flags_of(config).values():
                 flag = Flag.of(config, field)
@@ -157,6 +162,28 @@ class FlagParser:
             return f"unknown {kind} {described[0]}"
         full_stop = "." if len(hints) == len(words) else ""
         return f"unknown {kind}s: {', '.join(described)}{full_stop}"
+
+
+def _refuse_clashes(configs: Mapping[str, Config]) -> None:
+    """Raise :class:`UserError` if two sections of the settings have a flag of the same name.
+
+    Args:
+        configs: the sections, by the names of their fields.
+    """
+    owners = {flag.name: "the options of every recipe" for flag in NO_SETTINGS}
+    for section, config in configs.items():
+        owner = f"{section} ({type(config).__name__})"
+        for name, field in flags_of(config).items():
+            names = [name, field.metadata["alias"]]
+            if Flag.of(config, field).is_switch:
+                names.append(f"no_{name}")
+            for option in filter(None, names):
+                if option in owners:
+                    raise UserError(
+                        f"--{option} is a flag of {owners[option]} and of {owner}; rename one of "
+                        "them."
+                    )
+                owners[option] = owner
 
 
 def refuse(problems: list[str]) -> NoReturn:

@@ -1,14 +1,16 @@
 """The syntax of a flag and its value, which follows from the field of a config."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import Field, dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 from llmtrain.config.flags import Config
 from llmtrain.errors import UserError
 
 OPTIONS = "options"  # the title in --help of the flags that are no settings
+_TYPES = (str, int, float, bool)
 _BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
@@ -43,10 +45,11 @@ class Flag:
     @classmethod
     def of(cls, config: Config, field: "Field[Any]") -> "Flag":
         """Return the flag of a config's field."""
-        kind = get_type_hints(type(config))[field.name]
-        is_optional = get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
+        kind = _annotation(config, field.name)
+        types = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+        is_optional = NoneType in types
         if is_optional:
-            kind = get_args(kind)[0]
+            kind = next(option for option in types if option is not NoneType)
         takes_list = get_origin(kind) is list
         if takes_list:
             kind = get_args(kind)[0]
@@ -54,6 +57,12 @@ class Flag:
         choices = get_args(kind) if is_literal else config.choices(field.name)
 
         metadata = field.metadata
+        is_simple = kind in _TYPES or any(isinstance(choice, str) for choice in choices)
+        if not is_simple and metadata["parse"] is None:
+            raise UserError(
+                f"{type(config).__name__}.{field.name}: a flag without parse=... is a str, int, "
+                "float or bool, a Literal of texts, or a list of one of them."
+            )
         return cls(
             name=field.name,
             help=metadata["help"],
@@ -116,14 +125,12 @@ class Flag:
         return values if self.takes_list else values[0]
 
     def _value_of_word(self, word: str) -> Any:
-        if self.convert is not None:
-            return self.convert(word)
-        if self.is_switch:
+        if self.is_switch and self.convert is None:
             return self._boolean(word)
         if self.choices and word not in self.choices:
             raise UserError(f"invalid choice: '{word}' (choose from {', '.join(self.choices)})")
         try:
-            return self.kind(word)
+            return self.kind(word) if self.convert is None else self.convert(word)
         except ValueError:
             raise UserError(f"invalid {self.kind.__name__} value: '{word}'") from None
 
@@ -134,6 +141,20 @@ class Flag:
             values = "true, false or auto" if self.takes_auto else "true or false"
             raise UserError(f"'{word}' is not a value of this switch: use {values}")
         return _BOOLEANS[word.lower()]
+
+
+def _annotation(config: Config, name: str) -> Any:
+    """Return the type of a flag.
+
+    A recipe's module may be gone when its flags are parsed (:mod:`llmtrain.training.recipe_model`),
+    so names in the annotation are looked up as the ``__init__`` of its dataclass does.
+    """
+    owner: Any = next(cls for cls in type(config).__mro__ if name in inspect.get_annotations(cls))
+    names = owner.__init__.__globals__
+    try:
+        return inspect.get_annotations(owner, globals=names, eval_str=True)[name]
+    except NameError as error:
+        raise UserError(f"{owner.__name__}.{name} has an unknown annotation: {error}.") from None
 
 
 HELP = Flag(name="help", help="show this help message and exit", group=OPTIONS, kind=bool)

@@ -1,27 +1,48 @@
 """Settings as dataclasses, whose fields are the flags of a recipe."""
 
+import copy
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
+from llmtrain.redaction import redacted
+
+# The parts of a run that a flag may affect; `flag` explains them.
+EFFECTS = (
+    "seed",
+    "data",
+    "model",
+    "pass",
+    "gradient",
+    "update",
+    "layout",
+    "nowhere",
+    "any",
+)
+_PACKAGE = __name__.partition(".")[0]
 
 
 class Config:
-    """The base class of every dataclass of settings. Each of its fields is a flag.
+    """The base class of a section of settings: a dataclass whose fields are flags.
 
     Attributes:
         group: the title in ``--help`` under which its flags are shown, unless a flag names another.
         affects: the parts of a run that its flags change, unless a flag names others. They are the
             words that :func:`flag` lists, separated by spaces.
-        origins: where each flag that the user set comes from: ``command line``, the path of a YAML
-            file, or an environment variable.
+        row_length_flag: the flag that makes rows shorter, if the section has one. The advice after
+            an out-of-memory error names it.
+        origins: where each flag that somebody set comes from: ``command line``, the path of a YAML
+            file, an environment variable, or ``program`` (:meth:`set`).
     """
 
-    group: ClassVar[str] = ""
-    affects: ClassVar[str] = "nowhere"
+    group: ClassVar[str] = "flags of this recipe"
+    affects: ClassVar[str] = "any"
+    row_length_flag: ClassVar[str] = ""
     origins: Mapping[str, str] = {}
 
     def check_given(self) -> None:
@@ -38,12 +59,30 @@ class Config:
         """
         return ()
 
+    def prepare_for_plan(self, folder: str) -> None:
+        """Prepare for a model that is only planned: whatever its build writes goes to a folder.
+
+        Args:
+            folder: a temporary folder.
+        """
+
     def is_set(self, name: str) -> bool:
-        """Return whether the user set this flag: in the command line, a file or the environment."""
+        """Return whether the user set this flag, or the program with :meth:`set`."""
         return name in self.origins
 
+    def set(self, **values: Any) -> None:
+        """Set flags from a program, as a user would on the command line.
+
+        A value that is only assigned is a default, which the recipe may replace by another one.
+        """
+        for name, value in values.items():
+            if name not in flags_of(self):
+                raise AttributeError(f"{type(self).__name__} has no flag {name}")
+            setattr(self, name, value)
+        self.origins = {**self.origins, **dict.fromkeys(values, "program")}
+
     def set_default(self, name: str, value: Any, why: str) -> None:
-        """Set a flag to ``value`` and log it, unless the user set the flag.
+        """Set a flag to ``value`` and log it, unless somebody set the flag.
 
         Args:
             name: the name of the flag.
@@ -70,6 +109,9 @@ def flag(
 ) -> Any:
     """Return a dataclass field that is a command-line flag.
 
+    The annotation of the field is the type of the flag: ``str``, ``int``, ``float``, ``bool``, a
+    ``Literal`` of texts, or a list of one of these. ``| None`` allows a default of ``None``.
+
     Args:
         default: the default value.
         help: the text in ``--help``.
@@ -89,12 +131,13 @@ def flag(
               no other run.
             - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
               settings out.
+            - ``any``: unknown. It is reported as a cause of every difference.
         hidden: show the flag only in ``--help_all``.
         group: the title in ``--help`` under which the flag is shown. By default, that of the
             dataclass.
         metavar: the name of the value in ``--help``. By default, the last word of the flag.
-        parse: turns a word on the command line into the value, or raises :class:`UserError`. By
-            default, the type of the field does.
+        parse: turns a word on the command line into a text, a number or a boolean, or raises
+            :class:`ValueError`. By default, the type of the field does.
         alias: another name of the flag, which ``--help`` does not show.
         variable: an environment variable that sets the flag if neither ``--config`` nor the command
             line does. It has the words that would follow the flag, separated by spaces or commas.
@@ -109,8 +152,8 @@ def flag(
         "alias": alias,
         "variable": variable,
     }
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict | set):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -127,8 +170,16 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
 
 
 def configs_of(settings: Any) -> dict[str, Config]:
-    """Return the configs in a dataclass of settings, by the names of its fields."""
-    return {name: value for name, value in vars(settings).items() if isinstance(value, Config)}
+    """Return the sections of a dataclass of settings, by the names of its fields.
+
+    Sections that a recipe declares in its own class come before those that the class inherits.
+    """
+    declared: dict[str, None] = {}
+    for settings_class in type(settings).__mro__:
+        declared |= dict.fromkeys(inspect.get_annotations(settings_class))
+    values = vars(settings)
+    names = [name for name in declared if name in values]
+    return {name: values[name] for name in names if isinstance(values[name], Config)}
 
 
 def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]:
@@ -137,14 +188,55 @@ def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]
     return {field.name: field for field in fields}
 
 
-def resolved(settings: Any) -> dict[str, dict[str, Any]]:
-    """Return the value and the origin of every setting, for ``run.json``.
+def effects_of(config: Config, name: str) -> list[str]:
+    """Return which parts of a run a flag affects, as words of :data:`EFFECTS`."""
+    words: str = flags_of(config)[name].metadata["affects"] or config.affects
+    return words.split()
 
-    The origin is ``recipe`` if the user did not set the flag.
+
+def value_of(settings: Any, name: str, default: Any) -> Any:
+    """Return the value of a flag, or ``default`` if the recipe has no such flag."""
+    for config in configs_of(settings).values():
+        if name in flags_of(config):
+            return getattr(config, name)
+    return default
+
+
+def resolved(settings: Any) -> dict[str, dict[str, Any]]:
+    """Return the value, the origin and the effects of every setting, for ``run.json``.
+
+    The origin is ``recipe`` if nobody set the flag.
     """
     entries: dict[str, dict[str, Any]] = {}
     for config in configs_of(settings).values():
         for name in flags_of(config):
-            origin = config.origins.get(name, "recipe")
-            entries[name] = {"value": getattr(config, name), "from": origin}
+            entries[name] = {
+                "value": getattr(config, name),
+                "from": config.origins.get(name, "recipe"),
+                "affects": " ".join(effects_of(config, name)),
+            }
     return entries
+
+
+def settings_fingerprint(settings: Any) -> JsonObject:
+    """Return the values of the recipe's own flags that make another run.
+
+    The flags of this package are left out: the fingerprint of a run has the data, the model, the
+    objective and the optimizer that they lead to. So are flags that affect no more than the layout.
+    """
+    values = {}
+    for config in configs_of(settings).values():
+        for name in flags_of(config):
+            changes_run = not {"layout", "nowhere"}.issuperset(effects_of(config, name))
+            if changes_run and not _is_of_package(config, name):
+                values[name] = redacted(getattr(config, name), name)
+    return values
+
+
+def _is_of_package(config: Config, name: str) -> bool:
+    """Return whether a class of this package has a flag, and the recipe has at most changed it."""
+    for cls in type(config).__mro__:
+        is_section = issubclass(cls, Config) and dataclasses.is_dataclass(cls)
+        if is_section and cls.__module__.startswith(f"{_PACKAGE}.") and name in flags_of(cls):
+            return True
+    return False

@@ -1,5 +1,6 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
@@ -8,6 +9,7 @@ from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
@@ -56,6 +58,13 @@ class BatchConfig(Config):
                 rows,
                 f"at most {_MICRO_BATCH_TOKENS:,} tokens in a micro-batch",
             )
+
+    def take_names(self, names: Sequence[str]) -> None:
+        """Name the data sets of the rows, if the recipe has made rows of its own.
+
+        Args:
+            names: the names; empty if ``dataset`` has them.
+        """
 
     @property
     def proportions(self) -> list[float]:
@@ -170,6 +179,10 @@ class DataConfig(BatchConfig):
                     f"--mixture {weight} is out of range: every number must be above 0."
                 )
 
+    def take_names(self, names: Sequence[str]) -> None:
+        if names:
+            self.dataset = [*names]
+
     @property
     def proportions(self) -> list[float]:
         return self.mixture
@@ -195,6 +208,7 @@ class RowConfig(Config):
 
     group: ClassVar[str] = "conversations"
     affects: ClassVar[str] = "data"
+    examples: ClassVar[str] = "conversations"  # the name of its records in messages
 
     chat_template: str | None = flag(
         None,
@@ -244,6 +258,29 @@ class RowConfig(Config):
         """Whether a row may hold several conversations or pairs."""
         return self.packing is not False
 
+    def resolve_packing(self, support: PackingSupport | None) -> None:
+        """Set ``--packing`` to what the model can do, unless the user set it.
+
+        Call it before :func:`llmtrain.tokenize`, which logs why conversations are not packed.
+
+        Args:
+            support: what :func:`llmtrain.packing_support` returned.
+        """
+        if support is None or self.packing is not None:
+            return
+
+        self.packing = support.packs
+        if support.problem:
+            self.packing_notes.append(
+                f"{self.examples} are not packed: it is not known whether {support.class_name} "
+                f"keeps packed documents apart, because {support.problem} (--packing packs them)"
+            )
+        elif not support.packs:
+            self.packing_notes.append(
+                f"{self.examples} are not packed: {support.class_name} lets the documents of a "
+                "packed row see each other"
+            )
+
     def fingerprint(self) -> JsonObject:
         """Return everything that the rows depend on, except the text of the template."""
         flags = asdict(self)
@@ -272,6 +309,8 @@ class ChatConfig(RowConfig):
 class PairConfig(RowConfig):
     """How preference data becomes rows. Each field is a flag."""
 
+    examples: ClassVar[str] = "pairs"
+
     share_prompts: bool | None = flag(
         None,
         "store the prompt of a pair once for both answers; --no_share_prompts stores it for each, "
@@ -284,6 +323,23 @@ class PairConfig(RowConfig):
     def shares_prompts(self) -> bool:
         """Whether two answers follow one copy of their prompt."""
         return self.is_packed and self.share_prompts is not False
+
+    def resolve_packing(self, support: PackingSupport | None) -> None:
+        """Set ``--packing`` and ``--share_prompts`` to what the model can do; see ``RowConfig``."""
+        super().resolve_packing(support)
+        if support is None or self.share_prompts is not None or not self.is_packed:
+            return
+
+        self.share_prompts = support.shares_prompts
+        if support.shares_prompts:
+            return
+        reason = f"{support.class_name} cannot share it between two answers"
+        if support.problem:
+            reason = (
+                f"it is not known whether {support.class_name} can share it between two "
+                f"answers, because {support.problem} (--share_prompts shares it)"
+            )
+        self.packing_notes.append(f"each answer has its own copy of the prompt: {reason}")
 
     def fingerprint(self) -> JsonObject:
         """Return everything that the rows depend on, except the text of the template."""

@@ -65,7 +65,7 @@ class ModelBundle:
         model: the model. Its parameters may be on the meta device until it is placed.
         files: how the model is stored. Without it, :func:`llmtrain.place` adds files that
             describe a plain torch module.
-        weights: the initial weights of parameters on the meta device.
+        weights: the initial weights of parameters on the meta device. Other parameters have theirs.
         start: where the weights came from, for the fingerprint of a run.
         check: called when the model has its weights. It raises UserError if it rejects them.
         objective: the loss that is minimised.

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from llmtrain.console import labelled
 from llmtrain.json_types import Json, JsonObject
-from llmtrain.lab.identity import METADATA, flat_record, tolerance_between
+from llmtrain.lab.identity import METADATA, effects_between, flat_record, tolerance_between
 from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES, Tolerance, step_differences
-from llmtrain.training.settings import effects_of_flags
 
 
 class Link(NamedTuple):
@@ -331,7 +330,7 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
 
 
 def _settings_differences(run_a: History, run_b: History) -> list[MetadataDifference]:
-    groups = effects_of_flags()
+    effects = effects_between(run_a, run_b)
     different = []
     for name in dict.fromkeys([*run_a.settings, *run_b.settings]):
         a = run_a.settings.get(name)
@@ -339,11 +338,10 @@ def _settings_differences(run_a: History, run_b: History) -> list[MetadataDiffer
         if a == b:
             continue
 
-        # A recipe may have flags that this package does not know. They may influence anything.
-        influenced = groups.get(name, ["any"])
-        if influenced != ["nowhere"]:
+        if effects[name] != {"nowhere"}:
             text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
-            different.append(MetadataDifference(groups=tuple(influenced), text=text))
+            groups = tuple(sorted(effects[name]))
+            different.append(MetadataDifference(groups=groups, text=text))
     return different
 
 

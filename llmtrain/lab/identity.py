@@ -1,16 +1,15 @@
 """Whether settings make another run, and whether two runs may differ in their last bits.
 
-Both follow from what each flag says it affects (see :func:`llmtrain.config.flags.flag`), and from
-:data:`METADATA`, which says the same about the rest of a run's record.
+Both follow from what each flag affects, which ``run.json`` records (see :func:`llmtrain.flag`), and
+from :data:`METADATA`, which says the same about the rest of a run's record.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from llmtrain.json_types import JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
-from llmtrain.training.settings import effects_of_flags
 
 T = TypeVar("T")
 
@@ -35,24 +34,37 @@ METADATA = {
 _OTHER_KEYS_OF_BITS = ("mixed_precision", "versions")
 
 
-def compared_settings(settings: Mapping[str, T], *, is_bitwise: bool = False) -> dict[str, T]:
+def effects_between(run_a: History, run_b: History) -> dict[str, set[str]]:
+    """Return what each setting of two runs affects, according to either of them."""
+    effects: dict[str, set[str]] = {}
+    for run in (run_a, run_b):
+        for name, parts in run.effects.items():
+            effects.setdefault(name, set()).update(parts)
+    return effects
+
+
+def compared_settings(
+    settings: Mapping[str, T],
+    effects: Mapping[str, Sequence[str]],
+    *,
+    is_bitwise: bool = False,
+) -> dict[str, T]:
     """Return the settings that make another run, apart from the seed.
 
-    What a flag affects is said where it is defined. Settings that change no numbers are left out,
-    such as the names of folders and trackers, and so are those of the layout, which change no more
-    than rounding errors. A flag that this package does not know is compared.
+    Settings that change no numbers are left out, such as the names of folders and trackers, and so
+    are those of the layout, which change no more than rounding errors.
 
     Args:
         settings: the settings of a run.
+        effects: what each of them affects. Others are compared.
         is_bitwise: whether the last bits matter, too, as in the fingerprint of a ``--bitwise`` run.
             The settings of the layout are then compared.
     """
     left_out = {"seed", "nowhere"} if is_bitwise else {"seed", "nowhere", "layout"}
-    groups = effects_of_flags()
     return {
         name: value
         for name, value in settings.items()
-        if not left_out.issuperset(groups.get(name, ["any"]))
+        if not left_out.issuperset(effects.get(name, ["any"]))
     }
 
 
@@ -66,8 +78,8 @@ def may_bits_differ(run_a: History, run_b: History) -> bool:
     if not run_a.starts or not run_b.starts:
         return True
 
-    for name, groups in effects_of_flags().items():
-        if "layout" in groups and run_a.settings.get(name) != run_b.settings.get(name):
+    for name, parts in effects_between(run_a, run_b).items():
+        if "layout" in parts and run_a.settings.get(name) != run_b.settings.get(name):
             return True
 
     starts = [*run_a.starts, *run_b.starts]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.balancing_loss import is_mixture_of_experts
@@ -23,7 +24,7 @@ from llmtrain.models.loss import (
 )
 from llmtrain.models.short_convolution import keep_documents_apart
 from llmtrain.models.towers import outside_text_tower
-from llmtrain.models.trainable import TrainableModel, put_in_front
+from llmtrain.models.trainable import TrainableModel, at_targets, put_in_front
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,11 +77,10 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         self,
         input_ids: Tensor,
         labels: Tensor,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
+        *,
         target_positions: Tensor | None = None,
         per_target: bool = False,
-        **other_columns: object,
+        **columns: Any,
     ) -> Tensor:
         """Return the summed negative log-likelihood in nats, of labels [B, T] that are not shifted.
 
@@ -89,19 +89,16 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         Args:
             input_ids: tokens [B, T].
             labels: tokens [B, T]; -100 is ignored.
-            position_ids: [B, T]. A row may hold several documents. The positions of each begin at
-                0, and its tokens attend to nothing before it.
-            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
             target_positions: int64 [N], which of the flattened targets [B * (T - 1)] are trained
                 on; -1 is padding. ``None`` computes the nll of all positions, and gives the same
                 sum, because the nll of an ignored target is 0.
             per_target: return the nll of each target instead of their sum: [B * (T - 1)], or [N]
                 if there are ``target_positions``.
-            other_columns: columns of the micro-batch that this model does not need.
+            columns: see :meth:`hidden`.
         """
         targets = targets_of(labels)
         if self.head_is_linear:
-            hidden = self._hidden_states(input_ids, position_ids, documents)
+            hidden = self.hidden(input_ids, **columns)
             nll: Tensor = self._head(  # a LossHead, which computes the loss as well
                 hidden,
                 targets=targets,
@@ -111,76 +108,83 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             )
             return nll
 
-        logits = self._logits(input_ids, position_ids, documents)
-        nll = summed_nll(logits, targets, per_target)
+        nll = summed_nll(self.logits(input_ids, **columns), targets, per_target)
         if per_target and target_positions is not None:
-            is_padding = target_positions < 0
-            nll = nll[target_positions.clamp(min=0)].where(~is_padding, 0)
+            return at_targets(nll, target_positions)
         return nll
 
-    def logits_at(
+    def hidden(
         self,
-        flat_positions: Tensor,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
         **other_columns: object,
     ) -> Tensor:
-        """Return float32 logits [N, V] at some positions.
+        """Return the last hidden states [B, T - 1, C] of all positions that have a next token.
 
         As with :meth:`nll`, call this inside ``forward`` only, where FSDP has gathered the weights.
 
         Args:
-            flat_positions: int64 [N], indices into the flattened positions [B * (T - 1)]: all but
-                the last one of each row, which has no next token.
             input_ids: tokens [B, T].
-            position_ids: as in :meth:`nll`.
-            documents: as in :meth:`nll`.
+            position_ids: [B, T]. A row may hold several documents. The positions of each begin at
+                0, and its tokens attend to nothing before it.
+            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
             other_columns: columns of the micro-batch that this model does not need.
+
+        Raises:
+            UserError: if the class has no base model.
+        """
+        if self.base_model is self:
+            raise UserError(
+                f"{self.own_class.__name__} has no base model that returns hidden states; use its "
+                "logits instead."
+            )
+        arguments = self._arguments(input_ids, position_ids, documents)
+        hidden: Tensor = self.base_model(**arguments).last_hidden_state
+        return _in_rows(hidden, input_ids)
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        **other_columns: object,
+    ) -> Tensor:
+        """Return the logits [B, T - 1, V] of all positions that have a next token.
+
+        The arguments are those of :meth:`hidden`.
+        """
+        arguments = self._arguments(input_ids, position_ids, documents)
+        logits: Tensor = self.own_forward(**arguments).logits
+        return _in_rows(logits, input_ids)
+
+    def logits_at(self, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
+        """Return float32 logits [N, V] at some positions.
+
+        Args:
+            positions: int64 [N], indices into the flattened positions [B * (T - 1)]: all but the
+                last one of each row, which has no next token.
+            input_ids: tokens [B, T].
+            columns: see :meth:`hidden`.
         """
         if not self.head_is_linear:
-            logits = self._logits(input_ids, position_ids, documents)
-            return logits.flatten(0, 1).index_select(0, flat_positions).float()
+            logits = self.logits(input_ids, **columns)
+            return logits.flatten(0, 1).index_select(0, positions).float()
 
-        hidden = self._hidden_states(input_ids, position_ids, documents)
-        head_output: Tensor = self._head(hidden, flat_positions=flat_positions)
+        hidden = self.hidden(input_ids, **columns)
+        head_output: Tensor = self._head(hidden, positions=positions)
         logits = head_output.float()
         softcap = softcap_of(self)
         if softcap is None:
             return logits
         return softcap * torch.tanh(logits / softcap)
 
-    def run_layers(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        **other_columns: object,
-    ) -> None:
-        """Run the layers of the model and return nothing, for hooks that read something there.
-
-        As with :meth:`nll`, call this inside ``forward`` only, where FSDP has gathered the weights.
-        """
+    def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
+        """Run the layers of the model and return nothing, for hooks that read something there."""
         if self.head_is_linear:
-            self._hidden_states(input_ids, position_ids, documents)
+            self.hidden(input_ids, **columns)
         else:
-            self._logits(input_ids, position_ids, documents)
-
-    def _hidden_states(
-        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the last hidden states [B, T - 1, C] of all positions that have a next token."""
-        arguments = self._arguments(input_ids, position_ids, documents)
-        hidden: Tensor = self.base_model(**arguments).last_hidden_state
-        return _in_rows(hidden, input_ids)
-
-    def _logits(
-        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
-    ) -> Tensor:
-        """Return the logits [B, T - 1, V] of all positions that have a next token."""
-        arguments = self._arguments(input_ids, position_ids, documents)
-        logits: Tensor = self.own_forward(**arguments).logits
-        return _in_rows(logits, input_ids)
+            self.logits(input_ids, **columns)
 
     def _arguments(
         self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
@@ -278,7 +282,7 @@ class LossHead(nn.Module):
         softcap: float | None = None,
         target_positions: Tensor | None = None,
         per_target: bool = False,
-        flat_positions: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Return the summed nll if there are targets, and logits otherwise.
 
@@ -288,7 +292,7 @@ class LossHead(nn.Module):
             softcap: applied to the logits before the nll. Logits are returned without it.
             target_positions: int64 [N], indices into the flattened targets that count.
             per_target: return the nll of each target.
-            flat_positions: int64 [N], indices into the flattened positions; return the logits
+            positions: int64 [N], indices into the flattened positions; return the logits
                 [N, V] of these only.
         """
         weight, bias = linear_parts(self)
@@ -304,8 +308,8 @@ class LossHead(nn.Module):
                 per_target=per_target,
             )
 
-        if flat_positions is not None:
-            hidden = hidden.flatten(0, -2).index_select(0, flat_positions)
+        if positions is not None:
+            hidden = hidden.flatten(0, -2).index_select(0, positions)
         logits: Tensor = super().forward(hidden)  # that of the head's own class
         return logits
 

@@ -31,6 +31,7 @@ class GPTConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "block_size"
 
     n_layer: int = flag(4, "number of transformer blocks")
     n_head: int = flag(4, "attention heads per block; must divide --n_embd")
@@ -123,6 +124,7 @@ class ModelConfig(Config):
 
     group: ClassVar[str] = "model"
     affects: ClassVar[str] = "model"
+    row_length_flag: ClassVar[str] = "max_length"
 
     model_name_or_path: str | None = flag(
         None,
@@ -210,6 +212,9 @@ class ModelConfig(Config):
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
             )
+
+    def prepare_for_plan(self, folder: str) -> None:
+        self.outline_folder = folder
 
     def _check_attention(self) -> None:
         """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""

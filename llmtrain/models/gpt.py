@@ -8,7 +8,7 @@ Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -240,7 +240,7 @@ class GPT(TrainableModel):
         self.transformer = Transformer(config, vocab_size)
 
     @property
-    def body(self) -> Stack:
+    def base_model(self) -> Stack:
         """Everything but the head."""
         return self.transformer
 
@@ -285,38 +285,75 @@ class GPT(TrainableModel):
             return _INIT_STD * (1 / math.sqrt(2 * self.config.n_layer))
         return _INIT_STD
 
-    def nll(  # type: ignore[override]
+    def nll(
         self,
         input_ids: Tensor,
         labels: Tensor,
-        dropout_keys: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
+        *,
+        target_positions: Tensor | None = None,
+        per_target: bool = False,
+        **columns: Any,
     ) -> Tensor:
-        """Return the summed negative log-likelihood of the labels, in nats.
+        """Return the summed negative log-likelihood of the labels [B, T], in nats.
 
         Args:
             input_ids: tokens [B, T].
             labels: [B, T], which are not shifted.
-            dropout_keys: int64 [B].
-            position_ids: [B, T], restarting at each document of a row. Tokens attend to nothing
-                before their document.
-            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
-
-        Returns:
-            A scalar.
+            target_positions: int64 [N], which of the flattened targets [B * (T - 1)] count.
+            per_target: return the nll of each target instead of their sum.
+            columns: see :meth:`hidden`.
         """
-        if position_ids is not None:
-            documents = self._ready_documents(inputs_of(position_ids), documents)
-        hidden: Tensor = self.body(inputs_of(input_ids), dropout_keys, documents)
-        return linear_nll(hidden, self.head, targets_of(labels))
+        return linear_nll(
+            self.hidden(input_ids, **columns),
+            self.head,
+            targets_of(labels),
+            target_positions=target_positions,
+            per_target=per_target,
+        )
 
-    def outputs(  # type: ignore[override]
+    def hidden(
         self,
         input_ids: Tensor,
         dropout_keys: Tensor | None = None,
         position_ids: Tensor | None = None,
         documents: Documents | None = None,
+        **other_columns: object,
+    ) -> Tensor:
+        """Return the last hidden states [B, T - 1, C] of all positions that have a next token.
+
+        Args:
+            input_ids: tokens [B, T].
+            dropout_keys: int64 [B].
+            position_ids: [B, T], restarting at each document of a row. Tokens attend to nothing
+                before their document.
+            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
+            other_columns: columns of the micro-batch that this model does not need.
+        """
+        if position_ids is not None:
+            documents = self._ready_documents(inputs_of(position_ids), documents)
+        hidden: Tensor = self.base_model(inputs_of(input_ids), dropout_keys, documents)
+        return hidden
+
+    def logits(self, input_ids: Tensor, **columns: Any) -> Tensor:
+        """Return the logits [B, T - 1, V] of all positions that have a next token."""
+        return F.linear(self.hidden(input_ids, **columns), self.head)
+
+    def logits_at(self, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
+        """Return float32 logits [N, V] at ``positions`` [N], indices into [B * (T - 1)]."""
+        hidden = self.hidden(input_ids, **columns).flatten(0, 1)
+        return F.linear(hidden.index_select(0, positions), self.head).float()
+
+    def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
+        """Run the layers and return nothing, for hooks that read something there."""
+        self.hidden(input_ids, **columns)
+
+    def outputs(
+        self,
+        input_ids: Tensor,
+        dropout_keys: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        documents: Documents | None = None,
+        **other_columns: object,
     ) -> Tensor:
         """Return logits [B, T, V] for ``input_ids`` [B, T].
 
@@ -325,7 +362,7 @@ class GPT(TrainableModel):
         documents = None
         if position_ids is not None:
             documents = self._ready_documents(position_ids, None)
-        return F.linear(self.body(input_ids, dropout_keys, documents), self.head)
+        return F.linear(self.base_model(input_ids, dropout_keys, documents), self.head)
 
     def _ready_documents(self, position_ids: Tensor, documents: Documents | None) -> Documents:
         """Return the documents of rows with all that attention takes.

@@ -380,7 +380,7 @@ class LFM2(GPT):
         self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
 
     @property
-    def body(self) -> Stack:
+    def base_model(self) -> Stack:
         return self.model
 
     @property

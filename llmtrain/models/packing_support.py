@@ -6,12 +6,12 @@ looked up in ``packing_verdicts.json`` instead. The model is tried when its weig
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.meta_models import model_configuration
+from llmtrain.models.meta_models import check_causal_lm_class, model_configuration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,25 +21,18 @@ if TYPE_CHECKING:
 VERDICTS = Path(__file__).with_name("packing_verdicts.json")
 
 
-@dataclass(frozen=True)
-class PackingSupport:
-    """What rows a model can be trained on.
+def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> PackingSupport | None:
+    """Return what rows a model can be trained on, or ``None`` if there is no such model.
 
-    Attributes:
-        class_name: the class.
-        packs: whether packed documents do not see each other.
-        shares_prompts: whether two answers can follow one copy of their prompt.
-        problem: why this is not known, in which case both are false; empty if it is known.
+    Args:
+        config: which model.
+        is_reward_model: whether a reward model is trained, and no causal LM.
+
+    Raises:
+        UserError: if transformers has no class by which the model could be trained.
     """
-
-    class_name: str
-    packs: bool = False
-    shares_prompts: bool = False
-    problem: str = ""
-
-
-def packing_support(config: ModelConfig) -> PackingSupport | None:
-    """Return what rows a model can be trained on, or ``None`` if there is no such model."""
+    if not is_reward_model:
+        check_causal_lm_class(config)
     try:
         model_config = model_configuration(config)
     except Exception:  # loading the model will report what is wrong with it

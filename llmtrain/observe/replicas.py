@@ -1,6 +1,6 @@
-"""A check that all replicas still have the same weights.
+"""Checks that all replicas begin with the same weights, and still have them.
 
-DDP compares shapes, once. This check compares values.
+DDP compares shapes, once. These checks compare values.
 """
 
 import torch
@@ -77,6 +77,43 @@ def check_replicas(ranks: Ranks, model: nn.Module) -> None:
         f"replicas drifted: {name} of rank {_join(drifted_ranks)} differs from rank "
         f"{_join(expected_ranks)}'s; the run is stopped. "
         "The newest checkpoint is sound: replicas are compared before each save."
+    )
+
+
+def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
+    """Compare the weights with which the ranks have built a model. All ranks call this.
+
+    DDP would take those of rank 0, and FSDP2 a shard of each. Weights on the meta device have no
+    values yet, and quantized ones are loaded from files.
+
+    Args:
+        ranks: the ranks of this run.
+        model: the model, before it is sharded or wrapped.
+
+    Raises:
+        UserError: on every rank, with the first parameter that differs.
+    """
+    built = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and not parameter.is_meta
+    }
+    if ranks.world_size == 1 or not built:
+        return
+
+    local_checksums = torch.stack([_weighted_sum(p.detach()) for p in built.values()])
+    checksums = ranks.accelerator.gather(local_checksums[None].to(ranks.device))
+    differs = checksums != checksums[0]  # [ranks, parameters]
+    if not differs.any():
+        return
+
+    parameter_index = int(differs.any(dim=0).nonzero()[0])
+    name = [*built][parameter_index]
+    other_ranks = differs[:, parameter_index].nonzero().flatten()
+    raise UserError(
+        f"{type(model).__name__}: the ranks have built different initial weights, such as {name} "
+        f"of rank {_join(other_ranks)}. torch's generators are seeded with --seed before build() "
+        "is called. If build() uses others, such as numpy's, seed them alike on all ranks."
     )
 
 

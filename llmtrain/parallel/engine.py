@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
@@ -62,10 +63,14 @@ class Engine:
 
         The hooks of DDP and FSDP2, and autocast, are around ``forward``. So everything that uses
         the weights has to run inside it. The model's ``forward`` takes the function as its argument
-        ``compute``; :class:`llmtrain.models.trainable.TrainableModel` gives any model such a
+        ``compute``; :func:`llmtrain.models.trainable.make_trainable` gives any model such a
         ``forward``.
+
+        Raises:
+            UserError: if the function uses something that the model does not have.
         """
-        result: Result = self.model(**batch, compute=function)
+        with missing_names_explained(self.unwrapped):
+            result: Result = self.model(**batch, compute=function)
         return result
 
     def loss(self, batch: Batch, extra: Batch | None = None) -> LossSums:

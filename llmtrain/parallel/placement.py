@@ -44,12 +44,14 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     ranks = Ranks(accelerator)
     sharding = ranks.sharding
 
-    if sharding.is_sharded and bundle.weights is None:
-        if is_quantized:
-            raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+    if sharding.is_sharded and is_quantized and bundle.weights is None:
+        raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
+    without_values = [name for name, p in model.named_parameters() if p.is_meta]
+    if without_values and bundle.weights is None:
         raise UserError(
-            f"{class_name} has no stream of weights, which sharding needs; build the model on the "
-            "meta device and pass its initial weights to ModelBundle, or use a DDP config."
+            f"{class_name} has parameters on the meta device without values, such as "
+            f"{without_values[0]}; pass their names and values to ModelBundle as weights, or build "
+            "the model on the CPU."
         )
     check_memory(sharding, accelerator.device, model)
     _say_size(model, class_name)

@@ -105,6 +105,18 @@ class History(NamedTuple):
         }
 
     @property
+    def effects(self) -> dict[str, list[str]]:
+        """The parts of a run that each flag affects, as :func:`llmtrain.flag` lists them."""
+        settings = self.record.get("settings")
+        if not isinstance(settings, dict):
+            return {}
+        return {
+            name: str(setting.get("affects", "any")).split()
+            for name, setting in settings.items()
+            if isinstance(setting, dict)
+        }
+
+    @property
     def starts(self) -> list[JsonObject]:
         """The starts of the run, in their order."""
         starts = self.record.get("starts")

@@ -71,14 +71,6 @@ class ResumePoint(NamedTuple):
         is_own = folder.absolute() == self.folder.absolute()
         return None if is_own or not (folder / "run.json").exists() else folder
 
-    @property
-    def optim_settings(self) -> JsonObject | None:
-        """The optimizer settings of a checkpoint that the user has named, if there is one."""
-        if self.named_fingerprint is None:
-            return None
-        settings: JsonObject | None = self.named_fingerprint.get("optimizer")
-        return settings
-
 
 @contextlib.contextmanager
 def choose_folder(

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Iterator
 
+from llmtrain.config.flags import configs_of
 from llmtrain.console import note, pluralize
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.interfaces.part import as_json
-from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.replicas import check_replicas
@@ -110,11 +110,9 @@ class MemoryAdvice(LoopCallback):
 
     def _shorter_rows(self) -> str:
         """Return how to make rows shorter: with a flag, if the recipe has one."""
-        model = self.run.settings.model
-        if isinstance(model, ModelConfig):
-            return "Lower --max_length"
-        if isinstance(model, GPTConfig):
-            return "Lower --block_size"
+        for config in configs_of(self.run.settings).values():
+            if config.row_length_flag:
+                return f"Lower --{config.row_length_flag}"
         return "Make the rows shorter"
 
 

@@ -2,14 +2,17 @@
 
 from dataclasses import fields
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.sharding import TrainingAccelerator
-from llmtrain.training.optim import lr_at
+from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
+from llmtrain.training.optim import optimizer_class
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 
@@ -80,27 +83,96 @@ def say_if_xray_is_missed(run: Run) -> None:
         )
 
 
+def check_optimizer_flags(
+    config: OptimConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: object = None,
+) -> None:
+    """Check that every flag of the optimizer that the user set has an effect.
+
+    A recipe may bring an optimizer or a schedule of its own, and leave such a flag unread. Flags
+    are compared with the optimizer, however it was made.
+
+    Args:
+        config: the flags.
+        model: the model, without wrappers.
+        optimizer: the optimizer, before ``accelerator.prepare``.
+        schedule: the recipe's own schedule, if it has one.
+
+    Raises:
+        UserError: if a flag has no effect.
+    """
+    unread: list[str] = []
+    if config.is_set("optim") and not isinstance(optimizer, optimizer_class(config.optim, model)):
+        unread.append(f"--optim {config.optim} (the recipe makes {type(optimizer).__name__})")
+
+    values_of_flag = {
+        "weight_decay": _values(optimizer, "weight_decay"),
+        "adam_beta1": _values(optimizer, "betas", 0) | _values(optimizer, "momentum"),
+        "adam_beta2": _values(optimizer, "betas", 1),
+        "adam_epsilon": _values(optimizer, "eps"),
+    }
+    for name, values in values_of_flag.items():
+        value = getattr(config, name)
+        if config.is_set(name) and value not in values:
+            unread.append(f"--{name} {value:g} (no parameter group has this value)")
+
+    if schedule is not None:
+        for name in ("lr_scheduler_type", "warmup_steps", "min_lr", "decay_share"):
+            if config.is_set(name):
+                unread.append(f"--{name} (the recipe has its own schedule)")
+
+    if unread:
+        raise UserError(f"flags without effect: {', '.join(unread)}; leave them out.")
+
+
+def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None) -> set[object]:
+    """Return the values of all parameter groups under a key, or those at an index of a tuple."""
+    values = [group[key] for group in optimizer.param_groups if key in group]
+    return {value if index is None else value[index] for value in values}
+
+
+def say_rates(rates: LearningRates) -> None:
+    """Print the peak of each parameter group, unless all have the same."""
+    if len(set(rates.peaks)) > 1:
+        peaks = [f"{name}: {peak:.3g}" for name, peak in zip(rates.names, rates.peaks, strict=True)]
+        say("rates", f"peak learning rates of the parameter groups: {', '.join(peaks)}")
+
+
 def say_changed_settings(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint to resume from."""
-    recorded = run.resume_point.optim_settings
-    current = run.settings.optim.fingerprint
-    if recorded is None or recorded == current:
+    recorded = run.resume_point.named_fingerprint
+    if recorded is None:
         return
-    changes = ", ".join(
-        f"{key} {recorded.get(key)} -> {value}"
-        for key, value in current.items()
-        if recorded.get(key) != value
-    )
+    before = recorded["optimizer"] | recorded["learning_rates"]
+    now = run.fingerprint["optimizer"] | run.fingerprint["learning_rates"]
+    changed_keys = [key for key in now if before.get(key) != now[key]]
+    # Most settings of the groups are flags, too, which are shorter to read.
+    changes = [f"{key} {before.get(key)} -> {now[key]}" for key in changed_keys if key != "groups"]
+    if changed_keys == ["groups"]:
+        changes = ["settings of the optimizer's parameter groups"]
+    if not changes:
+        return
 
+    next_rate = run.rates.after(run.step)[0]
+    text = f"to {next_rate:.3g} in step {run.step + 1}"
+    # The values of a user's schedule are not recorded.
+    if before.get("schedule") is None:
+        text = f"from {_recorded_rate(before, run.step - 1):.3g} in step {run.step} {text}"
+    say("changed", f"{', '.join(changes)}; the learning rate goes {text}")
+
+
+def _recorded_rate(recorded: JsonObject, step: int) -> float:
+    """Return the first group's rate after ``step`` completed steps of a recorded run.
+
+    Args:
+        recorded: the optimizer settings and the learning rates in the fingerprint of that run,
+            which had no schedule of the user's own.
+        step: completed steps.
+    """
     # A recipe may have recorded optimizer settings that OptimConfig does not have.
     names = {field.name for field in fields(OptimConfig)}
-    recorded_config = OptimConfig(
-        **{name: value for name, value in recorded.items() if name in names}
-    )
-    last_rate = lr_at(run.step - 1, recorded_config)
-    next_rate = lr_at(run.step, run.settings.optim)
-    say(
-        "changed",
-        f"{changes}; the learning rate goes from {last_rate:.3g} in step {run.step} "
-        f"to {next_rate:.3g} in step {run.step + 1}",
-    )
+    config = OptimConfig(**{name: value for name, value in recorded.items() if name in names})
+    peaks = recorded.get("group_learning_rates") or [config.learning_rate]
+    return rate_at(step, config, peak=peaks[0], floor=floor_of(peaks[0], max(peaks), config))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.interfaces.metric import Metric
+from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.models.generation import Sampling, sample_token
 from llmtrain.parallel.engine import Engine
@@ -110,9 +112,60 @@ def sum_of_sources(totals: Iterable[EvalTotals]) -> EvalTotals:
 
 
 def mean(ratio: tuple[float, float]) -> float:
-    """Return a sum divided by its denominator; 0 if nothing was counted."""
+    """Return a sum divided by its denominator; the sum itself if that is 0."""
     total, count = ratio
     return total / (count or 1)
+
+
+def custom_ratios(
+    engine: Engine, metrics: Iterable[Metric], batch: Batch
+) -> dict[str, tuple[Any, Any]]:
+    """Compute the user's metrics of a micro-batch, inside ``model.forward``.
+
+    Returns:
+        A sum and its denominator by name. The denominator 0 keeps the sum a sum.
+
+    Raises:
+        UserError: if a metric returns something else, or two have a name in common.
+    """
+    ratios: dict[str, tuple[Any, Any]] = {}
+    for metric in metrics:
+        sums = engine.call_in_forward(metric.compute, batch)
+        if not isinstance(sums, Mapping):
+            raise UserError(
+                f"the metric {name_of(metric)} returns {type(sums).__name__}, not a dictionary of "
+                "sums by name."
+            )
+        add_metrics(ratios, {name: _as_ratio(name, value) for name, value in sums.items()})
+    return ratios
+
+
+def _as_ratio(name: str, value: Any) -> tuple[Any, Any]:
+    """Return a sum and its denominator, given both or a sum alone."""
+    ratio = value if isinstance(value, tuple | list) else (value, 0)
+    if len(ratio) == 2 and all(map(_is_scalar, ratio)):
+        total, denominator = ratio
+        return total, denominator
+    raise UserError(
+        f"the metric {name} must be a sum, or a pair of a sum and its denominator, each of them a "
+        "number or a tensor without dimensions."
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def add_metrics(metrics: dict[str, Any], further: Mapping[str, Any]) -> None:
+    """Add metrics to those of an evaluation, in place.
+
+    Raises:
+        UserError: if the evaluation has a metric of the same name.
+    """
+    for name, value in further.items():
+        if name in metrics:
+            raise UserError(f"an evaluation has two metrics with the name {name}; rename one.")
+        metrics[name] = value
 
 
 @torch.no_grad()
@@ -124,7 +177,7 @@ def evaluate(
     sources: Iterable[str] = (),
     extra: Batch | None = None,
 ) -> dict[str, float]:
-    """Return the eval loss over all ranks, and the metrics that follow from it.
+    """Return the eval loss over all ranks, and further metrics by name.
 
     Every target token counts once, whatever the parallel layout.
 
@@ -133,23 +186,21 @@ def evaluate(
         eval_batches: this rank's share of the eval rows.
         text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
         metrics: metrics of the user.
-        sources: the names of the sources, by their numbers. ``eval/loss/SOURCE`` is the loss of one
+        sources: the names of the sources, by their numbers. ``loss/SOURCE`` is the loss of one
             source. No batch has rows of two sources.
         extra: what the objective's ``prepass`` returned for all eval rows.
 
     Raises:
-        UserError: if the names of a metric differ between micro-batches.
+        UserError: if two metrics have the same name, or if the names differ between micro-batches.
     """
     sums = EvalSums(engine)
     engine.model.eval()
     for local_batch in eval_batches:
         for batch in local_batch.batches:
-            custom_ratios: dict[str, Any] = {}
-            for metric in metrics:
-                custom_ratios.update(metric.compute(engine.unwrapped, batch))
+            ratios_of_user = custom_ratios(engine, metrics, batch)
             loss = engine.loss(batch, extra)
             loss_ratio = (loss.loss, engine.objective.denominator(batch))
-            sums.add({_LOSS: loss_ratio, **custom_ratios}, loss.metrics, local_batch.source)
+            sums.add({_LOSS: loss_ratio, **ratios_of_user}, loss.metrics, local_batch.source)
     engine.free_gathered_weights()
     engine.model.train()
 
@@ -158,12 +209,13 @@ def evaluate(
     loss_sum, loss_denominator = ratios.pop(_LOSS)
     mean_loss = loss_sum / max(loss_denominator, 1)
 
-    results = engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
-    results = results | engine.objective.metrics(metric_sums, extra or {})
+    results = {"loss": mean_loss}
+    results |= engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
+    results |= engine.objective.metrics(metric_sums, extra or {})
     for number, source in enumerate(sources):
         results[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
-    results = results | {name: mean(ratio) for name, ratio in ratios.items()}
-    return {"eval/loss": mean_loss, **{f"eval/{name}": value for name, value in results.items()}}
+    add_metrics(results, {name: mean(ratio) for name, ratio in ratios.items()})
+    return results
 
 
 def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]]) -> Batch:

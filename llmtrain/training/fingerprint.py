@@ -2,20 +2,23 @@
 
 from accelerate import Accelerator
 
+from llmtrain.config.flags import settings_fingerprint
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.training.layout import Layout
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 
 
 def run_fingerprint(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
     parts: Parts,
+    rates: LearningRates,
     layout: Layout,
 ) -> JsonObject:
     """Return everything that a run's steps depend on, as a JSON object.
@@ -43,8 +46,10 @@ def run_fingerprint(
         "seed": settings.optim.seed,
         "bitwise": layout.bitwise_fingerprint(accelerator) if settings.parallel.bitwise else None,
         "optimizer": {**settings.optim.fingerprint, **parts.optimizer_fingerprint()},
+        "learning_rates": rates.fingerprint,
         **parts.fingerprint(),
         "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,
         "early_stopping": stopping,
+        "own_settings": settings_fingerprint(settings),
     }

@@ -29,9 +29,9 @@ from llmtrain.training.checks import (
     check_wrapping,
     say_changed_settings,
     say_if_xray_is_missed,
+    say_rates,
 )
 from llmtrain.training.context import LoopContext, TrainingView
-from llmtrain.training.optim import lr_at
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
@@ -108,6 +108,7 @@ def training_steps(context: LoopContext) -> Generator[None]:
         callback.setup(training)
     restore(run, engine, context.optimizer)
     say_if_xray_is_missed(run)
+    say_rates(run.rates)
     say_changed_settings(run)
 
     context.callbacks = [*run.parts.callbacks, *loop_callbacks(context)]
@@ -150,8 +151,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     for callback in callbacks:
         callback.on_step_begin(local_batch)
     _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
-    for group in context.optimizer.param_groups:
-        group["lr"] = lr_at(run.step, settings.optim)
+    run.rates.set(run.step)
 
     # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
     # step carries the vote to the other ranks, and its result says whether any rank wants to stop.

@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
     every rank, and sharded again.
 
     Args:
-        matrices: the parameters, each of two dimensions.
+        matrices: the parameters, each of two dimensions, or groups of them.
         lr: the learning rate.
         weight_decay: the decoupled weight decay.
         momentum: the decay of the mean of gradients.
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: list[nn.Parameter],
+        matrices: list[nn.Parameter] | list[dict[str, Any]],
         lr: float,
         weight_decay: float,
         momentum: float = 0.9,

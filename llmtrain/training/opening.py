@@ -18,6 +18,7 @@ from llmtrain.files import read_object
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
@@ -35,12 +36,14 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
+from llmtrain.training.checks import check_optimizer_flags
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import RunStatus
 from llmtrain.training.steps import settle
 
@@ -59,11 +62,12 @@ _TRACKED_KEYS = (
 @contextlib.contextmanager
 def open_run(
     accelerator: Accelerator,
-    settings: AnySettings,
+    settings: Settings,
     rows: Tokenized,
     bundle: ModelBundle,
     optimizer: torch.optim.Optimizer,
     *,
+    schedule: Schedule | ScheduleFunction | None = None,
     callbacks: Sequence[Callback] = (),
     metrics: Sequence[Metric | MetricFunction] = (),
 ) -> Iterator[Run]:
@@ -78,14 +82,17 @@ def open_run(
         settings: the settings of the recipe.
         rows: the rows to train and evaluate on.
         bundle: the model that :func:`llmtrain.place` has returned.
-        optimizer: an optimizer of the model's parameters.
+        optimizer: an optimizer of the model's parameters. Each parameter group keeps its
+            proportion to the others in learning rate.
+        schedule: replaces the warmup and ``--lr_scheduler_type``. It is a
+            :class:`llmtrain.Schedule`, or a function like its ``share``.
         callbacks: are called around each step.
         metrics: are computed in every evaluation. Each is a :class:`llmtrain.Metric`, or a function
             like its ``compute``.
 
     Raises:
         UserError: if the ranks do not have the same settings, code or data, if the folder cannot be
-            used, or if the optimizer, a callback or a metric is unusable.
+            used, or if the optimizer, the schedule, a callback or a metric is unusable.
     """
     ranks = Ranks(accelerator)
     settle(settings, rows)  # for a recipe that does not call `place`
@@ -103,10 +110,12 @@ def open_run(
         callbacks=callbacks,
         metrics=metrics,
     )
+    check_optimizer_flags(settings.optim, bundle.model, optimizer, schedule)
+    rates = LearningRates(optimizer, settings.optim, schedule)
     if not settings.run.dry_run:
         rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
-    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, parts, layout)
+    fingerprint = run_fingerprint(accelerator, settings, rows, bundle, parts, rates, layout)
     team = Team.everyone()
     resolved_settings = resolved(settings)
     details = {**asdict(rows.metadata), "settings": resolved_settings}
@@ -141,6 +150,7 @@ def open_run(
             rows=rows,
             bundle=bundle,
             parts=parts,
+            rates=rates,
             fingerprint=fingerprint,
             resume_point=resume_point,
         )
@@ -155,12 +165,13 @@ def open_run(
 
 def _new_run(
     ranks: Ranks,
-    settings: AnySettings,
+    settings: Settings,
     *,
     layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
     parts: Parts,
+    rates: LearningRates,
     fingerprint: JsonObject,
     resume_point: ResumePoint,
 ) -> Run:
@@ -186,6 +197,7 @@ def _new_run(
         rows=rows,
         bundle=bundle,
         parts=parts,
+        rates=rates,
         fingerprint=fingerprint,
         resume_point=resume_point,
         writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),

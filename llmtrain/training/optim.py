@@ -1,6 +1,5 @@
-"""The optimizers AdamW and Muon, and the learning rate as a pure function of the step."""
+"""The optimizers AdamW and Muon."""
 
-import math
 from typing import Any
 
 import torch
@@ -11,33 +10,6 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
-
-# A warmup-stable-decay schedule decays over this share of the run (Hägele et al. 2024,
-# arXiv:2405.18392, section 3).
-_DECAY_SHARE = 0.2
-
-
-def lr_at(step: int, config: OptimConfig) -> float:
-    """Return the learning rate of the next step after ``step`` completed steps.
-
-    All schedules except ``constant`` end at 0.
-    """
-    peak = config.learning_rate
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-
-    remaining = max(config.max_steps - step, 0)  # including the next step
-    steps_after_warmup = max(config.max_steps - config.warmup_steps, 1)
-    match config.lr_scheduler_type:
-        case "constant":
-            return peak
-        case "linear":
-            return peak * remaining / steps_after_warmup
-        case "cosine":
-            return peak * 0.5 * (1 - math.cos(math.pi * remaining / steps_after_warmup))
-        case "warmup_stable_decay":
-            decay_steps = max(min(_DECAY_SHARE * config.max_steps, steps_after_warmup), 1)
-            return peak * min(1.0, remaining / decay_steps)
 
 
 def make_optimizer(
@@ -67,6 +39,7 @@ def make_optimizer(
         ],
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
         fused=True,
     )
     if not for_muon:
@@ -81,6 +54,17 @@ def make_optimizer(
         ranks=Ranks(accelerator) if _may_share_work(accelerator) else None,
     )
     return MuonWithAdamW(muon, adamw)
+
+
+def optimizer_class(name: str, model: nn.Module) -> type[torch.optim.Optimizer]:
+    """Return the class that :func:`make_optimizer` uses if ``--optim`` is ``name``.
+
+    For a model without hidden matrices, such as one whose adapters are all in the embedding, Muon
+    has nothing to do, and that is AdamW.
+    """
+    if name == "muon" and hidden_matrices(model):
+        return MuonWithAdamW
+    return torch.optim.AdamW
 
 
 def _may_share_work(accelerator: Accelerator) -> bool:
@@ -120,7 +104,10 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for some matrices and AdamW for the rest, as a single optimizer."""
+    """Muon for some matrices and AdamW for the rest, as a single optimizer.
+
+    Its parameter groups are Muon's, then AdamW's. Each keeps the settings that it has.
+    """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self.parts = (muon, adamw)
@@ -130,8 +117,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def _share_state(self) -> None:
         """Let both parts work on this optimizer's groups and state."""
         muon, adamw = self.parts
-        muon.param_groups = self.param_groups[:1]
-        adamw.param_groups = self.param_groups[1:]
+        muon_count = len(muon.param_groups)
+        muon.param_groups = self.param_groups[:muon_count]
+        adamw.param_groups = self.param_groups[muon_count:]
         muon.state = self.state
         adamw.state = self.state
 

@@ -11,7 +11,7 @@ from llmtrain.launching.launcher import has_launcher
 from llmtrain.models.generation import Sampling
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.context import LoopCallback
-from llmtrain.training.evaluate import eval_extra, evaluate, sample
+from llmtrain.training.evaluate import add_metrics, eval_extra, evaluate, sample
 from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.status import Outcome
 from llmtrain.training.summary import SAMPLE_TOKENS, final_sample
@@ -32,22 +32,30 @@ class Evaluation(LoopCallback):
         run = self.run
         start = time.monotonic()
         with self.loop_context.throughput.paused(), eager_code(self.engine.model):
-            # Some objectives need a pass over all eval batches before the loss, such as KTO for its
-            # baseline. For the others this makes no pass and returns nothing.
-            extra = eval_extra(self.engine, self._batches)
-            results = evaluate(
-                self.engine,
-                self._batches(),
-                text_bytes=run.rows.metadata.eval_bytes,
-                metrics=run.parts.metrics,
-                sources=run.rows.eval_sources,
-                extra=extra,
-            )
+            results = self._measure()
+            for callback in self.loop_context.callbacks:
+                further = callback.on_evaluate(self._measure)
+                add_metrics(results, {name: float(value) for name, value in further.items()})
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)
+            results = {f"eval/{name}": value for name, value in results.items()}
             self.loop_context.log(results)
         if run.patience.keeps_best:
             run.patience.record(run.step, results)
+
+    def _measure(self) -> dict[str, float]:
+        """Return the metrics of the model with its present weights, by name."""
+        # Some objectives need a pass over all eval batches before the loss, such as KTO for its
+        # baseline. For the others this makes no pass and returns nothing.
+        extra = eval_extra(self.engine, self._batches)
+        return evaluate(
+            self.engine,
+            self._batches(),
+            text_bytes=self.run.rows.metadata.eval_bytes,
+            metrics=self.run.parts.metrics,
+            sources=self.run.rows.eval_sources,
+            extra=extra,
+        )
 
     def _batches(self) -> Iterator[LocalBatch]:
         eval_batches = self.loop_context.eval_batches

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from llmtrain.config.command_line import parse
+from llmtrain.config.flags import configs_of, value_of
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.models.causal_lm import CausalLM, head_of
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.steps import settle
 
 _REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
@@ -36,7 +36,7 @@ class RecipeModel(NamedTuple):
     """
 
     model: nn.Module
-    settings: AnySettings
+    settings: Settings
     precision: str
     positions: int
     objective: Objective = Objective()
@@ -54,7 +54,7 @@ class RecipeModel(NamedTuple):
     @property
     def has_gradient_checkpointing(self) -> bool:
         """Whether the backward pass computes activations again."""
-        return bool(getattr(self.settings.model, "gradient_checkpointing", False))
+        return bool(value_of(self.settings, "gradient_checkpointing", default=False))
 
 
 def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:
@@ -71,11 +71,11 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
     names = _load_recipe(recipe)
-    settings: AnySettings = parse(names["DEFAULTS"], flags)
+    settings: Settings = parse(names["DEFAULTS"], flags)
 
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
-        if isinstance(settings.model, ModelConfig):
-            settings.model.outline_folder = folder  # a plan writes nothing into a run
+        for config in configs_of(settings).values():
+            config.prepare_for_plan(folder)  # a plan writes nothing into a run
         rows = names["tokenized"](settings)
         settle(settings, rows)
         try:

@@ -25,6 +25,7 @@ from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
+from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
@@ -150,7 +151,7 @@ def _compute(
             pass_index = ranks.rank + i * shares
             row_batch = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
             (batch,) = collate(row_batch).to(ranks.device).batches
-            with ranks.accelerator.autocast():
+            with ranks.accelerator.autocast(), missing_names_explained(model):
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())
 

@@ -24,8 +24,9 @@ from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
 from llmtrain.training.layout import Layout
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
@@ -68,6 +69,7 @@ class Run:
         rows: the rows to train and evaluate on.
         bundle: the model, with everything that belongs to it.
         parts: what the recipe brings besides: the objective, the optimizer, callbacks and metrics.
+        rates: sets the learning rates of the optimizer's parameter groups.
         fingerprint: the fingerprint of the run. A resumed run must have the same.
         resume_point: the folder of the run, and the checkpoint of this start, if there is one.
         writer: writes the run folder.
@@ -80,11 +82,12 @@ class Run:
 
     accelerator: Accelerator
     ranks: Ranks
-    settings: AnySettings
+    settings: Settings
     layout: Layout
     rows: Tokenized
     bundle: ModelBundle
     parts: Parts
+    rates: LearningRates
     fingerprint: JsonObject
     resume_point: ResumePoint
     writer: RunFolder

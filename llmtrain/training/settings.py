@@ -1,17 +1,16 @@
-"""The flags of the optimizer, evaluations, logs and run folder, and all settings of a recipe."""
+"""The flags of the optimizer, evaluations, logs and run folder, and the settings of a recipe."""
 
 import math
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import ClassVar, Literal
 
 from llmtrain.config.command_line import COMMAND_LINE
-from llmtrain.config.flags import Config, flag, flags_of, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least
 from llmtrain.console import pluralize
-from llmtrain.data.config import BatchConfig, ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.models.config import GPTConfig, LoraConfig, ModelConfig, PreferenceConfig
 from llmtrain.parallel.config import ParallelConfig
 
 
@@ -73,8 +72,25 @@ class OptimConfig(Config):
     )
     max_steps: int = flag(400, "number of optimizer steps; overrides --num_train_epochs")
     learning_rate: float = flag(1e-3, "peak learning rate")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = flag(
-        "cosine", "learning-rate schedule after the warmup; all but constant end at 0"
+    lr_scheduler_type: Literal[
+        "cosine", "cosine_with_min_lr", "linear", "constant", "warmup_stable_decay"
+    ] = flag(
+        "cosine",
+        "learning-rate schedule after the warmup; all but constant end at --min_lr, which is 0 by "
+        "default",
+    )
+    min_lr: float = flag(
+        0.0,
+        "learning rate at which the schedule ends; parameter groups with another peak keep their "
+        "proportions",
+        hidden=True,
+    )
+    # Hägele et al. 2024, arXiv:2405.18392, section 3, recommend a fifth.
+    decay_share: float = flag(
+        0.2,
+        "share of the run over which the learning rate falls at its end, with --lr_scheduler_type "
+        "warmup_stable_decay",
+        hidden=True,
     )
     warmup_steps: float = flag(
         0.1,
@@ -92,6 +108,11 @@ class OptimConfig(Config):
     )
     adam_beta2: float = flag(
         0.95, "decay of AdamW's running mean of squared gradients", hidden=True
+    )
+    adam_epsilon: float = flag(
+        1e-8,
+        "number that AdamW adds to the root of the mean squared gradient, by which it divides",
+        hidden=True,
     )
     max_grad_norm: float = flag(
         1.0,
@@ -117,10 +138,13 @@ class OptimConfig(Config):
                 "use --num_train_epochs and leave --max_steps out."
             )
         require_at_least(self, 1, "max_steps")
-        require_at_least(self, 0, "learning_rate", "weight_decay", "skip_nonfinite")
+        require_at_least(
+            self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon", "skip_nonfinite"
+        )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         _require_steps(self, 0, "warmup_steps")
+        self._check_schedule()
         epochs = self.num_train_epochs
         if epochs is not None and not 0 < epochs < math.inf:  # also true for NaN
             raise UserError(f"--num_train_epochs {epochs} is out of range: it must be above 0.")
@@ -135,9 +159,35 @@ class OptimConfig(Config):
                 f"--max_grad_norm {self.max_grad_norm} is out of range: it must be above 0."
             )
 
+    def _check_schedule(self) -> None:
+        """Raise :class:`UserError` if the flags of the schedule contradict each other."""
+        schedule = self.lr_scheduler_type
+        if schedule == "constant" and self.min_lr > 0:
+            raise UserError(
+                f"--min_lr {self.min_lr:g} needs a schedule that falls, and --lr_scheduler_type "
+                "constant does not; set --min_lr 0, or choose another schedule."
+            )
+        if schedule == "cosine_with_min_lr" and self.min_lr == 0:
+            raise UserError(
+                "--lr_scheduler_type cosine_with_min_lr needs --min_lr, the learning rate at which "
+                "it ends; set it, or use cosine, which ends at 0."
+            )
+        if not 0 < self.decay_share <= 1:  # also true for NaN
+            raise UserError(
+                f"--decay_share {self.decay_share} is out of range: it must be above 0 and at most "
+                "1."
+            )
+
     def check_given(self) -> None:
         if self.max_steps_decides:
             self.check_warmup()
+        has_decay = self.lr_scheduler_type == "warmup_stable_decay"
+        is_changed = self.is_set("decay_share") and self.decay_share != OptimConfig.decay_share
+        if is_changed and not has_decay:
+            raise UserError(
+                f"--decay_share {self.decay_share:g} has no effect with --lr_scheduler_type "
+                f"{self.lr_scheduler_type}; leave it out, or use warmup_stable_decay."
+            )
 
     def check_warmup(self) -> None:
         """Raise :class:`UserError` if the user asked for a warmup that is as long as the run.
@@ -180,6 +230,7 @@ class EvalConfig(Config):
     """The evaluations, and what follows from their results. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
+    affects: ClassVar[str] = "nowhere"
 
     eval_steps: float = flag(
         100,
@@ -243,6 +294,7 @@ class LogConfig(Config):
     """What is logged and recorded of the steps. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
+    affects: ClassVar[str] = "nowhere"
 
     logging_steps: float = flag(
         10,
@@ -301,6 +353,7 @@ class RunConfig(Config):
     """The run folder, its checkpoints, trackers, and when a run stops. Each field is a flag."""
 
     group: ClassVar[str] = "run folder and checkpoints"
+    affects: ClassVar[str] = "nowhere"
 
     output_dir: str = flag(
         "runs/run",
@@ -390,21 +443,15 @@ class RunConfig(Config):
         return chosen_trackers(self.report_to)
 
 
-M = TypeVar("M")
-D = TypeVar("D", bound=BatchConfig)
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of a recipe, in sections. Each section is defined by the package that reads it.
 
-
-@dataclass
-class Settings(Generic[M, D]):
-    """All settings of a recipe. Each attribute is defined by the package that reads it.
+    A recipe adds sections of its own in a subclass: a model, LoRA adapters, a loss.
 
     Attributes:
         data: the data set and the batch sizes. A recipe that makes its own rows uses a
             ``BatchConfig``.
-        model: the model. A recipe that makes its own model leaves it out.
-        lora: LoRA adapters, if the recipe has them.
-        chat: chat or preference data, if the recipe trains on it.
-        preference: the preference loss, if the recipe has one.
         optim: the optimizer.
         parallel: how processes share the work, and how a step is computed.
         eval: the evaluations.
@@ -412,12 +459,8 @@ class Settings(Generic[M, D]):
         run: the run folder, its checkpoints, and trackers.
     """
 
-    # --help shows the flags in this order.
-    data: D
-    model: M = None  # type: ignore[assignment]
-    lora: LoraConfig | None = None
-    chat: RowConfig | None = None
-    preference: PreferenceConfig | None = None
+    # --help shows the flags in this order, after those of a subclass.
+    data: BatchConfig
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -431,29 +474,3 @@ class Settings(Generic[M, D]):
         """
         if self.data.is_set("dataset") and not self.optim.is_set("max_steps"):
             self.optim.set_default("num_train_epochs", epochs, "default for your own data")
-
-
-AnySettings: TypeAlias = Settings[Any, Any]
-CONFIGS: tuple[type[Config], ...] = (
-    GPTConfig,
-    ModelConfig,
-    LoraConfig,
-    DataConfig,
-    ChatConfig,
-    PairConfig,
-    PreferenceConfig,
-    OptimConfig,
-    ParallelConfig,
-    EvalConfig,
-    LogConfig,
-    RunConfig,
-)
-
-
-def effects_of_flags() -> dict[str, list[str]]:
-    """Return for each flag which parts of a run it affects."""
-    effects = {}
-    for config in CONFIGS:
-        for name, config_field in flags_of(config).items():
-            effects[name] = (config_field.metadata["affects"] or config.affects).split()
-    return effects

@@ -16,17 +16,18 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
+from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
-from llmtrain.training.settings import AnySettings
+from llmtrain.training.settings import Settings
 from llmtrain.training.steps import describe_steps, settle
 
-S = TypeVar("S", bound=AnySettings)
+S = TypeVar("S", bound=Settings)
 
 
-def start(settings: AnySettings) -> Accelerator:
+def start(settings: Settings) -> Accelerator:
     """Join the process group and make the Accelerator of a run.
 
     Raises:
@@ -78,10 +79,11 @@ def place(
             f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
+    check_built_weights(Ranks(accelerator), bundle.model)
     return placement.place(accelerator, bundle)
 
 
-def _describe_layout(layout: Layout, settings: AnySettings) -> str:
+def _describe_layout(layout: Layout, settings: Settings) -> str:
     """Return the line of the start-up log about the global batch."""
     line = str(layout)
     if settings.data.is_set("per_device_train_batch_size"):

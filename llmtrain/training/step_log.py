@@ -38,7 +38,7 @@ class Logging(LoopCallback):
             **{f"train/{name}": value for name, value in metrics.items()},
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(self.engine.weight_norm()),
-            "train/learning_rate": self.loop_context.optimizer.param_groups[0]["lr"],
+            **self.run.rates.logged(),
             **self.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,

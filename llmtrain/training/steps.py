@@ -7,13 +7,13 @@ from fractions import Fraction
 from llmtrain.console import pluralize
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.training.settings import AnySettings, OptimConfig
+from llmtrain.training.settings import OptimConfig, Settings
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.
 _WARMUP_SHARE = 0.1
 
 
-def settle(settings: AnySettings, rows: Tokenized) -> None:
+def settle(settings: Settings, rows: Tokenized) -> None:
     """Settle what depends on the rows: the numbers of steps, and the default micro-batch.
 
     The data sets in the settings become those of the rows: a recipe may have data of its own.
@@ -41,8 +41,7 @@ def settle(settings: AnySettings, rows: Tokenized) -> None:
     log = settings.log = copy.copy(settings.log)
     run = settings.run = copy.copy(settings.run)
 
-    if rows.train_names:
-        data.dataset = [*rows.train_names]
+    data.take_names(rows.train_names)
     data.fit_micro_batch(rows.positions)
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
@@ -52,7 +51,7 @@ def settle(settings: AnySettings, rows: Tokenized) -> None:
     run.save_steps = steps_of(run.save_steps, optim.max_steps)
 
 
-def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
+def steps_per_epoch(settings: Settings, rows: Tokenized) -> Fraction:
     """Return how many steps an epoch has.
 
     Usually every row is drawn once per epoch, and the last batch is filled up with empty slots, so
@@ -66,7 +65,7 @@ def steps_per_epoch(settings: AnySettings, rows: Tokenized) -> Fraction:
     return Fraction(-(-row_count // global_batch_size))
 
 
-def describe_steps(settings: AnySettings, rows: Tokenized) -> str:
+def describe_steps(settings: Settings, rows: Tokenized) -> str:
     """Return the line of the start-up log about the length of the run."""
     optim = settings.optim
     row_count = len(rows.train)

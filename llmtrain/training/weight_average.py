@@ -26,14 +26,14 @@ class WeightAverage(Callback):
     With ``tail``, it is the mean over this last share of the run (Izmailov et al. 2018,
     arXiv:1803.05407). Before that, there is no average to evaluate.
 
-    Only trained parameters are averaged, in float32. Every rank holds the average of its own shards.
-    Evaluations log the metrics of the average as ``eval/average/loss`` and so on.
+    Only trained parameters are averaged, in float32. Every rank holds the average of its own
+    shards. Evaluations log the metrics of the average as ``eval/average/loss`` and so on.
 
     Args:
         decay: the decay of an exponential average, at least 0 and below 1.
         tail: a share of the run, above 0 and at most 1.
-        folder: a folder in the run folder. At the end of the run, the model with the average weights
-            is written there, as Hugging Face loads it.
+        folder: a folder in the run folder. At the end of the run, the model with the average
+            weights is written there, as Hugging Face loads it.
 
     Raises:
         UserError: if not exactly one of ``decay`` and ``tail`` is given, or if it is out of range.
@@ -44,8 +44,8 @@ class WeightAverage(Callback):
     ) -> None:
         if (decay is None) == (tail is None):
             raise UserError(
-                "WeightAverage needs either decay, such as 0.999, or tail, such as 0.2 for the last "
-                "fifth of the run."
+                "WeightAverage needs either decay, such as 0.999, or tail, such as 0.2 for the "
+                "last fifth of the run."
             )
         if decay is not None and not 0 <= decay < 1:
             raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")

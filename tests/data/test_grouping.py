@@ -32,7 +32,7 @@ from llmtrain.data.shuffle import Mixture, key_of, permute
 from llmtrain.data.store import TokenRows, TokenStore
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
-from llmtrain.models.config import GPTConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import place
@@ -406,7 +406,7 @@ def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
             metadata=SimpleNamespace(data_sha256="", tokenizer_sha256="", block_size=64),
             in_order=in_order,
         )
-        settings = Settings(model=GPTConfig(), data=DataConfig())
+        settings = Settings(data=DataConfig())
         bundle = SimpleNamespace(files=SimpleNamespace(config={}), start=None)
         layout = Layout(processes=1, accumulation=1, micro_batch=8)
         return run_fingerprint(accelerator, settings, tokenized, bundle, layout)["order"]

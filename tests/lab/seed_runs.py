@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.recorded_settings import recorded
+
 BEGAN = 1_767_225_600  # 2026-01-01, in seconds since 1970
 STEPS = (0, 10, 20, 30, 40)
 SEED_NOISE = 0.03  # deviation that all settings share for the same seed
@@ -38,7 +40,7 @@ def write_run(
     }
     record = {
         "format_version": 1,
-        "settings": {name: {"value": value, "from": "recipe"} for name, value in values.items()},
+        "settings": recorded(values),
         "data_sha256": data,
         "starts": [start],
     }

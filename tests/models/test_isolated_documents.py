@@ -178,7 +178,7 @@ def test_a_custom_model_without_position_ids_is_refused_before_it_trains(
 ) -> None:
     import llmtrain as lt
 
-    settings = lt.Settings(model=GPTConfig(), data=DataConfig(), optim=lt.OptimConfig())
+    settings = lt.Settings(data=DataConfig(), optim=lt.OptimConfig())
     with pytest.raises(UserError, match=r"_Bigrams\.forward takes no position_ids"):
         place_recipe(accelerator, lambda *_: _Bigrams(), settings, rows)
     place_recipe(accelerator, lambda *_: _BigramsOfDocuments(), settings, rows)
@@ -193,5 +193,5 @@ def test_rows_that_are_not_isolated_take_any_model(
     monkeypatch.setenv("LLMTRAIN_CACHE", str(folder / "cache"))
     (folder / "text.txt").write_text("some words " * 20)
     data = DataConfig(dataset=[str(folder / "text.txt")], tokenizer="byte", eval_fraction=0)
-    settings = lt.Settings(model=GPTConfig(), data=data, optim=lt.OptimConfig())
+    settings = lt.Settings(data=data, optim=lt.OptimConfig())
     place_recipe(accelerator, lambda *_: _Bigrams(), settings, tokenize(data, BLOCK))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import llmtrain as lt
-from llmtrain.config.flags import flag
 from llmtrain.errors import UserError
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.preference_losses import PREFERENCE_LOSSES
@@ -36,7 +35,7 @@ class OwnLosses(lt.PreferenceConfig):
         "squared": lt.PreferenceLoss(squared, "squared margin", parameters=("target_margin",)),
     }
 
-    target_margin: float = flag(1.0, "squared: the margin to reach")
+    target_margin: float = lt.flag(1.0, "squared: the margin to reach")
 
 
 def own_config(*argv: str) -> Any:

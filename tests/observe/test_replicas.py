@@ -4,7 +4,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.observe import replicas
-from llmtrain.observe.replicas import check_replicas, weight_checksums
+from llmtrain.observe.replicas import check_built_weights, check_replicas, weight_checksums
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
@@ -101,3 +101,12 @@ def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
         check_replicas(Ranks(TwoReplicasOfTwo(one, two, drifted, two)), one)
     with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
         check_replicas(Ranks(TwoReplicasOfTwo(one, two, one, one)), one)
+
+
+def test_ranks_that_built_other_weights_are_named_before_the_first_step() -> None:
+    check_built_weights(Ranks(TwoRanks(model())), model())
+    unseeded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.raises(
+        UserError, match=r"different initial weights, such as 0\.weight of rank 1\."
+    ):
+        check_built_weights(Ranks(TwoRanks(unseeded)), model())

@@ -46,12 +46,17 @@ def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
     assert torch.equal(model.weight, weight)
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_weights_that_nobody_has_are_asked_for(accelerator: Accelerator) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 3)
     sharded = TrainingAccelerator(Sharding(replicas=1, shards=2), cpu=True)
-    with pytest.raises(
-        UserError, match=r"Linear has no stream of weights, .* meta device .* or use a DDP config"
-    ):
-        place(sharded, ModelBundle(nn.Linear(2, 3), FILES))
+    for requested in (accelerator, sharded):
+        with pytest.raises(UserError, match=r"Linear has .* such as weight; pass their names"):
+            place(requested, ModelBundle(model, FILES))
+
+
+def test_quantized_weights_are_not_sharded() -> None:
+    sharded = TrainingAccelerator(Sharding(replicas=1, shards=2), cpu=True)
     packed = nn.Module()
     packed.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(

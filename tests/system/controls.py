@@ -24,7 +24,7 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.training import optim
+from llmtrain.training.learning_rates import rate_at
 from llmtrain.training.step import train_step
 from tests.engines import split
 
@@ -59,7 +59,7 @@ def bare_run(accelerator: Accelerator) -> dict[str, Any]:
     losses, norms = [], []
     for made in range(OPTIM.max_steps):
         batch = global_batch(made)
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = optim.lr_at(made, OPTIM)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr_at(made)
         loss = model(**batch) / (batch["labels"][:, 1:] != -100).sum()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -70,8 +70,12 @@ def bare_run(accelerator: Accelerator) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+def lr_at(made: int) -> float:
+    return rate_at(made, OPTIM, peak=OPTIM.learning_rate)
+
+
 def our_run(
-    accelerator: Accelerator, rows_of: Callable = micro_batches, lr_at: Callable = optim.lr_at
+    accelerator: Accelerator, rows_of: Callable = micro_batches, lr_at: Callable = lr_at
 ) -> dict[str, Any]:
     model = make_model()
     optimizer = make_optimizer(accelerator, model, OPTIM)
@@ -82,7 +86,7 @@ def our_run(
     drift = ""
     for made in range(OPTIM.max_steps):
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(made, OPTIM)
+            group["lr"] = lr_at(made)
         result = train_step(engine, optimizer, rows_of(made, engine.ranks.rank), max_grad_norm=1.0)
         losses.append(float(engine.ranks.sum_over_ranks(result.sums.loss) / result.denominator))
         norms.append(result.grad_norm)
@@ -177,8 +181,8 @@ def other_ranks_rows(made: int, rank: int) -> list[Batch]:
     return micro_batches(made, 0)
 
 
-def scheduler_stepped_per_rank(made: int, config: OptimConfig) -> float:
-    return optim.lr_at(2 * made, config)
+def scheduler_stepped_per_rank(made: int) -> float:
+    return lr_at(2 * made)
 
 
 def main() -> None:

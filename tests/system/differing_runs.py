@@ -24,10 +24,12 @@ from llmtrain.data import loader, samplers
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.models import gpt as model
 from llmtrain.parallel.engine import Engine
-from llmtrain.training import loop, optim, start
+from llmtrain.training import start
+from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
 HONEST_CLIP = Engine.clip_grad_norm
+HONEST_RATES = LearningRates.after
 
 
 def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
@@ -72,9 +74,9 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "a token twice": (EncodedCorpus, "_stream", with_both_ends),
     "masked labels": (start, "train_loader", with_masked_labels),
     "a schedule one late": (
-        loop,
-        "lr_at",
-        lambda made, config: optim.lr_at(max(made - 1, 0), config),
+        LearningRates,
+        "after",
+        lambda rates, step: HONEST_RATES(rates, max(step - 1, 0)),
     ),
     "no clipping": (Engine, "clip_grad_norm", not_clipped),
 }

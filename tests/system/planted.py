@@ -25,7 +25,8 @@ from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.training import loop, optim
+from llmtrain.training import loop
+from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -33,6 +34,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 HONEST_STEP = loop.train_step
 HONEST_COLLATE = Collate.__call__
 HONEST_COUNT = Engine.count
+HONEST_RATES = LearningRates.after
 
 
 def sync_in_every_micro_batch(
@@ -96,8 +98,8 @@ def rows_of_own_batches(
     return torch.cat([engine.call_in_forward(function, batch) for batch in batches])
 
 
-def lr_of_steps_of_all_ranks(step: int, config: optim.OptimConfig) -> float:
-    return optim.lr_at(step * WORLD, config)
+def rates_of_steps_of_all_ranks(rates: LearningRates, step: int) -> list[float]:
+    return HONEST_RATES(rates, step * WORLD)
 
 
 def rebuild_nothing(engine: ReplicatedEngine, batch: Batch) -> None:
@@ -110,7 +112,7 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "a forgotten data-parallel factor": (Engine, "forward_backward", controls.averaged_over_ranks),
     "a missing sync": (Engine, "forward_backward", controls.never_synced),
     "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
-    "a scheduler stepped per rank": (loop, "lr_at", lr_of_steps_of_all_ranks),
+    "a scheduler stepped per rank": (LearningRates, "after", rates_of_steps_of_all_ranks),
     "unshifted token counts": (Engine, "count", controls.unshifted_count),
     "a rank reading another's rows": (Collate, "__call__", rows_of_first_step),
     "buckets that are not settled": (ReplicatedEngine, "rebuild_buckets", rebuild_nothing),

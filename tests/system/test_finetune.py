@@ -310,7 +310,7 @@ def test_settings_made_as_objects_know_a_run_and_the_rate_of_its_model(
     settings.data.dataset = [str(chats)]
     for name, value in chosen.items():
         config = settings.lora if name == "lora_r" else settings.optim
-        setattr(config, name, value)
+        config.set(**{name: value})
     rows = finetune.tokenized(settings)
     assert settings.model.model_name_or_path == str(base / "model")
     assert settings.optim.learning_rate == rate

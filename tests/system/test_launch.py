@@ -129,8 +129,16 @@ def test_what_a_run_leaves(plain_run: Path) -> None:
         "MANIFEST.json",
     }
     record = read_json(plain_run / "run.json")
-    assert record["settings"]["n_layer"] == {"value": 2, "from": "command line"}
-    assert record["settings"]["dropout"] == {"value": 0.0, "from": "recipe"}
+    assert record["settings"]["n_layer"] == {
+        "value": 2,
+        "from": "command line",
+        "affects": "model",
+    }
+    assert record["settings"]["dropout"] == {
+        "value": 0.0,
+        "from": "recipe",
+        "affects": "pass",
+    }
     assert record["fingerprint"]["global_batch_size"] == 8
     before, first, second, *_ = metrics(plain_run)
     always = {"step", "epoch", "tokens", "time"}

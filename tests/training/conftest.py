@@ -11,8 +11,9 @@ from torch import nn
 
 import llmtrain as lt
 from llmtrain.training.run import Run
+from recipes import gpt
 
-SETTINGS = lt.Settings(
+SETTINGS = gpt.Settings(
     model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
     data=lt.DataConfig(tokenizer="byte", eval_fraction=0.2, global_batch_size=2),
     optim=lt.OptimConfig(optim="adamw", max_steps=12),

@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.callback import StepInfo
-from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.phase_names import PHASES
@@ -20,21 +20,22 @@ from llmtrain.training.callbacks import MemoryAdvice
 from llmtrain.training.context import LoopContext
 from llmtrain.training.periodic import Samples
 from llmtrain.training.step_log import Logging
+from recipes import finetune, gpt
 from tests.engines import engine_of
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("settings", "expected"),
     [
-        (GPTConfig(), "Lower --block_size, or"),
-        (ModelConfig(), "Lower --max_length, or"),
-        (None, "Make the rows shorter, or"),
+        (gpt.DEFAULTS, "Lower --block_size, or"),
+        (finetune.DEFAULTS, "Lower --max_length, or"),
+        (lt.Settings(data=lt.BatchConfig()), "Make the rows shorter, or"),
     ],
 )
-def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(model: Any, expected: str) -> None:
-    run = SimpleNamespace(
-        layout=SimpleNamespace(micro_batch=1), settings=SimpleNamespace(model=model)
-    )
+def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(
+    settings: lt.Settings, expected: str
+) -> None:
+    run = SimpleNamespace(layout=SimpleNamespace(micro_batch=1), settings=settings)
     engine = SimpleNamespace(ranks=SimpleNamespace(is_sharded=False))
     context: Any = SimpleNamespace(run=run, engine=engine)
     with (

@@ -33,9 +33,9 @@ def test_every_eval_token_counts_once_whatever_the_batch(
         tokens += ids.shape[1] - 1
     loader = accelerator.prepare(eval_loader(Dataset.from_dict({"input_ids": rows}), 1, micro))
     results = evaluate(engine_of(accelerator, model), loader, text_bytes=100)
-    assert results["eval/loss"] == pytest.approx(nll / tokens, rel=1e-6)
-    assert results["eval/perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
-    assert results["eval/bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
+    assert results["loss"] == pytest.approx(nll / tokens, rel=1e-6)
+    assert results["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
+    assert results["bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
     assert model.training
 
 
@@ -105,5 +105,5 @@ def test_an_eval_prepass_gets_the_counts_and_the_metrics_get_what_it_returned(
     engine = engine_of(accelerator, Constant(), Counted())
     extra = eval_extra(engine, lambda: loader)
     results = evaluate(engine, loader, text_bytes=0, extra=extra)
-    assert results["eval/loss"] == 10
-    assert results["eval/share"] == 1
+    assert results["loss"] == 10
+    assert results["share"] == 1

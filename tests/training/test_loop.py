@@ -19,9 +19,10 @@ from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import loop, periodic
 from llmtrain.training.checks import check_wrapping
 from llmtrain.training.periodic import Finish
+from recipes import gpt
 from tests.launching import read_json
 
-SETTINGS = lt.Settings(
+SETTINGS = gpt.Settings(
     model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
     data=lt.DataConfig(tokenizer="byte", eval_fraction=0, global_batch_size=2),
     optim=lt.OptimConfig(optim="adamw", max_steps=3),

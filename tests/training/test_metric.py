@@ -46,9 +46,9 @@ def test_sums_are_added_up_and_divided_once(accelerator: Accelerator) -> None:
     engine = engine_of(accelerator, Constant())
     batches = [local_batch(1), local_batch(3)]
     results = evaluate(engine, batches, text_bytes=10, metrics=[FunctionMetric(rows)])
-    assert results["eval/squares"] == (1 + 9) / (1 + 3)
-    assert results["eval/half"] == (1 + 3) / 0.5
-    assert results["eval/loss"] == 8 / 8
+    assert results["squares"] == (1 + 9) / (1 + 3)
+    assert results["half"] == (1 + 3) / 0.5
+    assert results["loss"] == 8 / 8
 
 
 def test_names_that_come_and_go_are_refused(accelerator: Accelerator) -> None:

@@ -1,9 +1,6 @@
-"""The learning rate is a function of the step; weight decay is for matrices."""
+"""Weight decay is for matrices; Muon takes the hidden ones, and AdamW the rest."""
 
 import re
-from dataclasses import asdict
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,92 +17,12 @@ import llmtrain.training.muon as muon_module
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
-from llmtrain.record.resume import ResumePoint
-from llmtrain.training.checks import say_changed_settings
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.muon import Muon, orthogonal
-from llmtrain.training.optim import lr_at, make_optimizer
-from llmtrain.training.settings import LogConfig, OptimConfig
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.settings import OptimConfig
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
-SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
-FALLING = ("cosine", "linear", "warmup_stable_decay")
-
-
-def rates(
-    schedule: str, max_steps: int, warmup_steps: int, learning_rate: float = 1.0
-) -> list[float]:
-    config = OptimConfig(
-        max_steps=max_steps,
-        warmup_steps=warmup_steps,
-        learning_rate=learning_rate,
-        lr_scheduler_type=schedule,
-    )
-    return [lr_at(step, config) for step in range(max_steps)]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "golden"),
-    [
-        ("linear", [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-        ("warmup_stable_decay", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
-        # (1 + cos(pi k / 8)) / 2
-        (
-            "cosine",
-            [
-                0.5,
-                1,
-                1,
-                0.96193977,
-                0.85355339,
-                0.69134172,
-                0.5,
-                0.30865828,
-                0.14644661,
-                0.03806023,
-            ],
-        ),
-    ],
-)
-def test_each_schedule_gives_its_known_learning_rates(schedule, golden):
-    assert rates(schedule, 10, 2) == pytest.approx(golden, abs=1e-8)
-    assert rates(schedule, 10, 2, 3e-4) == pytest.approx(
-        [3e-4 * rate for rate in golden], abs=1e-11
-    )
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("warmup", [0, 1, 7, 100])
-def test_the_rate_rises_to_the_peak_and_never_again(schedule, warmup):
-    curve = rates(schedule, 400, warmup, 2e-3)
-    rising, rest = curve[:warmup], curve[warmup:]
-    assert rising == sorted(set(rising))
-    assert all(rate > 0 for rate in curve)
-    assert max(curve) == pytest.approx(2e-3, rel=1e-12)
-    assert curve[max(warmup - 1, 0)] == pytest.approx(2e-3, rel=1e-12)
-    assert all(later <= earlier for earlier, later in pairwise(rest))
-
-
-@pytest.mark.parametrize("schedule", FALLING)
-def test_a_falling_schedule_ends_next_to_zero(schedule):
-    assert 0 < rates(schedule, 1000, 50)[-1] < 0.01
-    assert lr_at(1000, OptimConfig(max_steps=1000, lr_scheduler_type=schedule)) == pytest.approx(
-        0, abs=1e-12
-    )
-
-
-def test_the_stable_phase_holds_the_peak_until_the_last_fifth():
-    curve = rates("warmup_stable_decay", 1000, 50)
-    assert set(curve[50:801]) == {1.0}
-    assert all(later < earlier for earlier, later in pairwise(curve[800:]))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("max_steps", "warmup"), [(1, 0), (1, 1), (2, 2), (5, 9)])
-def test_a_run_shorter_than_its_warm_up_only_rises(schedule, max_steps, warmup):
-    curve = rates(schedule, max_steps, warmup)
-    assert curve == sorted(curve)
-    assert all(0 < rate <= 1 for rate in curve)
 
 
 class Parts(nn.Module):
@@ -151,8 +68,10 @@ def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
 
 
 def test_the_optimizer_has_the_configured_moments():
-    optimizer = make_optimizer(ALONE, Parts(), OptimConfig(adam_beta1=0.8, adam_beta2=0.7))
+    config = OptimConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-6)
+    optimizer = make_optimizer(ALONE, Parts(), config)
     assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
+    assert all(group["eps"] == 1e-6 for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
@@ -170,10 +89,10 @@ def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architectur
     }
     assert set().union(*adamw) == {name for name, _ in model.named_parameters()} - muon
     ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
+    rates = LearningRates(optimizer, OptimConfig(max_steps=30, warmup_steps=1))
     losses = []
     for step in range(30):
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, OptimConfig(max_steps=30, warmup_steps=1, learning_rate=0.01))
+        rates.set(step)
         loss = model(ids, ids) / 32
         losses.append(loss.item())
         loss.backward()
@@ -298,17 +217,3 @@ def test_muon_has_the_runs_precision_and_momentum(
     )
     muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
-
-
-def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
-    capsys: pytest.CaptureFixture,
-) -> None:
-    before = {**asdict(OptimConfig(learning_rate=1e-3)), "gone": 1}
-    settings = SimpleNamespace(log=LogConfig(), optim=OptimConfig(learning_rate=2e-3))
-    run: Any = SimpleNamespace(
-        step=3,
-        settings=settings,
-        resume_point=ResumePoint(Path(), named_fingerprint={"optimizer": before}),
-    )
-    say_changed_settings(run)
-    assert "learning_rate 0.001 -> 0.002; the learning rate goes from" in capsys.readouterr().out

@@ -153,7 +153,7 @@ def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
     )
     assert resumed.resume_point.step == 5
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
-    with pytest.raises(UserError, match="has a different objective: factor 1.0 there, 3.0 here"):
+    with pytest.raises(UserError, match=r"has a different objective: factor 1\.0 there, 3\.0 here"):
         train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
 
 

@@ -207,26 +207,12 @@ def test_a_device_is_known_by_its_whole_name(title: str, name: str | None) -> No
 def recipe(folder: Path, *lines: str) -> str:
     rows = "SimpleNamespace(positions=8, train=range(64), mixture=None, train_names=())"
     head = [
-        "from dataclasses import dataclass, field",
         "from types import SimpleNamespace",
         "import torch",
+        "import llmtrain as lt",
+        "DEFAULTS = lt.Settings(data=lt.BatchConfig())",
+        f"def tokenized(s): return {rows}",
     ]
-    head += [
-        "from llmtrain.data.config import BatchConfig",
-        "from llmtrain.parallel.config import ParallelConfig",
-        "from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig",
-    ]
-    head += ["@dataclass", "class Settings:"]
-    head += ["    optim: OptimConfig = field(default_factory=OptimConfig)"]
-    head += [
-        "    parallel: ParallelConfig = field(default_factory=ParallelConfig)",
-        "    data: BatchConfig = field(default_factory=BatchConfig)",
-        "    eval: EvalConfig = field(default_factory=EvalConfig)",
-        "    log: LogConfig = field(default_factory=LogConfig)",
-        "    run: RunConfig = field(default_factory=RunConfig)",
-        "    model: object = None",
-    ]
-    head += ["DEFAULTS = Settings()", f"def tokenized(s): return {rows}"]
     path = folder / "own.py"
     path.write_text("\n".join([*head, *lines]))
     return str(path)

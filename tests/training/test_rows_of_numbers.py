@@ -81,7 +81,7 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
         folder: str = "run", stop_after: int = 0, dry_run: bool = False, **evaluation: Any
     ) -> Run:
         settings = lt.Settings(
-            lt.BatchConfig(global_batch_size=4),
+            data=lt.BatchConfig(global_batch_size=4),
             optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
             eval=lt.EvalConfig(eval_steps=3, **evaluation),
             log=lt.LogConfig(logging_steps=1),
@@ -164,7 +164,7 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     rows: lt.Tokenized, tmp_path: Path
 ) -> None:
     settings = lt.Settings(
-        lt.BatchConfig(global_batch_size=4),
+        data=lt.BatchConfig(global_batch_size=4),
         optim=lt.OptimConfig(max_steps=6, warmup_steps=0),
         run=lt.RunConfig(str(tmp_path / "run"), report_to=["none"]),
     )
@@ -214,7 +214,7 @@ import datasets
 import torch
 import llmtrain as lt
 
-DEFAULTS = lt.Settings(lt.BatchConfig(global_batch_size=4))
+DEFAULTS = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
 
 class Successor(torch.nn.Module):
     def __init__(self, vocabulary):
@@ -266,7 +266,7 @@ def test_text_commands_name_the_module_that_they_cannot_load(
 def test_a_module_may_have_its_own_objective_and_no_files(
     train: Callable[..., Run], rows: lt.Tokenized, accelerator: Any
 ) -> None:
-    settings = lt.Settings(lt.BatchConfig(global_batch_size=4))
+    settings = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
     objective = lt.Objective()
 
     def build(settings: Any, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

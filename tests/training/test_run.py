@@ -57,7 +57,7 @@ def opened(
     def go(fingerprint: dict = FINGERPRINT, **flags: object):
         monkeypatch.setattr(opening, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
-        settings = Settings(DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
+        settings = Settings(data=DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
         return open_run(accelerator, settings, rows, ModelBundle(model, Files()), optimizer)

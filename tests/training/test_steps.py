@@ -14,11 +14,11 @@ from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from llmtrain.launching.children import short_run_flags
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.training.settings import AnySettings, OptimConfig, Settings
+from llmtrain.training.settings import OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle
 from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, metrics, read_json, write_chats
 
-DEFAULTS: AnySettings = Settings(
+DEFAULTS = Settings(
     data=DataConfig(global_batch_size=8),
     optim=OptimConfig(max_steps=400, warmup_steps=20),
 )
@@ -38,7 +38,7 @@ def rows_of(count: int, **attributes: Any) -> Any:
     return SimpleNamespace(**{**rows, **attributes})
 
 
-def settled(*argv: str, rows: Any = None, defaults: AnySettings = DEFAULTS) -> AnySettings:
+def settled(*argv: str, rows: Any = None, defaults: Settings = DEFAULTS) -> Settings:
     settings = parse(defaults, list(argv))
     settle(settings, rows or rows_of(98))
     return settings
@@ -195,9 +195,9 @@ def test_the_default_micro_batch_and_the_data_sets_follow_the_rows() -> None:
 
 
 def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
-    defaults: AnySettings = Settings(DataConfig(), optim=OptimConfig(num_train_epochs=1.0))
+    defaults = Settings(data=DataConfig(), optim=OptimConfig(num_train_epochs=1.0))
     for count, steps in ((32, 1), (3200, 100)):
-        settings = Settings(DataConfig(), optim=defaults.optim)
+        settings = Settings(data=DataConfig(), optim=defaults.optim)
         settle(settings, rows_of(count))
         assert settings.optim.max_steps == steps
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)

@@ -133,7 +133,8 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
     bitwise = settings.get("bitwise")
     is_bitwise = bool(history.settings.get("bitwise") or (bitwise and bitwise.value))
     differing = []
-    for name, setting in compared_settings(settings, is_bitwise=is_bitwise).items():
+    compared = compared_settings(settings, history.effects, is_bitwise=is_bitwise)
+    for name, setting in compared.items():
         entry = recorded.get(name) or {}
         if not _is_same(setting, entry, max_steps):
             differing.append(f"{name} {entry.get('value')} there, {setting.value} here")

@@ -4,23 +4,19 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from llmtrain.config.flags import Config, flag
+from llmtrain.config import flags
 from llmtrain.lab.diff import diff_runs, metadata_differences
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
-from llmtrain.training import settings
-from llmtrain.training.settings import effects_of_flags
+from tests.recorded_settings import EFFECTS, recorded
 from tests.test_cli import ended
 
 CHROMIUM = (
@@ -53,7 +49,6 @@ def make(
     folder: Path, readings: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any
 ) -> Path:
     folder.mkdir(parents=True)
-    entries = {name: {"value": value, "from": "command line"} for name, value in settings.items()}
     versions = {
         "versions": {"torch": "2.13.0"},
         "host": "here",
@@ -62,7 +57,7 @@ def make(
     }
     record = {
         "format_version": 1,
-        "settings": entries,
+        "settings": recorded(settings, "command line"),
         "dataset": "some text",
         "starts": [versions | start for start in starts],
     }
@@ -337,30 +332,24 @@ def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> 
     assert ("10", "102", "194") in curve if scheme == "light" else ("92", "171", "255") in curve
 
 
-@dataclass
-class Some(Config):
-    affects: ClassVar[str] = "update"
-
-    rate: float = flag(0.1, "acts where its class does")
-    tokenizer: str = flag("byte", "acts in two places", affects="model data")
-    output_dir: str = flag("runs", "acts nowhere", affects="nowhere")
-
-
-def test_what_differs_is_grouped_by_where_its_flag_acts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings, "CONFIGS", (Some,))
+def test_what_differs_is_grouped_by_what_its_flag_affects(tmp_path: Path) -> None:
     one, other = (
         History.of_run(
             make(
-                tmp_path / name, [], [], rate=number, tokenizer=name, output_dir=name, invented=name
+                tmp_path / name,
+                [],
+                [],
+                learning_rate=number,
+                tokenizer=name,
+                output_dir=name,
+                invented=name,
             )
         )
         for number, name in enumerate(("a", "b"))
     )
     assert metadata_differences(one, other) == [
-        (("update",), "--rate 0 and 1"),
-        (("model", "data"), "--tokenizer a and b"),
+        (("update",), "--learning_rate 0 and 1"),
+        (("data", "model"), "--tokenizer a and b"),
         (("any",), "--invented a and b"),
     ]
 
@@ -399,17 +388,14 @@ ACTS = {
 
 
 def test_every_flag_of_the_package_says_where_it_acts() -> None:
-    pytest.importorskip("llmtrain.training.settings", exc_type=ImportError)
-    known = {"data", "model", "update", "pass", "gradient", "layout", "seed", "nowhere"}
-    groups = effects_of_flags()
-    assert {group for acts in groups.values() for group in acts} <= known
-    assert {name: groups.get(name) for name in ACTS} == ACTS
+    effects = {name: words.split() for name, words in EFFECTS.items()}
+    assert {word for words in effects.values() for word in words} <= {*flags.EFFECTS} - {"any"}
+    assert {name: effects.get(name) for name in ACTS} == ACTS
 
 
 def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llmtrain.training.settings", SimpleNamespace(CONFIGS=()))
     lines = [reading(step, step) for step in (1, 2, 3)]
     starts = [{"time": at(0), "step": 0, "device": "cpu"}]
     fine = History.of_run(make(tmp_path / "fine", lines, starts))

@@ -156,10 +156,10 @@ def of_whole_rows(documents: Any) -> Any:
 
 
 @pytest.mark.parametrize("flag", ["--no_packing", "--packing"])
-def test_a_user_s_own_choice_needs_no_verdict(
-    flag: str, chats: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_user_s_own_choice_stands_whatever_the_verdict(
+    flag: str, chats: Path, verdict: Callable[[bool, bool], None]
 ) -> None:
-    monkeypatch.setattr("llmtrain.training.packing.packing_support", None)
+    verdict(flag == "--no_packing", False)
     settings, rows = prepared(finetune, chats, "llama", flag)
     assert rows.is_packed == settings.chat.packing == (flag == "--packing")
 
@@ -279,7 +279,7 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
     (tmp_path / "own" / "modeling_own.py").write_text("raise SystemExit('it was run')")
     flags = ["--model_name_or_path", str(tmp_path / "own")]
     settings = lt.parse(finetune.DEFAULTS, [*flags, *["--trust_remote_code"] * trusted])
-    lt.resolve_packing(settings)
+    settings.chat.resolve_packing(lt.packing_support(settings.model))
     assert settings.chat.packing is not trusted
     note = (
         f"conversations are not packed: it is not known whether {tmp_path / 'own'} keeps packed "
@@ -290,7 +290,7 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
     settings = lt.parse(finetune.DEFAULTS, ["--model_name_or_path", "nowhere/at-all"])
-    lt.resolve_packing(settings)
+    settings.chat.resolve_packing(lt.packing_support(settings.model))
     assert settings.chat.packing is None
 
 
@@ -315,7 +315,7 @@ def test_nothing_is_said_of_conversations_if_the_data_are_text(
 def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, bool], None]:
     def choose(packs: bool, shares: bool) -> None:
         support = PackingSupport("SomeForCausalLM", packs=packs, shares_prompts=shares)
-        monkeypatch.setattr("llmtrain.training.packing.packing_support", lambda *_: support)
+        monkeypatch.setattr(packing_support, "packing_support", lambda *_, **__: support)
 
     return choose
 

@@ -1,0 +1,17 @@
+"""Settings as ``run.json`` records them."""
+
+from typing import Any
+
+from llmtrain.config.flags import resolved
+from recipes import finetune, gpt, preference
+
+_SHIPPED = resolved(gpt.DEFAULTS) | resolved(finetune.DEFAULTS) | resolved(preference.DEFAULTS)
+EFFECTS = {name: setting["affects"] for name, setting in _SHIPPED.items()}
+
+
+def recorded(values: dict[str, Any], origin: str = "recipe") -> dict[str, dict[str, Any]]:
+    """Flags with their values; those that no shipped recipe has may affect any part of a run."""
+    return {
+        name: {"value": value, "from": origin, "affects": EFFECTS.get(name, "any")}
+        for name, value in values.items()
+    }

@@ -1,0 +1,171 @@
+"""Run by test_metrics.py on one process and on two: evaluations with metrics, on each engine.
+
+`metric_ranks.py FILE` writes the metrics by model and engine. With one process, the engines are
+those of a plain model and of --bitwise. With two, there are those of DDP, FSDP2 and --bitwise.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llmtrain as lt
+from llmtrain.data.loader import eval_loader
+from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.metric import FunctionMetric, Metric
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.probe import probe
+from llmtrain.models.trainable import make_trainable
+from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.fsdp import ShardedEngine
+from llmtrain.parallel.placement import place_sharded
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.training.evaluate import evaluate
+
+VOCABULARY = 40
+TOKENS = 17
+
+
+class Recurrent(nn.Module):
+    """A model as a user writes it. It keeps the name `hidden` for something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(2))
+        self.hidden = nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        if labels is not None:
+            return lt.summed_nll(self.predicted(input_ids[:, :-1]), labels[:, 1:])
+        return self.predicted(input_ids)
+
+    def predicted(self, ids: Tensor) -> Tensor:
+        states = self.embedding(ids)
+        for layer in self.layers:
+            states = layer(states)[0]
+        return cast(Tensor, self.head(self.hidden(states).tanh()))
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    if name == "recurrent":
+        return make_trainable(Recurrent())
+    if name == "llama":
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+        )
+        llama = make_causal_lm(LlamaForCausalLM(config).float(), row_length=TOKENS - 1)
+        probe(llama)
+        return llama
+    config = lt.GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=TOKENS - 1, architecture=name)
+    return build_gpt(config, VOCABULARY)
+
+
+def rows() -> Dataset:
+    """Packed rows of two documents, with different numbers of target tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (11, TOKENS), generator=generator)
+    labels = ids.clone()
+    for row in range(len(ids)):
+        labels[row, :row] = IGNORED
+    positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).expand_as(ids)
+    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
+
+
+# --- metrics
+
+
+def share_of_right(model: lt.Model, batch: Batch) -> dict[str, Any]:
+    targets = batch["labels"][:, 1:]
+    is_right = model.logits(**batch).argmax(-1) == targets
+    return {"right": (is_right.sum(), (targets != IGNORED).sum())}
+
+
+def by_calling_the_model(model: Any, batch: Batch) -> dict[str, Any]:
+    targets = batch["labels"][:, 1:]
+    output = model(batch["input_ids"][:, :-1], position_ids=batch["position_ids"][:, :-1])
+    is_right = getattr(output, "logits", output).argmax(-1) == targets
+    return {"right_by_call": (is_right.sum(), (targets != IGNORED).sum())}
+
+
+class SquaredNormaliser(lt.Metric):
+    """The z-loss per target token, and how many rows have targets, which is a sum."""
+
+    def compute(self, model: lt.Model, batch: Batch) -> dict[str, Any]:
+        targets = batch["labels"][:, 1:]
+        positions = (targets.flatten() != IGNORED).nonzero().flatten()
+        squares = model.logits_at(positions, **batch).logsumexp(-1).square()
+        rows_with_targets = (targets != IGNORED).any(1).sum()
+        return {
+            "z": (squares.sum(), torch.tensor(len(positions))),
+            "rows": rows_with_targets,
+        }
+
+
+METRICS: list[Metric] = [
+    FunctionMetric(share_of_right),
+    FunctionMetric(by_calling_the_model),
+    SquaredNormaliser(),
+]
+
+
+def engines_of(ranks: Ranks, model: nn.Module) -> dict[str, Engine]:
+    if ranks.world_size == 1:
+        return {"plain": ReplicatedEngine(ranks, model), "bitwise": BitwiseEngine(ranks, model)}
+    sharded = copy.deepcopy(model)
+    place_sharded(ranks, sharded, weights=())
+    return {
+        "DDP": ReplicatedEngine(ranks, DistributedDataParallel(copy.deepcopy(model))),
+        "FSDP2": ShardedEngine(ranks, sharded),
+        "bitwise": BitwiseEngine(ranks, model),
+    }
+
+
+def measured(accelerator: Accelerator, engine: Engine, is_bitwise: bool) -> dict[str, float]:
+    loader = eval_loader(
+        rows(),
+        engine.ranks.world_size,
+        micro_batch=2,
+        prepare=getattr(engine.unwrapped, "prepare_batch", None),
+        bitwise=is_bitwise,
+    )
+    return evaluate(engine, accelerator.prepare(loader), text_bytes=0, metrics=METRICS)
+
+
+def main() -> None:
+    accelerator = start_accelerator()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in ("gpt2", "lfm2", "llama", "recurrent"):
+        engines = engines_of(Ranks(accelerator), built(name))
+        results[name] = {
+            kind: measured(accelerator, engine, is_bitwise=kind == "bitwise")
+            for kind, engine in engines.items()
+        }
+    if accelerator.is_main_process:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    lt.launch(main)
