@@ -27,7 +27,7 @@ from llmtrain.parallel.shards import fill
 from llmtrain.parallel.team import Team
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors
-from llmtrain.training.run_state import optimizer_tensors, restore_optimizer
+from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.step import train_step
 from tests.memory import resident
 
@@ -83,7 +83,8 @@ def main() -> None:
 
     team = Team.with_new_group()
     folder = Path(broadcast_object_list([tempfile.mkdtemp() if team.is_main else None])[0])
-    state = optimizer_tensors(model, optimizer.optimizer)
+    optimizer_state = OptimizerState(model, optimizer.optimizer)
+    state = optimizer_state.flatten()
     for name, in_background in (("saving", False), ("saving in the background", True)):
         saver = Saver(folder / name, WeightsOnly(), keep=2, in_background=in_background)
         saver.join(team, can_write=True)
@@ -92,7 +93,7 @@ def main() -> None:
             saver.save(
                 1,
                 model.state_dict(),
-                state,
+                {"optimizer": state},
                 {"step": 1},
             )
             saver.wait()
@@ -103,7 +104,7 @@ def main() -> None:
     measure("loading weights", lambda: fill(model.state_dict(), read_tensors(saved / "model")))
 
     def load() -> None:
-        restore_optimizer(model, optimizer.optimizer, read_tensors(saved / "optimizer"))
+        optimizer_state.restore(state.structure, read_tensors(saved / "optimizer"))
 
     measure("loading the optimizer", load)
     measure("accelerator.get_state_dict", lambda: accelerator.get_state_dict(model))

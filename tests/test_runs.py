@@ -15,6 +15,7 @@ from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, path_of
 from llmtrain.record.resume import lock_of
 from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
 from tests.record.test_checkpoint import DAMAGE, Files, flip
 from tests.test_cli import ended
 
@@ -33,7 +34,7 @@ def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = 
     Saver(folder, Files(), keep=100).save(
         step,
         weights,
-        {"w.exp_avg": weights["w"] * 2},
+        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
         state,
     )
     return path_of(folder, step)

@@ -59,13 +59,6 @@ class Config:
         """
         return ()
 
-    def prepare_for_plan(self, folder: str) -> None:
-        """Prepare for a model that is only planned: whatever its build writes goes to a folder.
-
-        Args:
-            folder: a temporary folder.
-        """
-
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, or the program with :meth:`set`."""
         return name in self.origins

@@ -23,10 +23,10 @@ def weight_checksums(model: nn.Module) -> torch.Tensor:
     Returns:
         int64 [parameters].
     """
-    return torch.stack([_weighted_sum(local_shard(p)) for p in model.parameters()])
+    return torch.stack([checksum(local_shard(p)) for p in model.parameters()])
 
 
-def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
+def checksum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum that :func:`weight_checksums` describes, an int64 scalar."""
     bits = values.contiguous().view(_INTEGER_TYPES[values.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -101,7 +101,7 @@ def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
     if ranks.world_size == 1 or not built:
         return
 
-    local_checksums = torch.stack([_weighted_sum(p.detach()) for p in built.values()])
+    local_checksums = torch.stack([checksum(p.detach()) for p in built.values()])
     checksums = ranks.accelerator.gather(local_checksums[None].to(ranks.device))
     differs = checksums != checksums[0]  # [ranks, parameters]
     if not differs.any():

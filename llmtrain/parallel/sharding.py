@@ -1,12 +1,11 @@
 """How a run shards its model over the ranks, and the Accelerator that knows it."""
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
-from llmtrain.interfaces.part import Part
 
 
 @dataclass
@@ -49,6 +48,9 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         sharding: how ranks share models; ``None`` if every rank holds the full model.
         bitwise: whether the bits of the run must not depend on the number of ranks.
         settings: the arguments of Accelerate's own class.
+
+    Attributes:
+        registered: the objects of :meth:`register_for_checkpointing`, by name.
     """
 
     def __init__(
@@ -57,28 +59,47 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         super().__init__(**settings)
         self.sharding = sharding or Sharding(replicas=int(self.num_processes), shards=1)
         self.bitwise = bitwise
-        self.registered: list[Part] = []
+        self.registered: dict[str, Any] = {}
 
-    def register_for_checkpointing(self, *objects: object) -> NoReturn:
-        """Refuse objects, because the checkpoints of a run do not hold them.
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Let the checkpoints of a run hold the states of these objects.
+
+        Register the objects in the same order at every start. Their names in a checkpoint are
+        those of their classes, with -2, -3 and so on if there are several.
+
+        Raises:
+            UserError: if an object does not have ``state_dict`` and ``load_state_dict``.
+        """
+        for stateful in objects:
+            class_name = type(stateful).__name__
+            for method in ("state_dict", "load_state_dict"):
+                if not callable(getattr(stateful, method, None)):
+                    raise UserError(
+                        f"register_for_checkpointing got a {class_name}, which has no {method}; "
+                        "give it state_dict and load_state_dict."
+                    )
+            name = class_name
+            number = 2
+            while name in self.registered:
+                name = f"{class_name}-{number}"
+                number += 1
+            self.registered[name] = stateful
+
+    def register_save_state_pre_hook(self, hook: object) -> NoReturn:
+        """Refuse a hook, because a run does not call ``save_state``.
 
         Raises:
             UserError: always.
         """
-        _refuse("register_for_checkpointing")
-
-    def register_save_state_pre_hook(self, hook: object) -> NoReturn:
-        """Refuse a hook; see :meth:`register_for_checkpointing`."""
         _refuse("register_save_state_pre_hook")
 
     def register_load_state_pre_hook(self, hook: object) -> NoReturn:
-        """Refuse a hook; see :meth:`register_for_checkpointing`."""
+        """Refuse a hook; see :meth:`register_save_state_pre_hook`."""
         _refuse("register_load_state_pre_hook")
 
 
 def _refuse(method: str) -> NoReturn:
     raise UserError(
-        f"Accelerator.{method} has no effect here: checkpoints hold the model, the optimizer and "
-        "the step, and a resumed run would silently start without the rest. Compute what you need "
-        "from the step, or make it a buffer of the model."
+        f"Accelerator.{method} has no effect here: a run does not call save_state. Register an "
+        "object with state_dict and load_state_dict with Accelerator.register_for_checkpointing."
     )

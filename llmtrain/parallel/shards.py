@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.parallel.collectives import all_gather_rows, range_of, transfer
@@ -20,6 +21,23 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``tensor``, detached from autograd. It shares the memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def sharded_dim(tensor: DTensor) -> int | None:
+    """Return the dimension along which a tensor is sharded, or ``None`` if each rank has all of it.
+
+    Raises:
+        ValueError: if it is neither sharded along the innermost dimension of its mesh, in one
+            piece on each rank, nor replicated.
+    """
+    *outer, inner = tensor.placements
+    if any(not isinstance(placement, Replicate) for placement in outer):
+        raise ValueError(f"its placements are {tensor.placements}")
+    if isinstance(inner, Replicate):
+        return None
+    if type(inner) is not Shard:  # its subclasses are cut into several pieces
+        raise ValueError(f"its placements are {tensor.placements}")
+    return inner.dim
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,9 +62,43 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(like, DTensor):
         return full
+    return _shard_of(full, like.device_mesh, sharded_dim(like))
+
+
+def _shard_of(full: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> torch.Tensor:
+    """Return this rank's shard along a dimension of a full tensor; with ``None``, all of it."""
+    if dim is None:
+        return full
+    ranks = mesh.size(mesh.ndim - 1)
+    indices = range_of(full.shape[dim], ranks, mesh.get_local_rank(mesh.ndim - 1))
+    return full.narrow(dim, indices.start, len(indices))
+
+
+def filled_like(like: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Return a full tensor in the form of another one of its shape, with its own dtype."""
+    result = torch.empty_like(like.detach(), dtype=full.dtype)
+    local_shard(result).copy_(shard_like(full, like))
+    return result
+
+
+def distribute(full: torch.Tensor, like: DTensor, dim: int | None) -> DTensor:
+    """Return a full tensor as a sharded one. Nothing is communicated, and the shard is a copy.
+
+    Args:
+        full: the full tensor, the same on every rank.
+        like: a tensor whose ranks share the result.
+        dim: the dimension that is sharded; with ``None`` each rank has all of it.
+    """
     mesh = like.device_mesh
-    rows = range_of(len(full), mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
-    return full[rows.start : rows.stop]
+    inner: Placement = Replicate() if dim is None else Shard(dim)
+    return DTensor.from_local(
+        _shard_of(full, mesh, dim).clone(memory_format=torch.contiguous_format),
+        mesh,
+        [*[Replicate()] * (mesh.ndim - 1), inner],
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
 
 
 @torch.no_grad()
@@ -79,19 +131,25 @@ def gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor if is_receiver else None
 
-    assert tensor.placements[-1] == Shard(0), "FSDP2 shards rows"
+    shard = tensor.to_local()
+    dim = sharded_dim(tensor)
+    if dim is None:
+        return shard if is_receiver else None
+
+    # Rows are sent: the sharded dimension becomes the first one.
+    shard = shard.movedim(dim, 0).contiguous()
     mesh = tensor.device_mesh
     senders = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-    shard = tensor.to_local().contiguous()
     if not is_receiver:
         if rank in senders and shard.numel():
             transfer([dist.P2POp(dist.isend, shard, rank)])
         return None
 
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=shard.device)
+    rows = tensor.shape[dim]
+    full = torch.empty((rows, *shard.shape[1:]), dtype=tensor.dtype, device=shard.device)
     # If there are fewer chunks than ranks, the shards of the last ranks are empty.
     shards = dict(zip(senders, full.chunk(len(senders)), strict=False))
     transfer([dist.P2POp(dist.irecv, shards[peer], peer) for peer in shards if peer != rank])
     if rank in shards:
         shards[rank].copy_(shard)
-    return full
+    return full.movedim(0, dim)

@@ -4,7 +4,8 @@ They hold safetensors and JSON only:
 
     step-00000400/
       model/            what from_pretrained loads; if the model is sharded, a file of each rank
-      optimizer/        safetensors, keyed by parameter name
+      optimizer/        state of the optimizer: safetensors, and structure.json for all else
+      parts/NAME/       state of what the user brings, likewise
       state.json        format version, step, tokens, fingerprint, layout
       MANIFEST.json     format version; bytes and sha256 of every file above
 
@@ -30,9 +31,10 @@ from llmtrain.json_types import JsonObject
 from llmtrain.record.format import check_not_newer, version_fault
 
 MANIFEST = "MANIFEST.json"
+STRUCTURE = "structure.json"  # what a state has besides tensors
 _NAME = re.compile(r"step-(\d{8,})")
 # Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
-_TENSOR_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
+_NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors", f"optimizer/{STRUCTURE}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -136,7 +138,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
 
     # Is every file there, and no other?
     hashes = manifest["files"]
-    for pattern in _TENSOR_FILES:
+    for pattern in _NEEDED_FILES:
         if not any(Path(name).match(pattern) for name in present):
             yield f"{pattern} is missing"
     for name in sorted({"state.json", *hashes} - present):
@@ -169,6 +171,22 @@ def read_state(path: Path) -> JsonObject:
     state = dict(json.loads((path / "state.json").read_text()))
     check_not_newer(path / "state.json", state)
     return state
+
+
+def read_structure(path: Path) -> JsonObject:
+    """Return the content of ``structure.json`` in a folder of a checkpoint.
+
+    Raises:
+        UserError: if a newer llmtrain has written it.
+    """
+    structure = dict(json.loads((path / STRUCTURE).read_text()))
+    check_not_newer(path / STRUCTURE, structure)
+    return structure
+
+
+def part_names(path: Path) -> list[str]:
+    """Return the names of the parts that have a state in a checkpoint."""
+    return sorted(folder.name for folder in path.glob("parts/*") if folder.is_dir())
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -295,13 +313,13 @@ def _bytes_of(folder: Path) -> int:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return one sha256 over a checkpoint's weights and optimizer, to compare runs bit for bit."""
+    """Return a sha256 over all weights and states in a checkpoint, to compare runs bit for bit."""
     manifest = json.loads((path / MANIFEST).read_text())
     check_not_newer(path / MANIFEST, manifest)
     hashes = {
         name: entry["sha256"]
         for name, entry in manifest["files"].items()
-        if name.endswith(".safetensors")
+        if name.endswith((".safetensors", STRUCTURE))
     }
     return digest(hashes)
 

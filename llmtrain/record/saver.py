@@ -1,9 +1,11 @@
 """Saves the checkpoints of a run, at once or in the background, and writes its finished model."""
 
 import contextlib
+import functools
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,11 +28,13 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.shards import meta_like
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
-from llmtrain.record.checkpoint import MANIFEST, file_names, path_of, prune
+from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune
 from llmtrain.record.format import with_version
+from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
 
 _SPARE_BYTES = 1 << 24  # for all files without tensors
+_SAFE_NAME = re.compile(r"\w[\w.-]*")  # of a folder in a checkpoint
 
 
 class Saver:
@@ -93,7 +97,7 @@ class Saver:
         self,
         step: int,
         weights: dict[str, torch.Tensor],
-        optimizer: dict[str, torch.Tensor],
+        states: Mapping[str, FlatState],
         state: JsonObject,
         on_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -102,7 +106,7 @@ class Saver:
         Args:
             step: steps made so far.
             weights: the tensors of the model.
-            optimizer: the state of the optimizer.
+            states: further states by their folders in the checkpoint, such as ``optimizer``.
             state: the content of ``state.json``, except for its format version.
             on_commit: called on rank 0 when the checkpoint is committed.
 
@@ -112,18 +116,18 @@ class Saver:
         """
         self.wait()
         weight_plan = _plan_of_weights("model", self.files, weights, self.ranks)
-        optimizer_plan = FilePlan("optimizer/state.safetensors", optimizer, self.ranks)
+        plans = [weight_plan]
+        json_files = {"state.json": state}
+        for folder, flat_state in states.items():
+            assert all(_SAFE_NAME.fullmatch(name) for name in folder.split("/")), folder
+            plans.append(FilePlan(f"{folder}/state.safetensors", flat_state.tensors, self.ranks))
+            json_files[f"{folder}/{STRUCTURE}"] = flat_state.structure
+
         if self._pool is None:
-            self._commit(step, weight_plan, optimizer_plan, state, on_commit)
+            self._commit(step, plans, json_files, on_commit)
         else:
-            self._pending = self._pool.submit(
-                self._commit,
-                step,
-                self._on_host(weight_plan),
-                self._on_host(optimizer_plan),
-                state,
-                on_commit,
-            )
+            host_plans = [self._on_host(plan) for plan in plans]
+            self._pending = self._pool.submit(self._commit, step, host_plans, json_files, on_commit)
 
     def wait(self) -> None:
         """Wait until no save is under way, and raise the error of the last one if it has failed."""
@@ -135,9 +139,8 @@ class Saver:
     def _commit(
         self,
         step: int,
-        weights: FilePlan,
-        optimizer: FilePlan,
-        state: JsonObject,
+        plans: list[FilePlan],
+        json_files: dict[str, JsonObject],
         on_commit: Callable[[], None],
     ) -> None:
         """Write a checkpoint, which is complete or absent at every moment, and delete old ones.
@@ -145,6 +148,12 @@ class Saver:
         All ranks of the team call this, in the background on a thread. If one of them fails to
         write its tensors, all raise. What rank 0 does alone after that raises on rank 0, and
         :mod:`llmtrain.training.run_state` raises it on the others. See :meth:`save`.
+
+        Args:
+            step: steps made so far.
+            plans: the files with tensors, first those of the weights.
+            json_files: the contents of further files, except for the format version, by path.
+            on_commit: called on rank 0 when the checkpoint is committed.
         """
         start = time.monotonic()
         team = self.team
@@ -152,20 +161,21 @@ class Saver:
         working = team.on_main(lambda: temporary_sibling(target))
         try:
             # 1. Rank 0 makes a folder under a temporary name, if the disk has room.
-            tensor_bytes = weights.byte_count + optimizer.byte_count
-            team.on_main(lambda: _make_folders(working, tensor_bytes))
+            team.on_main(lambda: _make_folders(working, plans))
 
             # 2. Each rank writes its tensors, hashed on their way and forced to the disk. `on_all`
             # returns when all ranks have done so, and raises on all ranks if one has failed.
-            weight_files = team.on_all(lambda: write_tensors(working, weights, team.rank))
-            optimizer_files = team.on_all(lambda: write_tensors(working, optimizer, team.rank))
+            hashes: dict[str, Hashed] = {}
+            for plan in plans:
+                for rank_files in team.on_all(
+                    functools.partial(write_tensors, working, plan, team.rank)
+                ):
+                    hashes.update(rank_files)
             if team.is_main:
                 # 3. Rank 0 writes the other files, and last the manifest with all hashes.
-                hashes: dict[str, Hashed] = {}
-                for rank_files in [*weight_files, *optimizer_files]:
-                    hashes.update(rank_files)
-                _write_model_files(working, self.files, weights)
-                hashes["state.json"] = _write_hashed_json(working / "state.json", state)
+                _write_model_files(working, self.files, plans[0])
+                for name, content in json_files.items():
+                    hashes[name] = _write_hashed_json(working / name, content)
                 for name in file_names(working) - hashes.keys():
                     hashes[name] = read_hashed(working / name)
                 _write_hashed_json(working / MANIFEST, {"files": hashes})
@@ -199,11 +209,13 @@ class Saver:
         copies = {name: meta_like(tensor) for name, tensor in plan.tensors.items()}
         for name, tensor in plan.full_tensors():
             key = (plan.path, name)  # a parameter and its optimizer state may have the same name
-            if key not in self._host_copies:
-                self._host_copies[key] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
-            host_copy = self._host_copies[key]
+            host_copy = self._host_copies.get(key)
+            if host_copy is None or (host_copy.shape, host_copy.dtype) != (
+                tensor.shape,
+                tensor.dtype,
+            ):
+                host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._host_copies[key] = host_copy
             copies[name] = host_copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
         if any(tensor.is_cuda for tensor in plan.tensors.values()):
@@ -249,20 +261,20 @@ def _plan_of_weights(
     return FilePlan(path, tensors, ranks if files.may_split_weights else ranks[:1], convert)
 
 
-def _make_folders(working: Path, tensor_bytes: int) -> None:
+def _make_folders(working: Path, plans: list[FilePlan]) -> None:
     """Make the folders of a checkpoint.
 
     Raises:
-        OSError: if the disk has no room for so many bytes of tensors.
+        OSError: if the disk has no room for the tensors.
     """
     parent = working.parent
     parent.mkdir(parents=True, exist_ok=True)
-    needed = tensor_bytes + _SPARE_BYTES
+    needed = sum(plan.byte_count for plan in plans) + _SPARE_BYTES
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(f"{size_text(needed)} are needed and {size_text(free)} are free on that disk")
-    (working / "model").mkdir(parents=True)
-    (working / "optimizer").mkdir()
+    for plan in plans:
+        (working / plan.path).parent.mkdir(parents=True)
 
 
 def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> None:

@@ -50,6 +50,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+STORABLE_DTYPES = frozenset(_DTYPE_NAMES)
 
 
 class Header(NamedTuple):
@@ -293,7 +294,9 @@ def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[s
             _, tensor = next(tensors)
         else:
             tensor = torch.empty(shape, dtype=dtype)
-        yield name, broadcast(tensor.to(device))
+        # Bytes, because not every backend sends every dtype.
+        data = tensor.to(device).flatten().view(torch.uint8)
+        yield name, broadcast(data).view(dtype).view(shape)
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:

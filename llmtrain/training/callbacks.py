@@ -9,7 +9,7 @@ from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.part import as_json
+from llmtrain.interfaces.part import as_json, name_of
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.replicas import check_replicas
@@ -19,6 +19,7 @@ from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_com
 from llmtrain.training.context import LoopCallback, LoopContext
 from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
+from llmtrain.training.run_state import flat_states
 from llmtrain.training.step_log import Logging, RowLedger
 
 _WATCHED_STEPS = 10  # after which the fields of parts are compared with what they were
@@ -73,6 +74,7 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
             callbacks.append(Evaluation(context))
         if settings.eval.sample_prompts:
             callbacks.append(Samples(context))
+        callbacks.append(CheckStates(context))
         callbacks.append(Checkpoints(context))
     callbacks.append(Finish(context))
     return callbacks
@@ -187,8 +189,8 @@ class StatelessParts(LoopCallback):
     def _fields(self) -> dict[str, str]:
         """Return a description of all fields of each part without state, by name."""
         return {
-            name: repr(as_json(vars(part)))
-            for name, part in self.run.parts.by_name().items()
+            name_of(part): repr(as_json(vars(part)))
+            for part in self.run.parts.parts
             if part.fingerprint is not None and not part.state_dict()
         }
 
@@ -219,6 +221,22 @@ class CompareReplicas(LoopCallback):
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
             check_replicas(self.run.ranks, self.engine.model)
+
+
+class CheckStates(LoopCallback):
+    """Checks once, after the first step of this start, that checkpoints can hold all states."""
+
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self._is_checked = False
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A skipped step leaves the optimizer without a state.
+        if self._is_checked or not self.loop_context.optimizer.state:
+            return
+        self._is_checked = True
+        flat_states(self.run, self.loop_context.optimizer_state)
+        self.loop_context.optimizer_state.check()
 
 
 class XRayRecording(LoopCallback):

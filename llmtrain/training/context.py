@@ -1,5 +1,6 @@
 """What the callbacks of the training loop work with, and their base class."""
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.record.history import as_numbers
+from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import write_model
 
@@ -39,6 +41,11 @@ class LoopContext:
     eval_batches: DataLoaderShard | None
     throughput: Throughput
     callbacks: list[Callback] = field(default_factory=list)
+
+    @functools.cached_property
+    def optimizer_state(self) -> OptimizerState:
+        """The state of the optimizer. First use it before a checkpoint is restored."""
+        return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""

@@ -106,7 +106,7 @@ def training_steps(context: LoopContext) -> Generator[None]:
     training = TrainingView(context)
     for callback in run.parts.callbacks:
         callback.setup(training)
-    restore(run, engine, context.optimizer)
+    restore(run, engine, context.optimizer_state)
     say_if_xray_is_missed(run)
     say_rates(run.rates)
     say_changed_settings(run)

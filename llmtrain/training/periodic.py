@@ -102,7 +102,7 @@ class Checkpoints(LoopCallback):
             return
         self.engine.phases.begin("a save")
         with self.loop_context.throughput.paused():
-            save(self.run, self.engine, self.loop_context.optimizer)
+            save(self.run, self.engine, self.loop_context.optimizer_state)
 
 
 class Finish(LoopCallback):

@@ -4,32 +4,33 @@ All ranks call these functions. If one fails on a rank, it raises on all of them
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import digest
-from llmtrain.interfaces.model_bundle import ModelFormat, Weights
+from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
+from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors_on_main
+from llmtrain.training.optimizer_state import OptimizerState
+from llmtrain.training.part_states import flat_part, restore_parts
 from llmtrain.training.run import Run
 from llmtrain.versions import versions
 
 
-def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     """Load the checkpoint that a run resumes from, if there is one.
 
     Rank 0 reads it and sends it to the other ranks, which may have no access to the folder.
@@ -40,10 +41,13 @@ def restore(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
 
     model = engine.unwrapped
     load_weights(run.bundle.files, model, path / "model", engine.device)
+    team = Team.everyone()
+    structure = team.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
     tensors = read_tensors_on_main(path / "optimizer", engine.device)
-    restore_optimizer(model, optimizer.optimizer, tensors)
+    optimizer_state.restore(structure, tensors)
+    restore_parts(run.parts.by_name(), path, engine.device)
 
-    state = Team.everyone().on_main(lambda: checkpoint.read_state(path))
+    state = team.on_main(lambda: checkpoint.read_state(path))
     run.status.restore(state)
     # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
     is_own = path.parent == run.folder / "checkpoints"
@@ -59,7 +63,50 @@ def load_weights(files: ModelFormat, model: nn.Module, folder: Path, device: tor
     fill(files.tensors(model), read_tensors_on_main(folder, device))
 
 
-def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
+def flat_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatState]:
+    """Return the states that a checkpoint holds, by their folders. All ranks call this.
+
+    Raises:
+        UserError: on all ranks, if there is something that a checkpoint cannot hold.
+    """
+    states: dict[str, FlatState] = {}
+
+    def collect() -> JsonObject:
+        """Collect the states of this rank, and return the shapes of their tensors."""
+        states["optimizer"] = optimizer_state.flatten()
+        for name, part in run.parts.by_name().items():
+            state = part.state_dict()
+            if state != {}:
+                states[f"parts/{name}"] = flat_part(name, state)
+        return {folder: _headers(state) for folder, state in states.items()}
+
+    headers = Team.everyone().on_all(collect)
+    for folder, state in states.items():
+        is_sharded = any(isinstance(tensor, DTensor) for tensor in state.tensors.values())
+        if is_sharded and run.saver.saves_alone:
+            raise UserError(
+                f"{folder} has DTensors, but the ranks of this run do not save together; shard the "
+                "weights with FSDP2, or return full tensors."
+            )
+    # Ranks that save together must agree on the tensors, because they gather one after another.
+    for rank, others in enumerate(headers):
+        if others != headers[0] and not run.saver.saves_alone:
+            raise UserError(
+                f"the states of rank {rank} have other tensors than those of rank 0; every rank "
+                "must return tensors of the same names, shapes and dtypes from state_dict."
+            )
+    return states
+
+
+def _headers(state: FlatState) -> JsonObject:
+    """Return the form of each tensor, by its name."""
+    return {
+        name: [str(tensor.dtype), *tensor.shape, isinstance(tensor, DTensor)]
+        for name, tensor in state.tensors.items()
+    }
+
+
+def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     """Save a checkpoint of the steps made so far.
 
     Raises:
@@ -67,6 +114,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
     """
     model = engine.unwrapped
     check_finite(model, run.ranks)
+    states = flat_states(run, optimizer_state)
 
     def prepare() -> None:
         run.saver.wait()
@@ -83,7 +131,7 @@ def save(run: Run, engine: Engine, optimizer: AcceleratedOptimizer) -> None:
         run.saver.save(
             run.step,
             weights=run.bundle.files.tensors(model),
-            optimizer=optimizer_tensors(model, optimizer.optimizer),
+            states=states,
             state=_state(run, engine),
             on_commit=functools.partial(_on_commit, run, run.step),
         )
@@ -203,53 +251,3 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
                 f"{name} has values that are not finite, so nothing was saved; "
                 "lower --learning_rate."
             )
-
-
-def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state as tensors, by the parameter's name and the state's key.
-
-    An example of a name is ``wte.weight.exp_avg``.
-    """
-    names: dict[torch.Tensor, str] = {
-        parameter: name for name, parameter in model.named_parameters()
-    }
-    tensors = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-            tensors[f"{names[parameter]}.{key}"] = tensor
-    return tensors
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Weights) -> None:
-    """Load the state that :func:`optimizer_tensors` returned into an optimizer.
-
-    The settings of its parameter groups stay as they are.
-
-    Args:
-        model: the model of the optimizer, whose parameters may be sharded.
-        optimizer: the optimizer.
-        tensors: names and full tensors, one at a time.
-    """
-    parameters = dict(model.named_parameters())
-    trained = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    indices = {parameter: index for index, parameter in enumerate(trained)}
-
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for full_name, full in tensors:
-        name, _, key = full_name.rpartition(".")
-        parameter = parameters[name]
-        if parameter not in indices:  # this run does not train it
-            continue
-
-        value = full
-        # The count of steps is not sharded, and has another shape.
-        if isinstance(parameter, DTensor) and full.shape == parameter.shape:
-            value = torch.empty_like(parameter.detach(), dtype=full.dtype)
-            fill({full_name: value}, [(full_name, full)])
-        state.setdefault(indices[parameter], {})[key] = value
-
-    param_groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.callback import StepResult
 from llmtrain.parallel.engine import Engine
+from llmtrain.shipped import shipped_config
 
 
 def train_step(
@@ -48,7 +50,7 @@ def train_step(
     engine.phases.begin("optimizer")
     # The loss scaler of fp16 skips the step itself and lowers its scale.
     if math.isfinite(grad_norm) or engine.accelerator.scaler is not None:
-        optimizer.step()
+        _step_optimizer(optimizer, is_sharded=engine.ranks.is_sharded)
     optimizer.zero_grad()
 
     return StepResult(
@@ -59,3 +61,22 @@ def train_step(
         grad_norm=grad_norm,
         should_stop=stop_votes > 0,
     )
+
+
+def _step_optimizer(optimizer: AcceleratedOptimizer, is_sharded: bool) -> None:
+    """Let the optimizer make a step.
+
+    Raises:
+        UserError: if it fails and the weights are sharded, which many optimizers do not support.
+    """
+    try:
+        optimizer.step()
+    except Exception as error:
+        if not is_sharded or isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        name = type(optimizer.optimizer).__name__
+        raise UserError(
+            f"the optimizer {name} fails on sharded weights ({type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}); use {shipped_config('multi_gpu')}, which does not "
+            "shard, or another optimizer."
+        ) from error

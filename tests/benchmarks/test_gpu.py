@@ -172,11 +172,11 @@ LAYOUT = "two processes on one card, with a skipped step"
 LAYOUTS = {f"{LAYOUT}: the weights of one process", f"{LAYOUT}, bitwise: the bits of one process"}
 
 OTHER_MOMENTS = """
-import llmtrain.training.run_state as run_state
-correct = run_state.restore_optimizer
-def faulty(model, optimizer, tensors):
-    correct(model, optimizer, ((n, t * 1.01 if "exp_avg" in n else t) for n, t in tensors))
-run_state.restore_optimizer = faulty
+from llmtrain.training.optimizer_state import OptimizerState
+correct = OptimizerState.restore
+def faulty(state, structure, tensors):
+    correct(state, structure, ((n, t * 1.01 if "exp_avg" in n else t) for n, t in tensors))
+OptimizerState.restore = faulty
 """
 SEED_OF_RANK = """
 import llmtrain.data.samplers as samplers

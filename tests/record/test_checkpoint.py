@@ -11,9 +11,10 @@ from llmtrain.errors import UserError
 from llmtrain.record import checkpoint, saver, tensor_files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, path_of, prune
 from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.run_state import optimizer_tensors, restore_optimizer
+from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.settings import OptimConfig
 
 
@@ -36,7 +37,8 @@ class Files:
 def save(folder: Path, step: int) -> Path:
     weights = {"w": torch.full((64,), float(step))}
     moments = {"w.exp_avg": weights["w"] * 2}
-    Saver(folder, Files(), keep=100).save(step, weights, moments, {"step": step})
+    states = {"optimizer": FlatState({}, moments)}
+    Saver(folder, Files(), keep=100).save(step, weights, states, {"step": step})
     return path_of(folder, step)
 
 
@@ -158,13 +160,14 @@ def test_an_optimizer_goes_on_bit_for_bit_by_name(kind: str, accelerator: Accele
 
     straight, optimizer = make()
     step(straight, optimizer, 3)
-    tensors = optimizer_tensors(straight, optimizer)
+    structure, tensors = OptimizerState(straight, optimizer).flatten()
     of_matrices = {"adamw": {"exp_avg", "exp_avg_sq", "step"}, "muon": {"momentum_buffer"}}[kind]
     assert {f"0.weight.{key}" for key in of_matrices} < set(tensors)
     assert {"0.bias.exp_avg", "0.bias.exp_avg_sq", "0.bias.step"} < set(tensors)
     other, restored = make()
     other.load_state_dict(straight.state_dict())
-    restore_optimizer(other, restored, {k: v.clone() for k, v in tensors.items()}.items())
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    OptimizerState(other, restored).restore(structure, copies.items())
     step(straight, optimizer, 2)
     step(other, restored, 2)
     assert all(

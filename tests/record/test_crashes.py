@@ -18,6 +18,7 @@ from llmtrain import files
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
 from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
 from tests.launching import ROOT, bound
 from tests.record.power import Disk, watched
 from tests.record.test_checkpoint import Files
@@ -35,7 +36,7 @@ def save(writer: Saver, step: int) -> None:
     writer.save(
         step,
         weights,
-        {"w.exp_avg": weights["w"] * 2},
+        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
         {"step": step},
     )
 
@@ -289,9 +290,10 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, values, done = Saver(tmp_path, Files(), 2, in_background=True), torch.ones(1000), []
-    weights, moments = {"w": values}, {"w.exp_avg": values}
+    weights = {"w": values}
+    states = {"optimizer": FlatState({}, {"w.exp_avg": values})}
     for step in (1, 2):
-        writer.save(step, weights, moments, {"step": step}, lambda step=step: done.append(step))
+        writer.save(step, weights, states, {"step": step}, lambda step=step: done.append(step))
         values += 1  # training goes on
     writer.wait()
     assert done == [1, 2]
@@ -303,7 +305,7 @@ def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(saver, "write_tensors", full)
-    writer.save(3, weights, {}, {"step": 3}, lambda: done.append(3))
+    writer.save(3, weights, states, {"step": 3}, lambda: done.append(3))
     with pytest.raises(files.UserError, match="could not be written"):
         writer.wait()
     assert not writer.failed

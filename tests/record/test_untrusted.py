@@ -35,6 +35,7 @@ from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import find_fault, newest_valid
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver, write_model
+from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from tests.launching import bound, read_json
 from tests.models.some_rows import SomeRows
@@ -49,7 +50,7 @@ def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
     Saver(folder, Files(), keep=3).save(
         step,
         weights,
-        {"w.exp_avg": weights["w"]},
+        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})},
         state,
     )
     return folder / f"step-{step:08d}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
 from tests.record.test_checkpoint import Files
 
 
@@ -21,7 +22,7 @@ def ours(folder: Path, step: int) -> None:
         saver.save(
             step,
             weights,
-            {"w.exp_avg": weights["w"] * 2},
+            {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
             {"step": step},
         )
         acknowledge(step)

@@ -196,7 +196,7 @@ def on_the_host(model: nn.Module, ranks: Any) -> None:
 
 FAULTS: dict[str, Any] = {
     "3": mock.patch.object(run_state, "check_finite", on_the_host),
-    "7": mock.patch.object(replicas, "_weighted_sum", all_at_once),
+    "7": mock.patch.object(replicas, "checksum", all_at_once),
 }
 PATHS: list[Callable[[LocalBatch], None]] = [
     *(

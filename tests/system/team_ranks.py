@@ -20,6 +20,7 @@ from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, tensor_files
 from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from tests.record.test_checkpoint import Files
 
@@ -87,7 +88,7 @@ def main() -> None:
         saver.save(
             step,
             spread(step),
-            spread(step),
+            {"optimizer": FlatState({}, spread(step))},
             {"step": step},
         )
         return saver.folder / f"step-{step:08d}"

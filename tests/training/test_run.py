@@ -24,6 +24,7 @@ from llmtrain.record.tracking import Metrics
 from llmtrain.training import opening
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
+from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import RunSummary
 from llmtrain.training.run_state import restore, save
 from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
@@ -85,7 +86,7 @@ def begin(accelerator: Accelerator, opened):
                 for step in steps:
                     run.status.step, run.status.tokens = step, step * 100
                     run.log({"train/loss": 1.0})
-                    save(run, engine, optimizer)
+                    save(run, engine, OptimizerState(model, optimizer.optimizer))
                 if crash:
                     raise CrashError("out of luck")
                 finish(run, model)
@@ -501,7 +502,7 @@ def test_weights_that_are_not_finite_are_never_saved(
         ),
         opened() as run,
     ):
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
     assert not list((tmp_path / "run").glob("checkpoints/*"))
     assert read_json(tmp_path / "run/status.json")["state"] == "failed"
 
@@ -545,14 +546,14 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened() as run:
         run.status.step = 1
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
         status = read_json(tmp_path / "run/status.json")
         (tmp_path / "run/status.json").write_text(json.dumps({**status, "start_id": "another"}))
         run.status.step = 2
         with pytest.raises(
             UserError, match="another run has taken over this folder, so no checkpoint was saved"
         ):
-            save(run, engine, optimizer)
+            save(run, engine, OptimizerState(model, optimizer.optimizer))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
     assert read_json(tmp_path / "run/status.json")["start_id"] == "another", (
         "it is the other's to write"
@@ -570,7 +571,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(
             run.status.step = step
             if loss is not None:
                 run.log({"eval/loss": loss})
-            save(run, engine, optimizer)
+            save(run, engine, OptimizerState(model, optimizer.optimizer))
         finish(run, model)
     assert sorted(int(path.name[5:]) for path in (tmp_path / "run/checkpoints").iterdir()) == [
         2,
@@ -587,7 +588,7 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
     optimizer = accelerator.prepare(make_optimizer(accelerator, model, OptimConfig()))
     with opened(async_save=True) as run:
         run.status.step = 1
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
         run.saver.wait()
         assert not run.wants_to_stop()
 
@@ -596,11 +597,11 @@ def test_a_save_in_the_background_that_fails_stops_the_run(
 
         monkeypatch.setattr(saver, "write_tensors", full)
         run.status.step = 2
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
         while not run.wants_to_stop():
             pass
         with pytest.raises(UserError, match=r"could not be written \(.*No space left"):
-            save(run, engine, optimizer)
+            save(run, engine, OptimizerState(model, optimizer.optimizer))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -613,11 +614,11 @@ def test_what_was_skipped_and_whether_blocks_are_compiled_is_gone_on_with(
     with contextlib.suppress(CrashError), opened() as run:
         run.status.compiled, run.status.skipped = True, 3
         run.status.step, run.status.tokens = 1, 10
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
         raise CrashError
     with opened() as run:
         assert run.status.compiled is None
-        restore(run, engine, optimizer)
+        restore(run, engine, OptimizerState(model, optimizer.optimizer))
         assert (run.status.compiled, run.status.skipped) == (True, 3)
         finish(run, model)
 
@@ -634,11 +635,11 @@ def test_the_loss_scale_of_fp16_is_gone_on_with(
     with contextlib.suppress(CrashError), opened() as run:
         accelerator.scaler.scale(torch.ones(1))  # it is made on first use
         run.status.step, run.status.tokens = 1, 10
-        save(run, engine, optimizer)
+        save(run, engine, OptimizerState(model, optimizer.optimizer))
         raise CrashError
     monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu"))
     with opened() as run:
-        restore(run, engine, optimizer)
+        restore(run, engine, OptimizerState(model, optimizer.optimizer))
         assert accelerator.scaler.get_scale() == 1024.0
         assert accelerator.scaler.state_dict()["growth_interval"] == 7
         finish(run, model)

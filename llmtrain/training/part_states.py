@@ -1,0 +1,78 @@
+"""The states of what the user brings, such as callbacks, into a checkpoint and back."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from llmtrain.console import say
+from llmtrain.errors import UserError, first_line
+from llmtrain.parallel.shards import filled_like
+from llmtrain.parallel.team import Team
+from llmtrain.record import checkpoint
+from llmtrain.record.state_tree import FlatState, flatten, unflatten
+from llmtrain.record.tensor_files import read_tensors_on_main
+
+
+class Stateful(Protocol):
+    """A part of a run that has a state, such as a callback of the user's."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
+
+
+def restore_parts(parts: Mapping[str, Stateful], path: Path, device: torch.device) -> None:
+    """Give each part the state that it has in a checkpoint."""
+    team = Team.everyone()
+    stored_names = team.on_main(lambda: checkpoint.part_names(path))
+    for name in stored_names:
+        if name not in parts:
+            say("changed", f"the state of {name} in {path} is not used: this run has no such part")
+
+    for name, part in parts.items():
+        if name in stored_names:
+            _restore_part(name, part, path / "parts" / name, device)
+        elif part.state_dict() != {}:
+            say("changed", f"{name} starts without a state: {path} has none of it")
+
+
+def _restore_part(name: str, part: Stateful, folder: Path, device: torch.device) -> None:
+    """Give a part the state in a folder.
+
+    A tensor that the part has as a DTensor is sharded like that; others lie on the CPU.
+    """
+    team = Team.everyone()
+    structure = team.on_main(lambda: checkpoint.read_structure(folder))
+    current = flat_part(name, part.state_dict()).tensors
+    tensors = {}
+    for tensor_name, full in read_tensors_on_main(folder, device):
+        like = current.get(tensor_name)
+        if isinstance(like, DTensor) and like.shape == full.shape:
+            tensors[tensor_name] = filled_like(like, full)
+        else:
+            tensors[tensor_name] = full.cpu()
+
+    def load() -> None:
+        try:
+            part.load_state_dict(unflatten(structure["state"], tensors))
+        except Exception as error:
+            raise UserError(
+                f"{name} cannot load its state from {folder} ({type(error).__name__}: "
+                f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
+                "with --resume_from_checkpoint never."
+            ) from error
+
+    team.on_all(load)
+
+
+def flat_part(name: str, state: object) -> FlatState:
+    """Return the state of a part as a checkpoint holds it.
+
+    Raises:
+        UserError: if there is something that a checkpoint cannot hold.
+    """
+    tree, tensors = flatten(state, path="", owner=name)
+    return FlatState({"state": tree}, tensors)

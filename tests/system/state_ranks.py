@@ -1,0 +1,167 @@
+"""Run on two ranks by test_states.py: optimizers that keep odd states go on after a restart.
+
+`state_ranks.py FOLDER NAME...` writes for each optimizer whether weights and state after a restart
+have the bits of the run without one, or the error that it ended with.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from llmtrain import GPT, GPTConfig, ModelBundle, launch
+from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.placement import place
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.shards import fill, local_shard
+from llmtrain.parallel.team import Team
+from llmtrain.record.checkpoint import read_structure
+from llmtrain.record.saver import Saver
+from llmtrain.record.tensor_files import read_tensors_on_main
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.optimizer_state import OptimizerState
+from llmtrain.training.settings import OptimConfig
+from llmtrain.training.step import train_step
+from tests.odd_optimizer import Odd
+from tests.record.test_checkpoint import Files
+
+heavyball = pytest.importorskip("heavyball")
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+
+VOCABULARY = 31  # odd, so that shards are uneven
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "odd": lambda model: Odd(model.parameters()),
+    "odd in bf16": lambda model: Odd(model.bfloat16().parameters()),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "heavyball soap": lambda model: heavyball.SOAP(model.parameters(), lr=1e-2),
+    "heavyball adamw": lambda model: heavyball.AdamW(model.parameters(), lr=1e-2),
+    "pytorch_optimizer soap": lambda model: pytorch_optimizer.SOAP(
+        model.parameters(), lr=1e-2, precondition_frequency=2
+    ),
+    "schedule-free": lambda model: pytorch_optimizer.ScheduleFreeAdamW(model.parameters(), lr=1e-2),
+}
+
+
+class Training:
+    """A small model in training.
+
+    Attributes:
+        state: the state of its optimizer.
+    """
+
+    def __init__(self, accelerator: Any, name: str) -> None:
+        accelerator.free_memory()  # it forgets the model before, which is not trained any more
+        with torch.device("meta"):
+            model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=12, block_size=8), VOCABULARY)
+        bundle = ModelBundle(model, Files(), model.initial_weights(1))
+        place(accelerator, bundle)
+        if name == "muon":
+            optimizer = make_optimizer(accelerator, model, OptimConfig(optim="muon"))
+        else:
+            optimizer = OPTIMIZERS[name](model)
+        prepared, self.optimizer = accelerator.prepare(model, optimizer)
+        self.engine = engine_for(
+            Ranks(accelerator),
+            prepared,
+            objective=bundle.objective,
+            config=ParallelConfig(),
+            accumulation=1,
+        )
+        self.model = self.engine.unwrapped
+        self.state = OptimizerState(self.model, self.optimizer.optimizer)
+
+    def steps(self, first: int) -> None:
+        """Make three steps, each with other rows."""
+        for step in range(first, first + 3):
+            generator = torch.Generator().manual_seed(100 * step + self.engine.ranks.rank)
+            ids = torch.randint(VOCABULARY, (2, 9), generator=generator)
+            batch = {"input_ids": ids, "labels": ids}
+            train_step(self.engine, self.optimizer, [batch], max_grad_norm=1.0)
+
+
+def form_and_bits(tensor: torch.Tensor) -> list[Any]:
+    """Return all that must be the same after a restart."""
+    local = local_shard(tensor)
+    form = [str(tensor.dtype), [*tensor.shape], str(tensor.device), [*local.stride()]]
+    if isinstance(tensor, DTensor):
+        form.append(str(tensor.placements))
+    return [*form, local.contiguous().flatten().view(torch.uint8).tolist()]
+
+
+def differences(first: Training, second: Training) -> list[str]:
+    """Return the names of tensors that differ in bits or form, and of states that differ otherwise."""
+    one, other = first.state.flatten(), second.state.flatten()
+    tensors, others = (
+        {**state.tensors, **{f"model {k}": v for k, v in training.model.named_parameters()}}
+        for state, training in ((one, first), (other, second))
+    )
+    names = [name for name in {**tensors, **others} if name not in others or name not in tensors]
+    for name in tensors.keys() & others.keys():
+        if form_and_bits(tensors[name]) != form_and_bits(others[name]):
+            names.append(name)
+    keys = [key for key in one.structure if one.structure[key] != other.structure[key]]
+    return sorted(names) + keys
+
+
+def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
+    """Return what differs after a restart in the middle of six steps."""
+    straight = Training(accelerator, name)
+    straight.steps(0)
+    straight.state.check()
+    ranks = straight.engine.ranks
+    saver = Saver(folder, Files(), keep=2, in_background=True)
+    if ranks.is_sharded:
+        saver.join(Team.with_new_group(), can_write=True)
+    if ranks.is_sharded or ranks.is_main:
+        states = {"optimizer": straight.state.flatten()}
+        saver.save(3, straight.model.state_dict(), states, {"step": 3})
+    straight.steps(3)
+    saver.wait()
+    accelerator.wait_for_everyone()
+
+    resumed = Training(accelerator, name)
+    path = folder / "step-00000003"
+    device = accelerator.device
+    fill(resumed.model.state_dict(), read_tensors_on_main(path / "model", device))
+    tensors = read_tensors_on_main(path / "optimizer", device)
+    resumed.state.restore(read_structure(path / "optimizer"), tensors)
+    resumed.steps(3)
+    return differences(straight, resumed)
+
+
+def of_ranks_that_differ(accelerator: Any) -> str:
+    """Return the error for a state that is not the same on all ranks."""
+    training = Training(accelerator, "adamw")
+    training.steps(0)
+    state = training.optimizer.state[next(training.model.parameters())]
+    state["noise"] = torch.tensor(accelerator.process_index)
+    try:
+        training.state.check()
+    except UserError as error:
+        return str(error)
+    return "not noticed"
+
+
+def main() -> None:
+    accelerator = start_accelerator()
+    root = Path(sys.argv[1])
+    found: dict[str, Any] = {}
+    for name in sys.argv[2:]:
+        try:
+            found[name] = restarted(accelerator, name, root / name)
+        except UserError as error:
+            found[name] = str(error)
+    found["ranks that differ"] = of_ranks_that_differ(accelerator)
+    (root / f"found-{accelerator.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    launch(main)

@@ -1,0 +1,41 @@
+"""Optimizers of other packages go on after a restart as if there had been none, on two processes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.forked import run_forked
+from tests.launching import accelerate, read_json
+
+pytest.importorskip("heavyball")
+pytest.importorskip("pytorch_optimizer")
+
+SCRIPT = "tests/system/state_ranks.py"
+LAYOUTS = {
+    "DDP": accelerate("cpu_ddp"),
+    "FSDP2": accelerate("fsdp2", "--mixed_precision", "no"),
+}
+EVERYWHERE = ["odd", "odd in bf16", "adamw", "muon", "schedule-free"]
+# heavyball finds the state of a tensor by its address, which is 0 for every DTensor.
+ONLY_REPLICATED = ["heavyball soap", "heavyball adamw", "pytorch_optimizer soap"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_optimizer_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    names = [*EVERYWHERE, *ONLY_REPLICATED]
+    # heavyball compiles every function, for half a minute.
+    environment = {"TORCHDYNAMO_DISABLE": "1"}
+    run_forked([*LAYOUTS[layout], SCRIPT, str(tmp_path), *names], environment).assert_ok()
+
+    for rank in (0, 1):
+        found = read_json(tmp_path / f"found-{rank}.json")
+        assert found.pop("ranks that differ").startswith(
+            "the optimizer AdamW keeps other values on rank 1 than on rank 0 in "
+            "transformer.wte.weight.noise"
+        )
+        if layout == "FSDP2":
+            for name in ONLY_REPLICATED:
+                assert found.pop(name).startswith(
+                    ("the optimizer SOAP fails on sharded", "the optimizer AdamW fails on sharded")
+                )
+        assert found == {name: [] for name in found}
