@@ -35,12 +35,15 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
-    from llmtrain.models.packing_support import packing_support as packing_support
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
+    from llmtrain.training.fit import fit as fit
     from llmtrain.training.loop import train as train
+    from llmtrain.training.model_rows import tokenize_for_model as tokenize_for_model
+    from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
+    from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
     from llmtrain.training.optim import make_optimizer as make_optimizer
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
@@ -80,12 +83,15 @@ _MODULES = {
     "GPT": "llmtrain.models.gpt",
     "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
-    "packing_support": "llmtrain.models.packing_support",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
+    "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.loop",
+    "tokenize_for_model": "llmtrain.training.model_rows",
+    "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
+    "MuonWithAdamW": "llmtrain.training.optim",
     "make_optimizer": "llmtrain.training.optim",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",

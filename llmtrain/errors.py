@@ -79,6 +79,11 @@ def first_line(error: BaseException) -> str:
     return lines[0]
 
 
+def shown(value: object) -> str:
+    """Return how a message names an object of a wrong type."""
+    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that a device or the host has no memory left."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:

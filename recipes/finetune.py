@@ -44,27 +44,14 @@ DEFAULTS = Settings(
 
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
-    model = settings.model
-    if model.model_name_or_path:
+    if settings.model.model_name_or_path:
         settings.optim.set_default(
             "learning_rate",
             2e-4 if settings.lora.lora_r > 0 else 2e-5,
             "default for a pretrained model",
         )
     settings.default_epochs(3.0)
-    model.fit_max_length()
-    if not settings.data.tokenizer:
-        settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    settings.chat.resolve_packing(lt.packing_support(model))
-    rows = lt.tokenize(
-        settings.data,
-        model.max_length,
-        chat=settings.chat,
-        trust_remote_code=model.trust_remote_code,
-        max_positions=model.max_positions(),
-    )
-    model.max_length = rows.metadata.block_size
-    return rows
+    return lt.tokenize_for_model(settings.data, settings.model, settings.chat)
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
@@ -83,18 +70,7 @@ def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
     rows = tokenized(settings)  # before the process group exists
-    accelerator = lt.start(settings)
-    # The model is sharded over the processes if the accelerate config asks for it.
-    bundle = lt.place(accelerator, build, settings, rows)
-    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    # This opens the run folder, and chooses the checkpoint to resume from.
-    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
-        train_batches, eval_batches = lt.loaders(run)
-        lt.train(
-            run,
-            *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches),
-        )
-    return run
+    return lt.fit(settings, rows, build)
 
 
 if __name__ == "__main__":

@@ -58,23 +58,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
         model.model_name_or_path = lt.newest_model(
             settings.run.output_dir, "python recipes/finetune.py"
         )
-    model.fit_max_length()
-    settings.preference.check_family(model)
-    if not settings.data.tokenizer:
-        settings.data.tokenizer = model.model_name_or_path or "bpe:2048"
-    settings.chat.resolve_packing(
-        lt.packing_support(model, is_reward_model=settings.preference.is_reward_model)
-    )
-    rows = lt.tokenize(
-        settings.data,
-        model.max_length,
-        chat=settings.chat,
-        trust_remote_code=model.trust_remote_code,
-        unpaired=settings.preference.is_unpaired,
-        max_positions=model.max_positions(),
-    )
-    model.max_length = rows.metadata.block_size
-    return rows
+    return lt.tokenize_for_model(settings.data, model, settings.chat, settings.preference)
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
@@ -94,19 +78,7 @@ def main(argv: list[str] | None = None) -> object:
     """Train the model."""
     settings = lt.parse(DEFAULTS, argv, description=__doc__)
     rows = tokenized(settings)  # before the process group exists
-    accelerator = lt.start(settings)
-    # The model is sharded over the processes if the accelerate config asks for it.
-    bundle = lt.place(accelerator, build, settings, rows)
-    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    # This opens the run folder, chooses the checkpoint to resume from, and computes the reference
-    # model's part of the loss.
-    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
-        train_batches, eval_batches = lt.loaders(run)
-        lt.train(
-            run,
-            *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches),
-        )
-    return run
+    return lt.fit(settings, rows, build)
 
 
 if __name__ == "__main__":

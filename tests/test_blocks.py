@@ -315,6 +315,12 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             'python accuracy.py --dataset chats.jsonl --sample_prompts "What is the capital of France?"',
         ],
     ),
+    "optimizers.md": (
+        "a script of the reader; test_own_optimizer.py runs the code of the page",
+        [
+            "python three_rates.py --report_to none",
+        ],
+    ),
     "report.md": (
         "runs of another page, as in test_report.py",
         [
@@ -335,6 +341,17 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 recipes/gpt.py",
             "torchrun --standalone --nproc-per-node 3 recipes/gpt.py --config my.yaml",
             "accelerate launch --config_file accelerate_configs/multi_node.yaml --machine_rank 0 --main_process_ip 10.231.0.1 recipes/gpt.py --config my.yaml --output_dir runs/machines",
+        ],
+    ),
+    "own-flags.md": (
+        "scripts of the reader; test_own_flags.py runs the code of the page",
+        [
+            "python zloss.py --help",
+            "python zloss.py --zloss 0.1",
+            "python zloss.py --z_loss -1",
+            "python zloss.py --report_to none --output_dir runs/a",
+            "python zloss.py --report_to none --output_dir runs/b --z_loss 0.1",
+            "llmtrain diff runs/a runs/b",
         ],
     ),
     "own-recipe.md": (

@@ -67,7 +67,7 @@ RENAMING = {
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",
     "heartbeat.py:context": "only for a lost connection",
-    "recipe_model.py:_load_recipe": "runs the user's own program",
+    "recipe_model.py:_run_to_model": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",
 }
 

@@ -105,13 +105,7 @@ def train(folder: Path, options: ShortRun) -> None:
     rows = text_rows(vocabulary=size.width, block=size.block, count=_ROWS)
     accelerator = lt.start(settings)
     objective = _BreaksOnce()
-
-    def build(settings: GPTSettings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
-        bundle = build_gpt(settings, rows, precision)
-        bundle.objective = objective
-        return bundle
-
-    bundle = lt.place(accelerator, build, settings, rows)
+    bundle = lt.place(accelerator, build_gpt, settings, rows, objective=objective)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     is_last_rank = accelerator.process_index == accelerator.num_processes - 1
     callbacks = [_KillAt(options.kill_at), _BreakAt(objective, options.breaks_at, is_last_rank)]

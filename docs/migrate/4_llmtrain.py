@@ -3,6 +3,7 @@
 accelerate launch --config_file accelerate_configs/cpu_ddp.yaml docs/migrate/4_llmtrain.py
 """
 
+from accelerate import PartialState
 from datasets import Dataset
 from task import BATCH, BLOCK, LEARNING_RATE, STEPS, base_model, rows, tokenizer
 
@@ -24,7 +25,9 @@ DEFAULTS = lt.Settings(
 
 
 def build(s, rows, precision):
-    config = lt.ModelConfig(model_name_or_path=base_model(), max_length=BLOCK)
+    with PartialState().main_process_first():  # the others find the folder of rank 0
+        folder = base_model()
+    config = lt.ModelConfig(model_name_or_path=folder, max_length=BLOCK)
     return lt.load_model(
         config,
         None,
@@ -40,15 +43,7 @@ def main(argv=None):
     table = Dataset.from_dict({"input_ids": rows().int().numpy()}).with_format("numpy")
     # Your own rows, in the order in which they are stored.
     own = lt.Tokenized.of(table, tokenizer(), in_order=True)
-
-    accelerator = lt.start(s)
-    with accelerator.main_process_first():
-        base_model()
-    bundle = lt.place(accelerator, build, s, own)
-    optimizer = lt.make_optimizer(accelerator, bundle.model, s.optim)
-    with lt.open_run(accelerator, s, own, bundle, optimizer) as run:
-        lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
-    return run
+    return lt.fit(s, own, build)
 
 
 if __name__ == "__main__":

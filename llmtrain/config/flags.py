@@ -52,13 +52,6 @@ class Config:
         which settings the user set.
         """
 
-    def prepare_for_plan(self, folder: str) -> None:
-        """Prepare for a model that is only planned: whatever its build writes goes to a folder.
-
-        Args:
-            folder: a temporary folder.
-        """
-
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, or the program with :meth:`set`."""
         return name in self.origins

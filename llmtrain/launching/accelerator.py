@@ -44,8 +44,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     """
     if "WORLD_SIZE" not in os.environ:
         # In a notebook, this process may have made an earlier run. Its state is no longer needed.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget_accelerator()
 
     parallel = parallel or ParallelConfig()
     bitwise = parallel.bitwise
@@ -87,6 +86,34 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         )
     say("device", _device_line(accelerator, launched, threads, bitwise))
     return accelerator
+
+
+def start_planned_accelerator(precision: str) -> TrainingAccelerator:
+    """Make the Accelerator of a recipe that is only planned: of one process, on the CPU.
+
+    It joins no process group, and what this process computes with stays as it is.
+
+    Args:
+        precision: mixed precision, ``no`` or ``bf16``.
+
+    Raises:
+        UserError: if this is one of several processes.
+    """
+    if _world_size() > 1:
+        raise UserError(
+            f"llmtrain plan is one process, but WORLD_SIZE is {_world_size()}; start it without a "
+            "launcher, or unset WORLD_SIZE."
+        )
+    forget_accelerator()
+    return _make_accelerator(
+        cpu=True, precision=precision, timeout=timedelta(minutes=1), sharding=None, bitwise=False
+    )
+
+
+def forget_accelerator() -> None:
+    """Forget the Accelerator that this process has made, so that it can make another one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def _world_size() -> int:

@@ -17,6 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.reward_family import check_reward_family
+from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -187,10 +188,6 @@ class ModelConfig(Config):
         hidden=True,
     )
 
-    # A temporary folder, if only the shapes of the model matter, as in a plan. An adapter is then
-    # not merged: its outline is written there. Without an annotation this is no flag.
-    outline_folder = ""
-
     def __post_init__(self) -> None:
         if self.max_length != "auto":
             require_at_least(self, 2, "max_length")
@@ -209,9 +206,6 @@ class ModelConfig(Config):
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
                 "only their own configuration."
             )
-
-    def prepare_for_plan(self, folder: str) -> None:
-        self.outline_folder = folder
 
     def _check_attention(self) -> None:
         """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""
@@ -321,8 +315,9 @@ class ModelConfig(Config):
         if name is not None and is_adapter(Path(name)):
             from llmtrain.models.adapters import merged_model, write_outline
 
-            if self.outline_folder:
-                self.model_name_or_path = write_outline(Path(name), Path(self.outline_folder))
+            plan = current_plan()
+            if plan is not None:  # only the shapes of the model matter
+                self.model_name_or_path = write_outline(Path(name), plan.folder)
             else:
                 self.model_name_or_path = merged_model(Path(name))
 

@@ -9,7 +9,7 @@ from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.part import as_json
+from llmtrain.interfaces.part import as_json, name_of
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.replicas import check_replicas
@@ -189,8 +189,8 @@ class StatelessParts(LoopCallback):
     def _fields(self) -> dict[str, str]:
         """Return a description of all fields of each part without state, by name."""
         return {
-            name: repr(as_json(vars(part)))
-            for name, part in self.run.parts.by_name().items()
+            name_of(part): repr(as_json(vars(part)))
+            for part in self.run.parts.parts
             if part.fingerprint is not None and not part.state_dict()
         }
 

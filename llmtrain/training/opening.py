@@ -24,6 +24,7 @@ from llmtrain.launching.process import leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
+from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
 from llmtrain.record.publish import publish
@@ -94,6 +95,11 @@ def open_run(
         UserError: if the ranks do not have the same settings, code or data, if the folder cannot be
             used, or if the optimizer, the schedule, a callback or a metric is unusable.
     """
+    if current_plan() is not None:
+        raise UserError(
+            "llmtrain plan cannot plan this recipe: it opens a run whose model was not placed by "
+            "llmtrain.place or llmtrain.fit."
+        )
     ranks = Ranks(accelerator)
     settle(settings, rows)  # for a recipe that does not call `place`
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)

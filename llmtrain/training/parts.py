@@ -1,21 +1,22 @@
 """All that a user brings to a run, besides the model: checked, named, and in the fingerprint."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import note, pluralize
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, shown
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import Part, as_json, name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.training.part_states import Stateful
 
 # Names of parts are folders of a checkpoint.
 _NAME = re.compile(r"\w[\w.+-]*")
@@ -40,7 +41,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     callbacks: tuple[Callback, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    registered: Sequence[Part] = ()
+    registered: Mapping[str, Stateful] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -59,10 +60,13 @@ class Parts:
                 optimizer trains parameters of another model.
         """
         _check_optimizer(model, optimizer)
+        for name, given in {"callbacks": callbacks, "metrics": metrics}.items():
+            if not isinstance(given, Sequence):
+                raise UserError(f"{name}: {shown(given)} is no list; write {name}=[...].")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
-                    f"callbacks: {_shown(callback)} is no llmtrain.Callback; make it a subclass, "
+                    f"callbacks: {shown(callback)} is no llmtrain.Callback; make it a subclass, "
                     "and pass an instance."
                 )
         parts = cls(
@@ -75,26 +79,31 @@ class Parts:
         parts.by_name()  # this checks the names
         return parts
 
-    def by_name(self) -> dict[str, Part]:
-        """Return the parts whose state a checkpoint holds, by name.
+    def by_name(self) -> dict[str, Stateful]:
+        """Return all whose state a checkpoint holds, by name.
 
         Raises:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
-        named: dict[str, Part] = {}
-        for part in (self.objective, *self.callbacks, *self.metrics, *self.registered):
+        named: dict[str, Stateful] = {}
+        for part in self.parts:
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
                     f"'{name}' cannot be the name of a {type(part).__name__}: use letters, digits, "
                     "dots and dashes."
                 )
-            if name in named:
+            if name in named or name in self.registered:
                 raise UserError(
                     f"two parts of this run are called {name}; give one of them another `name`."
                 )
             named[name] = part
-        return named
+        return {**self.registered, **named}
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The objective, the callbacks and the metrics."""
+        return (self.objective, *self.callbacks, *self.metrics)
 
     def fingerprint(self) -> JsonObject:
         """Return the parts that determine the steps of a run, for its fingerprint."""
@@ -147,22 +156,15 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
         return metric
     if isinstance(metric, type) or not callable(metric):
         raise UserError(
-            f"metrics: {_shown(metric)} is neither a function of a model and a batch nor an "
+            f"metrics: {shown(metric)} is neither a function of a model and a batch nor an "
             "instance of llmtrain.Metric."
         )
     return FunctionMetric(metric)
 
 
-def _shown(value: object) -> str:
-    """Return how an object of a wrong type is called in an error message."""
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
-
-
-def _registered(accelerator: Accelerator) -> Sequence[Part]:
-    """Return what the user has registered for checkpoints. What is registered later is in it."""
-    if isinstance(accelerator, TrainingAccelerator):
-        return accelerator.registered
-    return ()
+def _registered(accelerator: Accelerator) -> Mapping[str, Stateful]:
+    """Return what the user has registered for checkpoints, by name."""
+    return accelerator.registered if isinstance(accelerator, TrainingAccelerator) else {}
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,27 +1,25 @@
 """The model that a recipe trains, built by the recipe itself on the meta device."""
 
 import contextlib
+import inspect
 import io
 import runpy
-import tempfile
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
-from llmtrain.config.command_line import parse
-from llmtrain.config.flags import configs_of, value_of
-from llmtrain.errors import UserError, first_line
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.config.flags import value_of
+from llmtrain.errors import UserError, explain, first_line
 from llmtrain.interfaces.objective import Objective
-from llmtrain.json_types import JsonObject
+from llmtrain.launching.accelerator import forget_accelerator
 from llmtrain.models.causal_lm import CausalLM, head_of
-from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.throughput import CountsFlops
+from llmtrain.planning import planning
 from llmtrain.training.settings import Settings
-from llmtrain.training.steps import settle
-
-_REQUIRED_NAMES = ("DEFAULTS", "tokenized", "build")
+from llmtrain.training.start import PlannedModel
 
 
 class RecipeModel(NamedTuple):
@@ -60,7 +58,8 @@ class RecipeModel(NamedTuple):
 def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:
     """Return the model that a recipe would train with these flags.
 
-    The recipe's data is tokenised first, because the vocabulary determines the size of the model.
+    The recipe's own ``main`` runs until the model is built. Its data is tokenised before that,
+    because the vocabulary determines the size of the model.
 
     Args:
         recipe: path of the recipe.
@@ -70,57 +69,82 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     Raises:
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
-    names = _load_recipe(recipe)
-    settings: Settings = parse(names["DEFAULTS"], flags)
-
-    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
-        for config in configs_of(settings).values():
-            config.prepare_for_plan(folder)  # a plan writes nothing into a run
-        rows = names["tokenized"](settings)
-        settle(settings, rows)
-        try:
-            with torch.device("meta"):
-                bundle: ModelBundle | nn.Module = names["build"](settings, rows, precision)
-        except (RuntimeError, NotImplementedError) as error:
-            # On the meta device, reading the value of a tensor fails.
-            raise UserError(
-                f"{recipe}: build() needs values of weights, and a plan has none: "
-                f"{first_line(error)}"
-            ) from None
-
-    if isinstance(bundle, ModelBundle):
-        model = bundle.model
-        objective = bundle.objective
-    else:
-        model = bundle
-        objective = Objective()
-    make_trainable(model)
-
+    planned = _run_to_model(recipe, flags, precision)
+    model = planned.bundle.model
     if isinstance(model, CausalLM):
         # A run tests this with values. Nearly all models have a linear head.
         model.head_is_linear = head_of(model) is not None
     return RecipeModel(
         model=model,
-        settings=settings,
+        settings=planned.settings,
         precision=precision,
-        positions=rows.positions,
-        objective=objective,
+        positions=planned.rows.positions,
+        objective=planned.bundle.objective,
     )
 
 
-def _load_recipe(recipe: str) -> JsonObject:
-    """Run a recipe's module, and return its global names."""
-    try:
-        names = runpy.run_path(recipe, run_name="llmtrain.recipe")
-    except Exception as error:  # the recipe is the user's own program
-        raise UserError(
-            f"{recipe} could not be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from None
+def _run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
+    """Run ``main`` of a recipe until its model is built.
 
-    missing = [name for name in _REQUIRED_NAMES if name not in names]
-    if missing:
+    What the recipe prints is left out, unless it ends like ``--help``.
+
+    Raises:
+        UserError: if that fails.
+    """
+    printed = io.StringIO()
+    try:
+        with planning(precision), _script(recipe, flags), contextlib.redirect_stdout(printed):
+            _run_main(recipe, flags)
+    except PlannedModel as planned:
+        return planned
+    except SystemExit:
+        print(printed.getvalue(), end="")
+        raise
+    except Exception as error:  # the recipe is the user's own program
+        if explain(error) is not None:
+            raise
         raise UserError(
-            f"{recipe} has no {' and no '.join(missing)}, so llmtrain plan cannot build its model; "
-            "see recipes/gpt.py."
+            f"{recipe} failed before its model was built: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    finally:
+        forget_accelerator()
+
+    raise UserError(
+        f"{recipe}: main() builds no model with llmtrain.fit or llmtrain.place, so there is "
+        "nothing to plan; see recipes/gpt.py."
+    )
+
+
+def _run_main(recipe: str, flags: list[str]) -> None:
+    """Load a recipe, and call its ``main``.
+
+    Raises:
+        UserError: if there is no such file, or no ``main`` in it.
+    """
+    if not Path(recipe).is_file():
+        raise UserError(f"{recipe}: there is no such file; give the path of a recipe.")
+    main = runpy.run_path(recipe, run_name="llmtrain.recipe").get("main")
+    if not callable(main):
+        raise UserError(
+            f"{recipe} has no function main, which llmtrain plan calls; see recipes/gpt.py."
         )
-    return names
+
+    if inspect.signature(main).parameters:
+        main(flags)
+    else:
+        main()
+
+
+@contextlib.contextmanager
+def _script(recipe: str, flags: list[str]) -> Iterator[None]:
+    """Let a recipe find its flags and the modules of its folder, as when Python runs it."""
+    argv = sys.argv
+    path = [*sys.path]
+    sys.argv = [recipe, *flags]
+    sys.path.insert(0, str(Path(recipe).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        sys.path[:] = path

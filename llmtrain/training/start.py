@@ -1,7 +1,8 @@
 """Functions that recipes call before training: make the Accelerator, the model and the loaders."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -11,20 +12,37 @@ from torch.utils.data import DataLoader
 from llmtrain.console import pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line, shown
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.interfaces.objective import Objective
+from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.planning import current_plan
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import Settings
 from llmtrain.training.steps import describe_steps, settle
 
 S = TypeVar("S", bound=Settings)
+# Builds a model, given the settings, the rows and the mixed precision.
+Build: TypeAlias = Callable[[S, Tokenized, str], ModelBundle | nn.Module]
+
+
+class PlannedModel(BaseException):
+    """Ends ``main`` of a recipe that is planned: its model is built, on the meta device.
+
+    Code of a recipe that catches every :class:`Exception` does not catch it.
+    """
+
+    def __init__(self, settings: Settings, rows: Tokenized, bundle: ModelBundle) -> None:
+        super().__init__()
+        self.settings = settings
+        self.rows = rows
+        self.bundle = bundle
 
 
 def start(settings: Settings) -> Accelerator:
@@ -33,14 +51,19 @@ def start(settings: Settings) -> Accelerator:
     Raises:
         UserError: if the launched processes do not fit the settings.
     """
+    plan = current_plan()
+    if plan is not None:
+        return start_planned_accelerator(plan.precision)
     return start_accelerator(settings.parallel)
 
 
 def place(
     accelerator: Accelerator,
-    build: Callable[[S, Tokenized, str], ModelBundle | nn.Module],
+    build: Build[S],
     settings: S,
     rows: Tokenized,
+    *,
+    objective: Objective | None = None,
 ) -> ModelBundle:
     """Build a recipe's model and move it to its device.
 
@@ -53,13 +76,25 @@ def place(
             ``bf16``), after torch's generator was seeded. It returns a model or a ModelBundle.
         settings: the settings of the recipe.
         rows: the rows to train on.
+        objective: the loss to minimise, instead of that of the bundle.
 
     Raises:
         UserError: if the global batch cannot be divided among the ranks; if the rows hold several
             documents each, and the model's ``forward`` takes no position ids, by which it could
-            keep them apart; or if the warmup is as long as the run.
+            keep them apart; if the warmup is as long as the run; or if an argument, or what
+            ``build`` returns, has the wrong type.
     """
+    if not isinstance(rows, Tokenized):
+        raise UserError(
+            f"rows: {shown(rows)} is no llmtrain.Tokenized; make the rows with llmtrain.tokenize "
+            "or llmtrain.Tokenized.of."
+        )
     settle(settings, rows)
+    if current_plan() is not None:
+        with _meta_device():
+            bundle = _bundle(build, settings, rows, accelerator.mixed_precision, objective)
+        raise PlannedModel(settings, rows, bundle)
+
     layout = Layout.of(
         settings.data,
         Ranks(accelerator).world_size,
@@ -68,9 +103,55 @@ def place(
     say("batch", _describe_layout(layout, settings))
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(settings.optim.seed)
-    bundle = build(settings, rows, accelerator.mixed_precision)
+    bundle = _bundle(build, settings, rows, accelerator.mixed_precision, objective)
+    check_built_weights(Ranks(accelerator), bundle.model)
+    return placement.place(accelerator, bundle)
+
+
+@contextlib.contextmanager
+def _meta_device() -> Iterator[None]:
+    """Make the parameters of a block's models on the meta device.
+
+    Raises:
+        UserError: if the block reads the value of a tensor, which is an error on that device.
+    """
+    try:
+        with torch.device("meta"):
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"the recipe builds its model from values of weights, and a plan has none: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _bundle(
+    build: Build[S],
+    settings: S,
+    rows: Tokenized,
+    precision: str,
+    objective: Objective | None,
+) -> ModelBundle:
+    """Build a recipe's model, and complete its bundle; see :func:`place`."""
+    if isinstance(build, nn.Module) or not callable(build):
+        raise UserError(
+            f"build: {shown(build)} is no function; pass a function of the settings, the rows and "
+            "the precision that returns the model."
+        )
+    bundle = build(settings, rows, precision)
     if isinstance(bundle, nn.Module):
         bundle = ModelBundle(model=bundle)
+    if not isinstance(bundle, ModelBundle):
+        raise UserError(
+            f"build returned {shown(bundle)}; return a torch module or an llmtrain.ModelBundle."
+        )
+    if objective is not None:
+        bundle.objective = objective
+    if not isinstance(bundle.objective, Objective):
+        raise UserError(
+            f"objective: {shown(bundle.objective)} is no llmtrain.Objective; make it a subclass, "
+            "and pass an instance."
+        )
     if bundle.files is None:
         bundle.files = ModuleFiles.of(bundle.model, rows.tokenizer, rows.metadata.dataset)
     make_trainable(bundle.model)
@@ -79,8 +160,7 @@ def place(
             f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
-    check_built_weights(Ranks(accelerator), bundle.model)
-    return placement.place(accelerator, bundle)
+    return bundle
 
 
 def _describe_layout(layout: Layout, settings: Settings) -> str:

@@ -16,6 +16,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.packing_support import PackingSupport
 from llmtrain.parallel.placement import place
+from llmtrain.training import model_rows
 from recipes import finetune, preference
 
 SMALL = "hidden_size=32,intermediate_size=32,num_attention_heads=2,num_key_value_heads=1,"
@@ -279,7 +280,7 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
     (tmp_path / "own" / "modeling_own.py").write_text("raise SystemExit('it was run')")
     flags = ["--model_name_or_path", str(tmp_path / "own")]
     settings = lt.parse(finetune.DEFAULTS, [*flags, *["--trust_remote_code"] * trusted])
-    settings.chat.resolve_packing(lt.packing_support(settings.model))
+    settings.chat.resolve_packing(packing_support.packing_support(settings.model))
     assert settings.chat.packing is not trusted
     note = (
         f"conversations are not packed: it is not known whether {tmp_path / 'own'} keeps packed "
@@ -290,7 +291,7 @@ def test_code_of_a_model_s_own_is_not_packed_and_not_run(trusted: bool, tmp_path
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
     settings = lt.parse(finetune.DEFAULTS, ["--model_name_or_path", "nowhere/at-all"])
-    settings.chat.resolve_packing(lt.packing_support(settings.model))
+    settings.chat.resolve_packing(packing_support.packing_support(settings.model))
     assert settings.chat.packing is None
 
 
@@ -315,7 +316,7 @@ def test_nothing_is_said_of_conversations_if_the_data_are_text(
 def verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, bool], None]:
     def choose(packs: bool, shares: bool) -> None:
         support = PackingSupport("SomeForCausalLM", packs=packs, shares_prompts=shares)
-        monkeypatch.setattr(packing_support, "packing_support", lambda *_, **__: support)
+        monkeypatch.setattr(model_rows, "packing_support", lambda *_, **__: support)
 
     return choose
 

@@ -1,6 +1,7 @@
 """What an objective or a metric may call means the same on every model."""
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from llmtrain.models.lfm2 import LFM2
 from llmtrain.models.probe import probe
 from llmtrain.models.trainable import make_trainable
 from tests.engines import engine_of
+from tests.launching import ROOT
 
 VOCABULARY = 30
 TOKENS = 9
@@ -173,6 +175,25 @@ def test_inputs_of_every_token_lose_their_last_position_for_logits() -> None:
     batch = batch_of(model, packed=False)
     offsets = torch.zeros_like(batch["input_ids"])
     assert model.logits(**batch, offsets=offsets).shape == (3, TOKENS - 1, VOCABULARY)
+
+
+def test_the_model_of_the_guide_has_hidden_states_for_its_objective(
+    accelerator: Accelerator,
+) -> None:
+    page = (ROOT / "docs" / "guides" / "own-model.md").read_text()
+    (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"lt": lt, "nn": nn}
+    exec(code, names)
+
+    own_model = names["Recurrent"](VOCABULARY)
+    batch = batch_of(own_model, packed=False)
+    own_engine = engine_of(accelerator, own_model, names["SmallStates"](weight=0.5))
+    gpt_engine = engine_of(accelerator, built("gpt2"), names["SmallStates"](weight=0.5))
+    for engine in (own_engine, gpt_engine):
+        model: Any = engine.unwrapped
+        is_target = batch["labels"][:, 1:] != IGNORED
+        penalty = 0.5 * model.hidden(**batch)[is_target].square().mean(-1).sum()
+        torch.testing.assert_close(engine.loss(batch).loss, model.nll(**batch) + penalty)
 
 
 # --- names that a model lacks

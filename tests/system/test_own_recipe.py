@@ -11,8 +11,11 @@ from tests.forked import run_forked
 from tests.launching import (
     BIN,
     FINETUNE,
+    GPT,
     PYTHON,
     ROOT,
+    TINY,
+    accelerate,
     long_form,
     run,
     series,
@@ -105,6 +108,43 @@ def test_the_loss_on_a_model_of_transformers_is_the_nll_and_the_penalty(tmp_path
     # The penalty comes on top of the usual loss, here at the same initial weights.
     assert 0 < share < 0.1
     assert loss * (1 - share) == pytest.approx(series(tmp_path / "plain", "eval/loss")[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
+def test_the_same_loss_works_with_the_models_of_gpt(architecture: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
+    (code,) = re.findall(r'```py\n("""Fine-tune a model with a z-loss.*?)```', page, re.DOTALL)
+    (tmp_path / "zloss.py").write_text(code.replace("finetune", "gpt"))
+    flags = [
+        *TINY,
+        *("--architecture", architecture, "--isolate_documents"),
+        *("--report_to", "none", "--output_dir"),
+    ]
+    run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
+    run_forked([*PYTHON, str(GPT), *flags, str(tmp_path / "plain")]).assert_ok()
+    share = series(tmp_path / "z", "eval/penalty_share")[0]
+    loss = series(tmp_path / "z", "eval/loss")[0]
+    assert 0 < share < 0.1
+    assert loss * (1 - share) == pytest.approx(series(tmp_path / "plain", "eval/loss")[0], rel=1e-5)
+
+
+def test_the_sharded_recipe_of_the_page_keeps_its_metric(recipe: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
+    pattern = r"# in __init__, instead of self.layer\n(.*?\n)\n(    def predict.*?)```"
+    ((layers, predict),) = re.findall(pattern, page, re.DOTALL)
+    code = recipe.read_text()
+    code = re.sub(r" +self\.layer = .*\n", layers, code)
+    code = re.sub(r"    def predict.*?\n\n", predict + "\n", code, flags=re.DOTALL)
+    (tmp_path / "sharded.py").write_text(code)
+
+    command = [str(tmp_path / "sharded.py"), "--max_steps", "4", "--report_to", "none"]
+    launcher = accelerate("fsdp2", "--mixed_precision", "no")
+    run_forked([*launcher, *command, "--output_dir", str(tmp_path / "two")]).assert_ok()
+    run_forked([*PYTHON, *command, "--output_dir", str(tmp_path / "one")]).assert_ok()
+    for name in ("eval/loss", "eval/accuracy"):
+        on_one = series(tmp_path / "one", name)
+        assert [*on_one] == [0, 4]
+        assert series(tmp_path / "two", name) == pytest.approx(on_one, rel=1e-4)
 
 
 @long_form

@@ -1,11 +1,14 @@
 """What a plan predicts is what a run then holds; and a plan holds nothing."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.state import is_initialized
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
@@ -218,13 +221,111 @@ def test_what_cannot_be_planned_is_one_line(
     assert said in line
 
 
-def test_a_recipe_that_hands_no_model_over_is_told_what_a_plan_needs(tmp_path: Path) -> None:
-    (tmp_path / "bare.py").write_text("print('trains at once')\n")
-    with pytest.raises(UserError, match=r"bare\.py has no DEFAULTS and no tokenized and no build"):
-        build_recipe_model(str(tmp_path / "bare.py"), [], "no")
-    (tmp_path / "other.py").write_text("DEFAULTS = ()\ndef main(argv): pass\n")
-    with pytest.raises(UserError, match="has no tokenized and no build"):
-        build_recipe_model(str(tmp_path / "other.py"), [], "no")
+# --- recipes of a user
+
+RECIPE = """
+import argparse
+import datasets
+import sizes
+import torch
+import llmtrain as lt
+
+class Doubled(lt.Objective):
+    def loss(self, model, batch, extra):
+        return lt.LossSums(2 * model.nll(**batch))
+
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Embedding(sizes.VOCABULARY, sizes.VOCABULARY)
+
+    def forward(self, input_ids, labels):
+        return lt.summed_nll(self.logits(input_ids[:, :-1]), labels[:, 1:])
+
+def sgd(model):
+    raise AssertionError("a plan needs no optimizer")
+
+def main({parameter}):
+    print("the recipe says this")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=4)
+    options, others = parser.parse_known_args({argument})
+    settings = lt.parse(lt.Settings(data=lt.BatchConfig(global_batch_size=options.rows)), others)
+    rows = lt.Tokenized.of(datasets.Dataset.from_dict({{"input_ids": [[1, 2, 3, 4]] * 8}}), None)
+    try:
+        lt.fit(settings, rows, lambda *_: Bigram(), objective=Doubled(), optimizer=sgd)
+    except Exception:
+        print("the recipe goes on")
+    raise AssertionError("the model of a plan is not trained")
+"""
+
+
+@pytest.mark.parametrize(("parameter", "argument"), [("argv=None", "argv"), ("", "")])
+def test_a_recipe_needs_no_more_than_main(
+    parameter: str,
+    argument: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "sizes.py").write_text("VOCABULARY = 1000\n")
+    (folder / "own.py").write_text(RECIPE.format(parameter=parameter, argument=argument))
+    monkeypatch.chdir(tmp_path)
+
+    recipe = build_recipe_model("recipes/own.py", ["--rows", "16", "--max_steps", "3"], "bf16")
+
+    assert recipe.class_name == "Bigram"
+    assert [p.numel() for p in recipe.model.parameters()] == [1_000_000]
+    assert all(p.is_meta for p in recipe.model.parameters())
+    assert type(recipe.objective).__name__ == "Doubled"
+    assert (recipe.settings.data.global_batch_size, recipe.settings.optim.max_steps) == (16, 3)
+    assert (recipe.positions, recipe.precision) == (3, "bf16")
+
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["recipes"]
+    assert str(folder) not in sys.path
+    assert not torch.distributed.is_initialized()
+    assert not is_initialized()
+
+
+def test_options_that_end_a_recipe_print_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_recipe_model(GPT, ["--print_config"], "no")
+    assert "#max_steps: 120" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print('trains at once')", r"own\.py has no function main, which llmtrain plan calls"),
+        ("main = 3", r"own\.py has no function main"),
+        ("def main(argv): pass", r"own\.py: main\(\) builds no model with llmtrain\.fit or"),
+        ("def main(argv): return 1 / 0", "failed before its model was built: ZeroDivisionError: d"),
+        ("import absent", r"failed before its model was built: ModuleNotFoundError: No module"),
+        (
+            "import llmtrain as lt\n"
+            "def main():\n"
+            "    with lt.open_run(None, None, None, None, None): pass",
+            "it opens a run whose model was not placed by llmtrain.place or llmtrain.fit",
+        ),
+    ],
+)
+def test_a_recipe_that_builds_no_model_is_told_what_a_plan_needs(
+    code: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(UserError, match=message):
+        build_recipe_model(str(tmp_path / "own.py"), [], "no")
+
+
+def test_a_plan_is_of_one_process_and_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"absent\.py: there is no such file"):
+        build_recipe_model("absent.py", [], "no")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="llmtrain plan is one process, but WORLD_SIZE is 2"):
+        build_recipe_model(GPT, [*TINY], "no")
 
 
 @pytest.mark.parametrize("how", [pytest.param(name, marks=long_form) for name in ("FSDP2", "DDP")])

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import llmtrain as lt
 from llmtrain.training.run import Run
@@ -27,12 +25,7 @@ SETTINGS = gpt.Settings(
 def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
     """Train a small GPT in the folder ``run``, with parts."""
 
-    def train(
-        objective: lt.Objective | None = None,
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-        resume: str = "auto",
-        **parts: Any,
-    ) -> Run:
+    def train(resume: str = "auto", **parts: Any) -> Run:
         settings = dataclasses.replace(
             SETTINGS,
             data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
@@ -43,14 +36,6 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
         rows = lt.tokenize(settings.data, 16)
         model = lt.GPT(settings.model, rows.vocabulary, seed=0)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-        bundle.objective = objective or lt.Objective()
-        accelerator = lt.start(settings)
-        if make_optimizer is None:
-            optimizer = lt.make_optimizer(accelerator, model, settings.optim)
-        else:
-            optimizer = make_optimizer(model)
-        with lt.open_run(accelerator, settings, rows, bundle, optimizer, **parts) as run:
-            lt.train(run, *accelerator.prepare(model, optimizer, *lt.loaders(run)))
-        return run
+        return lt.fit(settings, rows, lambda *_: bundle, **parts)
 
     return train

@@ -449,16 +449,9 @@ class StopAfter(Callback):
         return len(self.rates) + 1 == self._steps
 
 
-@pytest.mark.parametrize(
-    ("schedule", "shares"),
-    [
-        (None, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-        (triangle, [0, 0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]),
-    ],
-)
-def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
-    schedule: Any, shares: list[float], text_file: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def start(text_file: Path, tmp_path: Path) -> Callable[..., tuple[Path, list[list[float]]]]:
+    """Start or resume a run with two groups, and return its folder and the rates of its steps."""
     settings = gpt.Settings(
         model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
         data=lt.DataConfig(
@@ -470,14 +463,16 @@ def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
     )
     rows = lt.tokenize(settings.data, 16)
 
-    def start(steps: int) -> list[list[float]]:
+    def start(
+        steps: int, schedule: Any = None, peaks: tuple[float, float] = (1e-2, 1e-4)
+    ) -> tuple[Path, list[list[float]]]:
         accelerator = lt.start(settings)
         model = lt.GPT(settings.model, rows.vocabulary, seed=0)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
         head, *others = model.parameters()
         groups = [
-            {"params": [head], "lr": 1e-2, "name": "head"},
-            {"params": others, "lr": 1e-4, "name": "others"},
+            {"params": [head], "lr": peaks[0], "name": "head"},
+            {"params": others, "lr": peaks[1], "name": "others"},
         ]
         optimizer = torch.optim.AdamW(groups)
         callback = StopAfter(optimizer, steps)
@@ -492,13 +487,37 @@ def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
         ) as run:
             batches, _ = lt.loaders(run)
             lt.train(run, *accelerator.prepare(model, optimizer, batches))
-        return callback.rates
+        return run.folder, callback.rates
 
-    rates = start(6) + start(99)
+    return start
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        (None, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (triangle, [0, 0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]),
+    ],
+)
+def test_groups_keep_their_proportions_in_a_run_and_after_a_resume(
+    schedule: Any, shares: list[float], start: Callable
+) -> None:
+    folder, rates = start(6, schedule)
+    same_folder, later_rates = start(99, schedule)
+    assert same_folder == folder
+    rates += later_rates
+
     assert len(rates) == 10
     for share, found in zip(shares, rates, strict=True):
         assert found == pytest.approx([1e-2 * share, 1e-4 * share], abs=1e-15)
 
-    entries = [e for e in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in e]
+    entries = [e for e in read_lines(folder / "metrics.jsonl") if "train/loss" in e]
     logged = [[e["train/learning_rate"], e["train/learning_rate/others"]] for e in entries]
     assert logged == rates
+
+
+def test_another_peak_or_schedule_starts_another_run(start: Callable) -> None:
+    folder, _ = start(2)
+    assert start(2, peaks=(1e-2, 2e-4))[0].name == "run-2"
+    assert start(2, schedule=triangle)[0].name == "run-3"
+    assert start(2)[0] == folder

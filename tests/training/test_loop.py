@@ -51,13 +51,8 @@ def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
     def train(name: str, callbacks: Sequence[Callback] = ()) -> None:
         run_config = dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name))
         settings = dataclasses.replace(SETTINGS, run=run_config)
-        accelerator = lt.start(settings)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-        optimizer = lt.make_optimizer(accelerator, model, settings.optim)
-        opened = lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks)
-        with opened as run:
-            batches, _ = lt.loaders(run)
-            lt.train(run, *accelerator.prepare(model, optimizer, batches))
+        lt.fit(settings, rows, lambda *_: bundle, callbacks=callbacks)
 
     return train
 

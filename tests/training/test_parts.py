@@ -101,7 +101,7 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
         ({"callbacks": [Threshold(2.0)]}, "different callbacks: Threshold"),
         ({"metrics": []}, "different metrics: count"),
         (
-            {"make_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
+            {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
             "a different optimizer: class AdamW there, SGD here",
         ),
     ],
@@ -158,7 +158,7 @@ def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
         ({"callbacks": [Threshold]}, "the class Threshold is no llmtrain.Callback"),
         ({"metrics": [3]}, "metrics: 3 is neither a function of a model and a batch"),
         (
-            {"make_optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
             "2 of the 2 parameters of the optimizer SGD are not those of the model",
         ),
     ],
@@ -174,7 +174,7 @@ def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
 def test_parameters_that_the_optimizer_leaves_out_are_noted(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_gpt(make_optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
+    train_gpt(optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
     assert "the optimizer SGD leaves" in capsys.readouterr().err
 
 

@@ -204,24 +204,22 @@ def test_a_device_is_known_by_its_whole_name(title: str, name: str | None) -> No
     assert known_device(title) == name
 
 
-def recipe(folder: Path, *lines: str) -> str:
-    rows = "SimpleNamespace(positions=8, train=range(64), mixture=None, train_names=())"
-    head = [
-        "from types import SimpleNamespace",
-        "import torch",
+def recipe(folder: Path, model: str) -> str:
+    lines = [
+        "import torch, datasets",
         "import llmtrain as lt",
-        "DEFAULTS = lt.Settings(data=lt.BatchConfig())",
-        f"def tokenized(s): return {rows}",
+        "def main(argv=None):",
+        "    settings = lt.parse(lt.Settings(data=lt.BatchConfig()), argv)",
+        "    table = datasets.Dataset.from_dict({'input_ids': [list(range(9))] * 64})",
+        f"    return lt.fit(settings, lt.Tokenized.of(table, None), lambda *_: {model})",
     ]
     path = folder / "own.py"
-    path.write_text("\n".join([*head, *lines]))
+    path.write_text("\n".join(lines))
     return str(path)
 
 
 def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    described = build_recipe_model(
-        recipe(tmp_path, "def build(*_): return torch.nn.Linear(2**20, 2**20)"), [], "no"
-    )
+    described = build_recipe_model(recipe(tmp_path, "torch.nn.Linear(2**20, 2**20)"), [], "no")
     assert (described.positions, described.class_name, described.flops_per_token) == (
         8,
         "Linear",
@@ -231,14 +229,6 @@ def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> N
 
 
 def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "def build(*_): return torch.nn.Linear(int(torch.ones(1).item()), 2)")
-    with pytest.raises(UserError, match=r"own\.py: build\(\) needs values of weights"):
+    path = recipe(tmp_path, "torch.nn.Linear(int(torch.ones(1).item()), 2)")
+    with pytest.raises(UserError, match="the recipe builds its model from values of weights"):
         build_recipe_model(path, [], "no")
-
-
-def test_a_recipe_says_all_that_a_plan_needs(tmp_path: Path) -> None:
-    (tmp_path / "bare.py").write_text("DEFAULTS = 1")
-    with pytest.raises(UserError, match=r"bare\.py has no tokenized and no build"):
-        build_recipe_model(str(tmp_path / "bare.py"), [], "no")
-    with pytest.raises(UserError, match="could not be loaded: FileNotFoundError"):
-        build_recipe_model(str(tmp_path / "absent.py"), [], "no")

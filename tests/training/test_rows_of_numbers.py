@@ -87,23 +87,13 @@ def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
             log=lt.LogConfig(logging_steps=1),
             run=lt.RunConfig(str(tmp_path / folder), report_to=["none"], dry_run=dry_run),
         )
-        accelerator = lt.start(settings)
-        bundle = lt.place(
-            accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows
-        )
-        optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-        callbacks = [StopAfter(stop_after)] if stop_after else []
-        with lt.open_run(
-            accelerator,
+        return lt.fit(
             settings,
             rows,
-            bundle,
-            optimizer,
-            callbacks=callbacks,
+            lambda s, rows, _: Successor(rows.vocabulary),
+            callbacks=[StopAfter(stop_after)] if stop_after else [],
             metrics=[accuracy],
-        ) as run:
-            lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
-        return run
+        )
 
     return go
 
@@ -214,8 +204,6 @@ import datasets
 import torch
 import llmtrain as lt
 
-DEFAULTS = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
-
 class Successor(torch.nn.Module):
     def __init__(self, vocabulary):
         super().__init__()
@@ -225,11 +213,13 @@ class Successor(torch.nn.Module):
     def forward(self, input_ids, labels):
         return lt.summed_nll(self.head(self.embedding(input_ids[:, :-1])), labels[:, 1:])
 
-def tokenized(settings):
-    return lt.Tokenized.of(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]]}), None)
-
 def build(settings, rows, precision):
     return Successor(rows.vocabulary)
+
+def main(argv=None):
+    settings = lt.parse(lt.Settings(data=lt.BatchConfig(global_batch_size=4)), argv)
+    rows = lt.Tokenized.of(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3, 4]]}), None)
+    return lt.fit(settings, rows, build)
 """
 
 
