@@ -50,6 +50,7 @@ RENAMING = {
     "flag_syntax.py:_value_of_word": "the type of the flag, such as int, or its own parser",
     "chat_template.py:template_text": "reads a file that the user names",
     "corpus.py:_store": "the tokenizer",
+    "step.py:_step_optimizer": "the step of an optimizer, which may be the user's own code",
     "readers.py:_read_jsonl": "json.loads",
     "readers.py:_values_of": "json.loads",
     "file_sources.py:_saved_value": "json.loads",
