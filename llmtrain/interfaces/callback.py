@@ -53,7 +53,7 @@ class Training(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, as ``accelerator.prepare`` has returned it."""
+        """The optimizer, without the wrapper of Accelerate."""
 
     @property
     def step(self) -> int:
@@ -72,7 +72,7 @@ class Training(Protocol):
         """Whether this is rank 0, which prints and writes files."""
 
     @property
-    def is_over(self) -> bool:
+    def is_last(self) -> bool:
         """Whether all steps of the run are made, or early stopping has ended it."""
 
     def write_model(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -21,8 +22,6 @@ from llmtrain.training.run_state import write_model
 @dataclass
 class LoopContext:
     """The objects that a training loop and its callbacks work with.
-
-    A callback of the user sees it as a :class:`llmtrain.interfaces.callback.Training`.
 
     Attributes:
         run: the open run.
@@ -47,40 +46,6 @@ class LoopContext:
     def optimizer_state(self) -> OptimizerState:
         """The state of the optimizer. First use it before a checkpoint is restored."""
         return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
-
-    @property
-    def model(self) -> nn.Module:
-        """The unwrapped model."""
-        return self.engine.unwrapped
-
-    @property
-    def step(self) -> int:
-        """Steps made so far."""
-        return self.run.step
-
-    @property
-    def max_steps(self) -> int:
-        """Steps of the run."""
-        return self.run.settings.optim.max_steps
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-        return self.run.folder
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.engine.ranks.is_main
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps of the run are made, or early stopping has ended it."""
-        return self.step == self.max_steps or self.run.patience.is_over
-
-    def write_model(self, folder: Path) -> None:
-        """Write the model with its present weights, as Hugging Face loads it."""
-        write_model(self.run, self.engine, folder)
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""
@@ -113,6 +78,45 @@ class LoopContext:
         settings = self.run.settings
         may_become_best = self.run.patience.keeps_best and info.is_due(settings.eval.eval_steps)
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
+
+
+class TrainingView:
+    """What a callback of the user may use: see :class:`llmtrain.interfaces.callback.Training`."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self._context = context
+
+    @property
+    def model(self) -> nn.Module:
+        return self._context.engine.unwrapped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._context.run.parts.optimizer
+
+    @property
+    def step(self) -> int:
+        return self._context.run.step
+
+    @property
+    def max_steps(self) -> int:
+        return self._context.run.settings.optim.max_steps
+
+    @property
+    def folder(self) -> Path:
+        return self._context.run.folder
+
+    @property
+    def is_main(self) -> bool:
+        return self._context.engine.ranks.is_main
+
+    @property
+    def is_last(self) -> bool:
+        run = self._context.run
+        return run.step == run.settings.optim.max_steps or run.patience.is_over
+
+    def write_model(self, folder: Path) -> None:
+        write_model(self._context.run, self._context.engine, folder)
 
 
 class LoopCallback(Callback):

@@ -31,7 +31,7 @@ from llmtrain.training.checks import (
     say_if_xray_is_missed,
     say_rates,
 )
-from llmtrain.training.context import LoopContext
+from llmtrain.training.context import LoopContext, TrainingView
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
@@ -103,8 +103,9 @@ def training_steps(context: LoopContext) -> Generator[None]:
     """
     run = context.run
     engine = context.engine
+    training = TrainingView(context)
     for callback in run.parts.callbacks:
-        callback.setup(context)
+        callback.setup(training)
     restore(run, engine, context.optimizer_state)
     say_if_xray_is_missed(run)
     say_rates(run.rates)

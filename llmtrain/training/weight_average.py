@@ -93,7 +93,7 @@ class WeightAverage(Callback):
             return {f"average/{name}": value for name, value in evaluate().items()}
 
     def on_train_end(self) -> None:
-        if self._folder is not None and self._count and self._training.is_over:
+        if self._folder is not None and self._count and self._training.is_last:
             with self.weights_replaced():
                 self._training.write_model(self._training.folder / self._folder)
 
