@@ -51,7 +51,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     settings.optim.set_default(
         "learning_rate",
         settings.preference.default_learning_rate(has_adapter=settings.lora.lora_r > 0),
-        f"default for --loss_type {settings.preference.loss_type}",
+        f"default for {settings.preference.loss_flags}",
     )
     model = settings.model
     if not model.model_name_or_path and not model.from_config:

@@ -53,6 +53,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "--config small.yaml": ("test_pages.py", '"small.yaml"'),
     "accelerate launch --max_restarts": ("system/test_faults.py", '"--max_restarts"'),
     "def sums()": ("system/test_own_recipe.py", "own-recipe.md"),
+    "class Plateau": ("system/test_own_callbacks.py", "callbacks.md"),
     "docs/migrate/1_plain.py": ("system/test_migrate.py", '"1_plain"'),
     "docs/migrate/2_ddp.py": ("system/test_migrate.py", '"2_ddp"'),
     "docs/migrate/3_accelerate.py": ("system/test_migrate.py", '"3_accelerate"'),
@@ -313,6 +314,12 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "python accuracy.py --dataset chats.jsonl --max_steps 20 --eval_steps 20 --report_to none",
             "python accuracy.py --dataset chats.jsonl --load_best_model_at_end --metric_for_best_model eval/accuracy",
             'python accuracy.py --dataset chats.jsonl --sample_prompts "What is the capital of France?"',
+        ],
+    ),
+    "callbacks.md": (
+        "a script of the reader; test_own_callbacks.py runs the code of the page",
+        [
+            "python plateau.py --dataset chats.jsonl --max_steps 20 --eval_steps 10 --report_to none",
         ],
     ),
     "optimizers.md": (

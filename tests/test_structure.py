@@ -61,6 +61,8 @@ RENAMING = {
     "settings.py:steps_or_fraction": "float",
     "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
     "lora.py:add_lora": "peft.get_peft_model",
+    "part_states.py:_load": "load_state_dict of a part, which is the user's own code",
+    "step.py:_step_optimizer": "a step of the user's optimizer, if the weights are sharded",
     "parts.py:_checked_fingerprint": "the fingerprint of a part, which is the user's own code",
     "probe.py:trying": "the forward pass of a class of transformers",
     "weight_loading.py:_weight_files": "json.loads",

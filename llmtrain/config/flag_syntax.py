@@ -53,7 +53,8 @@ class Flag:
         takes_list = get_origin(kind) is list
         if takes_list:
             kind = get_args(kind)[0]
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        is_literal = get_origin(kind) is Literal
+        choices = get_args(kind) if is_literal else config.choices(field.name)
 
         metadata = field.metadata
         is_simple = kind in _TYPES or any(isinstance(choice, str) for choice in choices)

@@ -52,6 +52,13 @@ class Config:
         which settings the user set.
         """
 
+    def choices(self, name: str) -> tuple[str, ...]:
+        """Return the words that a flag of type ``str`` takes; empty if it takes any.
+
+        A flag whose words are fixed has the type ``Literal`` instead.
+        """
+        return ()
+
     def is_set(self, name: str) -> bool:
         """Return whether the user set this flag, or the program with :meth:`set`."""
         return name in self.origins

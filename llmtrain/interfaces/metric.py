@@ -28,7 +28,7 @@ class Metric(Part):
         not depend on the parallel layout.
 
         Args:
-            model: the unwrapped model, in eval mode.
+            model: the unwrapped model, in eval mode, with the methods of :class:`llmtrain.Model`.
             batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T].
         """
         raise NotImplementedError

@@ -101,7 +101,7 @@ def missing_names_explained(model: object) -> Iterator[None]:
         place = f"{code.co_qualname} ({Path(code.co_filename).name}, line {reader.f_lineno})"
         raise UserError(
             f"{place} uses {name} of the model, which {class_name(model)} does not have; "
-            f"{_remedy(model, name)}."
+            f"{_remedy(model, name)}"
         ) from error
 
 
@@ -116,12 +116,12 @@ def _reader(error: AttributeError) -> FrameType:
 
 def _remedy(model: object, name: str) -> str:
     if name in _NAMES:
-        return f"add it to the class, as {_PAGE} describes"
+        return f"add it to the class, as {_PAGE} describes."
     names = [known for known in {*dir(model), *_NAMES} if not known.startswith("_")]
     similar = difflib.get_close_matches(name, sorted(names), n=1)
     if similar:
         return f"did you mean {similar[0]}?"
-    return f"{_PAGE} lists what every model has"
+    return f"{_PAGE} lists what every model has."
 
 
 def class_name(model: object) -> str:

@@ -50,7 +50,7 @@ class Objective(Part):
         This runs inside ``model.forward``, with weights gathered and autocast on.
 
         Args:
-            model: the unwrapped model.
+            model: the unwrapped model, with the methods of :class:`llmtrain.Model`.
             batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T]. If rows
                 are not packed, they are trimmed, so T differs between micro-batches.
             extra: what :meth:`prepass` returned for the global batch.

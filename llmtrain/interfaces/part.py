@@ -120,5 +120,9 @@ def _object_as_json(value: object) -> Any:
         digest = hashlib.sha256(content.tobytes()).hexdigest()
         return {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
 
-    fields = public_fields(value) if dataclasses.is_dataclass(value) else {}
+    fields: JsonObject = {}
+    if dataclasses.is_dataclass(value):
+        # Not all attributes: a section of settings also has the origins of its flags.
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {name: as_json(getattr(value, name)) for name in names if name[0] != "_"}
     return {"class": type(value).__name__, **fields}

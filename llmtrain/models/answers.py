@@ -70,13 +70,19 @@ class AnswerRows:
 
     def count_pairs(self, labels: Tensor, answers: Tensor) -> Tensor:
         """Return the number of pairs with target tokens in rows [B, T], an int64 scalar."""
+        return (self._tokens_of_first_answers(labels, answers) > 0).sum()
+
+    def count_chosen_tokens(self, labels: Tensor, answers: Tensor) -> Tensor:
+        """Return the number of target tokens of chosen answers in rows [B, T], an int64 scalar."""
+        return self._tokens_of_first_answers(labels, answers).sum()
+
+    def _tokens_of_first_answers(self, labels: Tensor, answers: Tensor) -> Tensor:
+        """Return the number of target tokens of the first answer of each pair, int64."""
         numbers, is_target = self.answer_of_targets(self.unfold(labels), self.unfold(answers))
         tokens = torch.zeros(
             len(labels) * self.answers_per_row, dtype=torch.int64, device=is_target.device
         )
-        tokens = tokens.index_add(0, numbers, is_target.long())
-        first_answers = tokens[::2]
-        return (first_answers > 0).sum()
+        return tokens.index_add(0, numbers, is_target.long())[::2]
 
     def documents(self, position_ids: Tensor, answers: Tensor, on_gpu: bool = False) -> Documents:
         """Return the documents of unfolded rows [R, T], on the device of the rows."""

@@ -1,110 +1,139 @@
-"""Formulas of the losses that compare answers.
+"""A loss that compares answers: what it gets, and what the objective must know about it.
 
-The log-probability of an answer is the sum over its target tokens. The formulas are TRL's
-(docs/guides/preferences.md lists the differences), and those of these papers:
-
-- ``sigmoid``: DPO, Rafailov et al. 2023, arXiv:2305.18290. With label smoothing, conservative DPO
-  (Mitchell 2023).
-- ``robust``: Chowdhury et al. 2024, arXiv:2403.00409.
-- ``ipo``: Azar et al. 2023, arXiv:2310.12036. It uses the mean over an answer's tokens, as its
-  authors meant it.
-- ``kto``: Ethayarajh et al. 2024, arXiv:2402.01306, equation 8.
-- ``orpo``: Hong et al. 2024, arXiv:2403.07691.
-- ``simpo``: Meng et al. 2024, arXiv:2405.14734.
-- ``reward``: Bradley and Terry 1952, as in Ouyang et al. 2022, arXiv:2203.02155.
+:mod:`llmtrain.models.preference_losses` has the losses. Neither module imports torch when it is
+imported, because ``--help`` lists the losses.
 """
 
-import math
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from llmtrain.models.config import PreferenceConfig
+from llmtrain.config.flags import Config, flag
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Answers(NamedTuple):
     """The two answers of preference pairs: chosen and rejected.
 
-    An unpaired answer is the first one.
+    An unpaired answer is the first one. The last three attributes are of the global batch. They are
+    only set for a loss whose entry in the table asks for them.
 
     Attributes:
         logps: log-probabilities in nats, or scores of a reward model; [..., 2].
         tokens: the number of target tokens; [..., 2].
         reference: log-probabilities under the reference model; [..., 2].
         desirable: whether the first answer is desirable; bool [...].
+        kl_baseline: how far the model has moved from the reference model, in nats per answer.
+        mean_chosen_tokens: the mean number of target tokens of a chosen answer.
+        all_pairs: the answers of all pairs, without gradients. A missing pair has no tokens.
     """
 
     logps: Tensor
     tokens: Tensor
     reference: Tensor
     desirable: Tensor
+    kl_baseline: Tensor | float = 0.0
+    mean_chosen_tokens: Tensor | float = 1.0
+    all_pairs: Answers | None = None
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """How much likelier each answer has become, in nats; [..., 2]."""
+        return self.logps - self.reference
+
+    @property
+    def mean_logps(self) -> Tensor:
+        """The mean log-probability of a token of each answer, in nats; [..., 2]."""
+        return self.logps / self.tokens
 
 
-def losses(config: PreferenceConfig, answers: Answers, baseline: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the losses of pairs, and the rewards of their answers.
+@dataclass
+class LossParameters(Config):
+    """The losses that are added, and their parameters. Each field is a flag."""
 
-    Args:
-        config: which loss, and its parameters.
-        answers: the answers of the pairs.
-        baseline: how far the model has moved from the reference model, in nats per answer. Only
-            ``kto`` uses it.
+    group: ClassVar[str] = "preferences"
+    affects: ClassVar[str] = "pass"
 
-    Returns:
-        The loss of each pair [...], and the reward of each answer [..., 2].
+    loss_type: list[str] = flag(
+        ["sigmoid"],
+        "the loss, or several whose weighted sum is the loss; sigmoid is DPO; kto and "
+        "apo_zero_unpaired take single answers with a label; reward trains a reward model, which "
+        "gives an answer a score; docs/guides/preferences.md has the formula of each",
+    )
+    loss_weights: list[float] = flag(
+        [],
+        "weights of the losses in --loss_type, in the same order (default: 1 for each)",
+        hidden=True,
+    )
+    beta: float = flag(
+        0.1,
+        "how close the model stays to its initial weights (a larger value keeps it closer); orpo: "
+        "weight of the odds-ratio loss; simpo: scale of the rewards; sft, reward: not used",
+    )
+    label_smoothing: float = flag(
+        0.0,
+        "sigmoid, robust, simpo, exo_pair, aot, aot_unpaired: assumed share of pairs whose chosen "
+        "and rejected answers are swapped",
+        hidden=True,
+    )
+    desirable_weight: float = flag(
+        1.0, "kto, apo_zero_unpaired: weight of the loss of desirable answers", hidden=True
+    )
+    undesirable_weight: float = flag(
+        1.0, "kto, apo_zero_unpaired: weight of the loss of undesirable answers", hidden=True
+    )
+    simpo_gamma: float = flag(
+        0.5,
+        "simpo: margin by which the reward of the chosen answer should exceed that of the rejected "
+        "one; a reward is beta times the mean log-probability of a token, in nats",
+        hidden=True,
+    )
+    discopop_tau: float = flag(
+        0.05,
+        "discopop: how sharply the loss changes from logistic to exponential as the margin grows",
+        hidden=True,
+    )
+
+
+# Computes the loss of each pair [...], or the reward of each answer [..., 2]. The second argument
+# is the PreferenceConfig of the run, or a subclass that has further parameters.
+Formula: TypeAlias = "Callable[[Answers, Any], Tensor]"
+
+
+def implicit_rewards(answers: Answers, config: LossParameters) -> Tensor:
+    """Return beta times the log-ratio of each answer, the reward of DPO."""
+    return config.beta * answers.log_ratios
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss that compares answers.
+
+    Attributes:
+        formula: returns the loss of each pair [...]. It gets :class:`Answers` and the
+            :class:`PreferenceConfig`, whose fields are its parameters.
+        title: its name in the literature.
+        rewards: returns the reward of each answer [..., 2], for the metrics.
+        parameters: the names of parameters that not every loss uses.
+        statistics: attributes of :class:`Answers` of the global batch that it needs.
+            ``kl_baseline`` and ``all_pairs`` take a further forward pass, without gradients.
+        uses_reference: whether it takes log-probabilities of the reference model.
+        is_unpaired: whether it takes single answers instead of pairs.
+        is_reward_model: whether it trains a reward model, which scores answers.
+        learning_rate: the default peak learning rate.
     """
-    beta = config.beta
-    mean_logps = answers.logps / answers.tokens
-    log_ratios = answers.logps - answers.reference
 
-    match config.loss_type:
-        case "reward":
-            rewards = answers.logps
-        case "orpo" | "simpo":
-            rewards = beta * mean_logps
-        case _:
-            rewards = beta * log_ratios
-    margin = rewards[..., 0] - rewards[..., 1]
-
-    match config.loss_type:
-        case "ipo":
-            mean_ratios = log_ratios / answers.tokens
-            distance = mean_ratios[..., 0] - mean_ratios[..., 1] - 1 / (2 * beta)
-            return distance**2, rewards
-        case "kto":
-            above = rewards[..., 0] - beta * baseline
-            loss_if_desirable = config.desirable_weight * (1 - torch.sigmoid(above))
-            loss_if_undesirable = config.undesirable_weight * (1 - torch.sigmoid(-above))
-            loss = torch.where(answers.desirable, loss_if_desirable, loss_if_undesirable)
-            return loss, rewards
-        case "orpo":
-            log_odds = mean_logps - _log1mexp(mean_logps)
-            log_odds_ratio = log_odds[..., 0] - log_odds[..., 1]
-            return -mean_logps[..., 0] - beta * F.logsigmoid(log_odds_ratio), rewards
-        case "simpo":
-            margin = margin - config.simpo_gamma
-
-    smoothing = config.label_smoothing
-    loss_if_right = -F.logsigmoid(margin)
-    loss_if_swapped = -F.logsigmoid(-margin)
-    if config.loss_type == "robust":
-        unbiased = (1 - smoothing) * loss_if_right - smoothing * loss_if_swapped
-        return unbiased / (1 - 2 * smoothing), rewards
-    return (1 - smoothing) * loss_if_right + smoothing * loss_if_swapped, rewards
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) of negative numbers, accurate both near zero and far from it.
-
-    This is equation 7 of Mächler 2012, "Accurately computing log(1 - exp(-|a|))". Numbers that
-    rounding has made zero or positive are replaced by the largest negative number.
-    """
-    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
-    is_near_zero = x > -math.log(2)
-
-    # Both branches are computed everywhere. A branch that is not used gets -1, because NaN in it
-    # would also become NaN in the gradient.
-    near_zero = torch.log(-torch.expm1(x.where(is_near_zero, -1)))
-    far_from_zero = torch.log1p(-torch.exp(x.where(~is_near_zero, -1)))
-    return torch.where(is_near_zero, near_zero, far_from_zero)
+    formula: Formula
+    title: str
+    rewards: Formula = implicit_rewards
+    parameters: tuple[str, ...] = ()
+    statistics: tuple[Literal["kl_baseline", "mean_chosen_tokens", "all_pairs"], ...] = ()
+    uses_reference: bool = True
+    is_unpaired: bool = False
+    is_reward_model: bool = False
+    # That of Rafailov et al. 2023 (arXiv:2305.18290), and TRL's for each of these losses.
+    learning_rate: float = 1e-6

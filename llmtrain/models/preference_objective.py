@@ -10,11 +10,13 @@ from torch import Tensor
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.part import as_json, public_fields
+from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.causal_lm import CausalLM, own_arguments
 from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.documents import Documents
-from llmtrain.models.preference import Answers, losses
+from llmtrain.models.preference import Answers
 from llmtrain.models.probe import shares_prompts
 
 
@@ -34,16 +36,33 @@ class PreferenceObjective(Objective):
         # One log-probability for each answer of a row.
         self.reference_size = rows.answers_per_row if config.uses_reference else 0
 
+    @property
+    def fingerprint(self) -> JsonObject | None:
+        formulas = [loss.formula for loss in self.config.selected_losses]
+        return {
+            "class": type(self).__name__,
+            **public_fields(self),
+            "formulas": as_json(formulas),
+        }
+
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         answers = self._answers(model, batch)
         is_pair = answers.tokens[:, 0] > 0
+        if not extra and self.config.needs_statistic("all_pairs"):
+            # A memory plan and a warm-up have no prepass. The value of the loss is not used there.
+            extra = {"all_pairs": _detached(answers)}
 
         # The formulas need numbers for a missing answer, too.
         if not self.rows.are_scored:
             answers = answers._replace(logps=answers.logps.where(answers.tokens > 0, -1))
-        answers = answers._replace(tokens=answers.tokens.clamp(min=1))
-        baseline = extra.get("kl_baseline", answers.logps.new_zeros(()))
-        pair_losses, rewards = losses(self.config, answers, baseline)
+        answers = answers._replace(tokens=answers.tokens.clamp(min=1), **extra)
+
+        weighted_losses = [
+            weight * loss.formula(answers, self.config)
+            for weight, loss in zip(self.config.weights, self.config.selected_losses, strict=True)
+        ]
+        pair_losses = torch.stack(weighted_losses).sum(0)
+        rewards = self.config.selected_losses[0].rewards(answers, self.config)
         return LossSums(
             loss=(pair_losses * is_pair).sum(),
             metrics=self._metric_sums(
@@ -58,16 +77,26 @@ class PreferenceObjective(Objective):
         return self.rows.count_pairs(batch["labels"], batch["answers"])
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
-        """Compute the baseline of KTO: how far the model has moved from the reference model.
+        """Compute the attributes of :class:`Answers` of the global batch that the loss needs."""
+        if self.config.needs_statistic("kl_baseline"):
+            return {"kl_baseline": self._kl_baseline(engine, batches)}
 
-        It is the mean log-ratio of the mismatched answers of the global batch, in nats per answer.
-        If the mean is negative, the baseline is 0.
-        """
-        if not self.config.is_unpaired:
-            return {}
-        total, answers = engine.sum_over_batches(self._log_ratio_of_mismatched, batches)
-        mean_log_ratio = total / answers.clamp(min=1)
-        return {"kl_baseline": mean_log_ratio.clamp(min=0)}
+        if self.config.needs_statistic("all_pairs"):
+            all_pairs = self._all_pairs(engine, batches)
+            chosen_tokens = all_pairs.tokens[:, 0].sum()
+            return {
+                "all_pairs": all_pairs,
+                "mean_chosen_tokens": _ratio(chosen_tokens, totals.denominator),
+            }
+
+        if self.config.needs_statistic("mean_chosen_tokens"):
+            counts = [
+                self.rows.count_chosen_tokens(batch["labels"], batch["answers"])
+                for batch in batches
+            ]
+            chosen_tokens = engine.ranks.sum_over_ranks(torch.stack(counts).sum())
+            return {"mean_chosen_tokens": _ratio(chosen_tokens, totals.denominator)}
+        return {}
 
     def reference(self, model: Any, batch: Batch) -> Tensor:
         """Return the log-probabilities of the answers, float [B, answers_per_row]."""
@@ -234,13 +263,39 @@ class PreferenceObjective(Objective):
         )
         return scores[last_positions]
 
+    # --- numbers of the global batch
+
+    def _kl_baseline(self, engine: Any, batches: Iterable[Batch]) -> Tensor:
+        """Return the baseline of KTO: how far the model has moved from the reference model.
+
+        It is the mean log-ratio of the mismatched answers of the global batch, in nats per answer.
+        If the mean is negative, the baseline is 0.
+        """
+        total, answers = engine.sum_over_batches(self._log_ratio_of_mismatched, batches)
+        mean_log_ratio: Tensor = total / answers.clamp(min=1)
+        return mean_log_ratio.clamp(min=0)
+
+    def _all_pairs(self, engine: Any, batches: Iterable[Batch]) -> Answers:
+        """Return the answers of all pairs of the global batch, without gradients."""
+
+        def columns(model: Any, batch: Batch) -> Tensor:
+            answers = self._answers(model, batch)
+            return torch.cat([answers.logps, answers.tokens, answers.reference], dim=1)
+
+        logps, tokens, reference = engine.gather_over_batches(columns, batches).split(2, dim=1)
+        return Answers(
+            logps=logps,
+            tokens=tokens,
+            reference=reference,
+            desirable=torch.ones_like(tokens[:, 0], dtype=torch.bool),
+        )
+
     def _log_ratio_of_mismatched(self, model: Any, batch: Batch) -> Tensor:
         """Return the sum of log-ratios of mismatched answers, and their number, float64 [2]."""
         answers = self._answers(model, batch)
         has_both = (answers.tokens > 0).all(1)
 
-        # MPS has no float64.
-        wide = torch.float32 if answers.logps.device.type == "mps" else torch.float64
+        wide = _widest_dtype(answers.logps.device)
         log_ratios = ((answers.logps - answers.reference)[:, 1] * has_both).to(wide)
         # Multiples of 2^-30 whose sum is below 2^23 nats add up exactly, in any order.
         log_ratios = (log_ratios * 2**30).round() / 2**30
@@ -283,6 +338,19 @@ class PreferenceObjective(Objective):
             "logps/rejected": logps[:, rejected_answer] * rejected,
         }
         return {name: values.sum().float() for name, values in sums.items()}
+
+
+def _ratio(count: Tensor, denominator: Tensor) -> Tensor:
+    return count.to(_widest_dtype(count.device)) / denominator.clamp(min=1)
+
+
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    """Return the most precise type of floating-point numbers that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _detached(answers: Answers) -> Answers:
+    return answers._replace(logps=answers.logps.detach())
 
 
 _MEANS = (

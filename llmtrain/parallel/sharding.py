@@ -1,11 +1,13 @@
 """How a run shards its model over the ranks, and the Accelerator that knows it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.part import Part, name_of
 
 
 @dataclass
@@ -41,6 +43,27 @@ class Sharding:
         return self.replicas * self.shards
 
 
+class RegisteredPart(Part):
+    """An object that was registered with the Accelerator: its state is in every checkpoint.
+
+    Args:
+        name: the name of the part.
+        stateful: an object with ``state_dict`` and ``load_state_dict``.
+    """
+
+    fingerprint = None
+
+    def __init__(self, name: str, stateful: Any) -> None:
+        self.name = name
+        self._stateful = stateful
+
+    def state_dict(self) -> Any:
+        return self._stateful.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stateful.load_state_dict(state)
+
+
 class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """Accelerate's Accelerator, which also knows how this run shards models.
 
@@ -50,7 +73,7 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         settings: the arguments of Accelerate's own class.
 
     Attributes:
-        registered: the objects of :meth:`register_for_checkpointing`, by name.
+        registered: the objects of :meth:`register_for_checkpointing`, in order.
     """
 
     def __init__(
@@ -59,7 +82,7 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         super().__init__(**settings)
         self.sharding = sharding or Sharding(replicas=int(self.num_processes), shards=1)
         self.bitwise = bitwise
-        self.registered: dict[str, Any] = {}
+        self.registered: list[Part] = []
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let the checkpoints of a run hold the states of these objects.
@@ -78,12 +101,13 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
                         f"register_for_checkpointing got a {class_name}, which has no {method}; "
                         "give it state_dict and load_state_dict."
                     )
+            names = {name_of(part) for part in self.registered}
             name = class_name
             number = 2
-            while name in self.registered:
+            while name in names:
                 name = f"{class_name}-{number}"
                 number += 1
-            self.registered[name] = stateful
+            self.registered.append(RegisteredPart(name, stateful))
 
     def register_save_state_pre_hook(self, hook: object) -> NoReturn:
         """Refuse a hook, because a run does not call ``save_state``.

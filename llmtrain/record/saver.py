@@ -34,7 +34,7 @@ from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
 
 _SPARE_BYTES = 1 << 24  # for all files without tensors
-_SAFE_NAME = re.compile(r"\w[\w.-]*")  # of a folder in a checkpoint
+_SAFE_NAME = re.compile(r"\w[\w.+-]*")  # of a folder in a checkpoint
 
 
 class Saver:

@@ -109,7 +109,7 @@ def check_optimizer_flags(
 
     values_of_flag = {
         "weight_decay": _values(optimizer, "weight_decay"),
-        "adam_beta1": _values(optimizer, "betas", 0) | _values(optimizer, "momentum"),
+        "adam_beta1": _values(optimizer, "betas", 0) + _values(optimizer, "momentum"),
         "adam_beta2": _values(optimizer, "betas", 1),
         "adam_epsilon": _values(optimizer, "eps"),
     }
@@ -127,10 +127,10 @@ def check_optimizer_flags(
         raise UserError(f"flags without effect: {', '.join(unread)}; leave them out.")
 
 
-def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None) -> set[object]:
+def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None) -> list[object]:
     """Return the values of all parameter groups under a key, or those at an index of a tuple."""
-    values = [group[key] for group in optimizer.param_groups if key in group]
-    return {value if index is None else value[index] for value in values}
+    values = [group[key] for group in optimizer.param_groups if group.get(key) is not None]
+    return [value if index is None else value[index] for value in values]
 
 
 def say_rates(rates: LearningRates) -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.part import Part
 from llmtrain.parallel.shards import filled_like
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
@@ -16,15 +17,7 @@ from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.record.tensor_files import read_tensors_on_main
 
 
-class Stateful(Protocol):
-    """A part of a run that has a state, such as a callback of the user's."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> object: ...
-
-
-def restore_parts(parts: Mapping[str, Stateful], path: Path, device: torch.device) -> None:
+def restore_parts(parts: Mapping[str, Part], path: Path, device: torch.device) -> None:
     """Give each part the state that it has in a checkpoint."""
     team = Team.everyone()
     stored_names = team.on_main(lambda: checkpoint.part_names(path))
@@ -39,7 +32,7 @@ def restore_parts(parts: Mapping[str, Stateful], path: Path, device: torch.devic
             say("changed", f"{name} starts without a state: {path} has none of it")
 
 
-def _restore_part(name: str, part: Stateful, folder: Path, device: torch.device) -> None:
+def _restore_part(name: str, part: Part, folder: Path, device: torch.device) -> None:
     """Give a part the state in a folder.
 
     A tensor that the part has as a DTensor is sharded like that; others lie on the CPU.
@@ -55,17 +48,20 @@ def _restore_part(name: str, part: Stateful, folder: Path, device: torch.device)
         else:
             tensors[tensor_name] = full.cpu()
 
-    def load() -> None:
-        try:
-            part.load_state_dict(unflatten(structure["state"], tensors))
-        except Exception as error:
-            raise UserError(
-                f"{name} cannot load its state from {folder} ({type(error).__name__}: "
-                f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
-                "with --resume_from_checkpoint never."
-            ) from error
+    state = unflatten(structure["state"], tensors)
+    team.on_all(lambda: _load(name, part, state, folder))
 
-    team.on_all(load)
+
+def _load(name: str, part: Part, state: dict[str, Any], folder: Path) -> None:
+    """Let a part load its state, which may fail: it is the user's own code."""
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot load its state from {folder} ({type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
+            "with --resume_from_checkpoint never."
+        ) from error
 
 
 def flat_part(name: str, state: object) -> FlatState:

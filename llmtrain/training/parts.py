@@ -1,8 +1,8 @@
 """All that a user brings to a run, besides the model: checked, named, and in the fingerprint."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +16,6 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import Part, as_json, name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.sharding import TrainingAccelerator
-from llmtrain.training.part_states import Stateful
 
 # Names of parts are folders of a checkpoint.
 _NAME = re.compile(r"\w[\w.+-]*")
@@ -41,7 +40,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     callbacks: tuple[Callback, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    registered: Mapping[str, Stateful] = field(default_factory=dict)
+    registered: Sequence[Part] = ()
 
     @classmethod
     def of(
@@ -79,26 +78,26 @@ class Parts:
         parts.by_name()  # this checks the names
         return parts
 
-    def by_name(self) -> dict[str, Stateful]:
+    def by_name(self) -> dict[str, Part]:
         """Return all whose state a checkpoint holds, by name.
 
         Raises:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
-        named: dict[str, Stateful] = {}
-        for part in self.parts:
+        named: dict[str, Part] = {}
+        for part in (*self.parts, *self.registered):
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
                     f"'{name}' cannot be the name of a {type(part).__name__}: use letters, digits, "
                     "dots and dashes."
                 )
-            if name in named or name in self.registered:
+            if name in named:
                 raise UserError(
                     f"two parts of this run are called {name}; give one of them another `name`."
                 )
             named[name] = part
-        return {**self.registered, **named}
+        return named
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -162,9 +161,11 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
     return FunctionMetric(metric)
 
 
-def _registered(accelerator: Accelerator) -> Mapping[str, Stateful]:
-    """Return what the user has registered for checkpoints, by name."""
-    return accelerator.registered if isinstance(accelerator, TrainingAccelerator) else {}
+def _registered(accelerator: Accelerator) -> Sequence[Part]:
+    """Return what the user has registered for checkpoints. What is registered later is in it."""
+    if isinstance(accelerator, TrainingAccelerator):
+        return accelerator.registered
+    return ()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -46,6 +46,20 @@ TRAINERS = {  # of each loss: where it is, and the flags that both sides have
     "orpo": (ORPO, "ORPO", {"beta": 0.3}),
     "simpo": (CPO, "CPO", {"beta": 2.0, "simpo_gamma": 0.8, "label_smoothing": 0.1}),
     "reward": (DEFAULT, "Reward", {}),
+    "sigmoid_norm": (DEFAULT, "DPO", {}),
+    "hinge": (DEFAULT, "DPO", {}),
+    "exo_pair": (DEFAULT, "DPO", {"label_smoothing": 1e-3}),
+    "nca_pair": (DEFAULT, "DPO", {}),
+    "bco_pair": (DEFAULT, "DPO", {}),
+    "sppo_hard": (DEFAULT, "DPO", {}),
+    "aot": (DEFAULT, "DPO", {"label_smoothing": 0.2}),
+    "aot_unpaired": (DEFAULT, "DPO", {"label_smoothing": 0.2}),
+    "apo_zero": (DEFAULT, "DPO", {}),
+    "apo_down": (DEFAULT, "DPO", {}),
+    # A smaller tau multiplies the rounding errors of the log-probabilities.
+    "discopop": (DEFAULT, "DPO", {"discopop_tau": 0.5}),
+    "sft": (DEFAULT, "DPO", {}),
+    "apo_zero_unpaired": (DEFAULT, "KTO", {"desirable_weight": 1.3, "undesirable_weight": 0.7}),
 }
 
 
@@ -68,7 +82,7 @@ def ragged(loss: str) -> list[Pair]:
     pairs = [
         Pair(tokens(2, 20), [*tokens(1, 24), END], [*tokens(1, 24), END]) for _ in range(COUNT)
     ]
-    if loss != "kto":
+    if loss not in ("kto", "apo_zero_unpaired"):
         return pairs
     return [
         Pair(one.prompt, one.first, pairs[i - 1].first, i % 3 > 0) for i, one in enumerate(pairs)
@@ -80,7 +94,7 @@ class Ours:
 
     def __init__(self, loss: str, folder: Path, accelerator: Any, words: Any, **flags: Any) -> None:
         self.pairs = ragged(loss)
-        preference = PreferenceConfig(loss_type=loss, **flags)  # type: ignore[arg-type]
+        preference = PreferenceConfig(loss_type=[loss], **flags)
         rows, written = write_pair_rows(
             folder / "rows.arrow", self.pairs, width=2 * BLOCK, share_prompts=True
         )
@@ -123,8 +137,7 @@ class Ours:
     def loss(self) -> Tensor:
         totals = self.engine.count([self.batch])
         extra = self.objective.prepass(self.engine, [self.batch], totals)
-        if self.objective.config.is_unpaired:
-            assert extra["kl_baseline"] > 0.1, "a baseline to compare with"
+        assert extra.get("kl_baseline", 1) > 0.1, "a baseline to compare with"
         return self.engine.loss(self.batch, extra).loss / totals.denominator
 
 
@@ -140,6 +153,7 @@ class Theirs:
         self.words.pad_token = pad
         more: dict[str, Any] = {
             "DPO": {"loss_type": [loss]},
+            "KTO": {"loss_type": loss},
             "CPO": {"loss_type": loss, "cpo_alpha": 0.0},
         }.get(name, {})
         settings = getattr(package, f"{name}Config")(

@@ -228,7 +228,7 @@ class Unknown(lt.Objective):
             r"UsesHidden\.loss \(test_model\.py, line \d+\) uses base_model of the model, which "
             r"Recurrent does not have; add it to the class, as docs/guides/own-model\.md",
         ),
-        (Typo, Recurrent, r"Typo\.loss .* uses logit_at .*; did you mean logits_at\?"),
+        (Typo, Recurrent, r"Typo\.loss .* uses logit_at .*; did you mean logits_at\?$"),
         (Unknown, Recurrent, r"uses xyz .*own-model\.md lists what every model has"),
         (UsesLogits, LossOnly, r"LossOnly only returns a loss.* `labels` .* default None"),
     ],

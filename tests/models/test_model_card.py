@@ -79,7 +79,7 @@ def test_the_code_of_a_reward_models_card_scores_answers_as_training_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    bundle, rows = bundle_of(tmp_path, accelerator, TEMPLATES[template], loss_type="reward")
+    bundle, rows = bundle_of(tmp_path, accelerator, TEMPLATES[template], loss_type=["reward"])
     bundle.model.eval()
     batch = Collate(1, prepare=bundle.prepare_batch)(
         SlotRows(rows.train).__getitems__([Slot(0, 0)])
@@ -131,7 +131,7 @@ def test_the_docs_show_the_code_of_a_card(
     tmp_path: Path, accelerator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    bundle, _ = bundle_of(tmp_path, accelerator, "chatml", loss_type="reward")
+    bundle, _ = bundle_of(tmp_path, accelerator, "chatml", loss_type=["reward"])
     code = bundle.files.loading_code().replace("FOLDER", '"runs/reward/model"')
     page = (ROOT / "docs" / "guides" / "preferences.md").read_text()
     code_before_example, _, _ = code.partition("question = ")
@@ -142,8 +142,8 @@ def test_the_docs_show_the_code_of_a_card(
     ("preference", "line"),
     [
         ({}, "Training loss: DPO (`--loss_type sigmoid`)."),
-        ({"loss_type": "simpo"}, "Training loss: SimPO (`--loss_type simpo`)."),
-        ({"loss_type": "reward"}, "Training loss: Bradley-Terry (`--loss_type reward`)."),
+        ({"loss_type": ["simpo"]}, "Training loss: SimPO (`--loss_type simpo`)."),
+        ({"loss_type": ["reward"]}, "Training loss: Bradley-Terry (`--loss_type reward`)."),
     ],
 )
 def test_the_card_names_the_loss(

@@ -1,5 +1,6 @@
 """Losses that compare answers: each is its formula, whatever rows the pairs lie in, on any family."""
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig, PreferenceConfig
-from llmtrain.models.preference import Answers, losses
+from llmtrain.models.preference import Answers
+from llmtrain.models.preference_losses import orpo
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.placement import place
@@ -33,6 +35,7 @@ from recipes import preference
 from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES
 from tests.pair_rows import write_pair_rows
+from tests.trl_losses import trl_dpo_loss, trl_kto_loss
 
 BLOCK = 32
 LOSSES = {
@@ -45,6 +48,31 @@ LOSSES = {
     "simpo": {"beta": 2.0, "label_smoothing": 0.1},
     "reward": {},
 }
+# Of each loss that only TRL's code is compared with: its parameters.
+LIKE_TRL: dict[str, dict[str, Any]] = {
+    "sigmoid_norm": {"beta": 2.0},
+    "hinge": {"beta": 0.05},
+    "exo_pair": {"label_smoothing": 1e-3},
+    "nca_pair": {},
+    "bco_pair": {},
+    "sppo_hard": {},
+    "aot": {},
+    "aot, smoothed": {"label_smoothing": 0.2},
+    "aot_unpaired": {},
+    "aot_unpaired, smoothed": {"label_smoothing": 0.2},
+    "apo_zero": {},
+    "apo_down": {},
+    "discopop": {},
+    "sft": {},
+    "apo_zero_unpaired": {"desirable_weight": 1.3, "undesirable_weight": 0.7},
+    "MPO": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    "aot and sft": {"loss_type": ["aot", "sft"], "loss_weights": [1.0, 0.5]},
+}
+
+
+def config_of(loss: str) -> PreferenceConfig:
+    parameters: dict[str, Any] = {"loss_type": [loss.partition(",")[0]]}
+    return PreferenceConfig(**(parameters | {**LOSSES, **LIKE_TRL}[loss]))
 
 
 class Pair(tuple[list[int], list[int], list[int], bool]):
@@ -109,7 +137,7 @@ def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
         )
         stand_in.is_packed = "position_ids" in columns
         overrides = {"config_overrides": OVERRIDES, "max_length": BLOCK, "from_config": family}
-        preference = PreferenceConfig(loss_type=loss.partition(",")[0], **LOSSES[loss])  # type: ignore[arg-type]
+        preference = config_of(loss)
         config = ModelConfig(**(overrides | settings))
         return place(
             accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
@@ -155,24 +183,45 @@ def with_reference(rows: TokenRows, values: Tensor) -> TokenRows:
 
 
 def plainly(
-    model: nn.Module, pairs: list[Pair], reference: list[list[float]], config: PreferenceConfig
+    model: nn.Module,
+    pairs: list[Pair],
+    reference: list[list[float]],
+    config: PreferenceConfig,
+    is_like_trl: bool,
 ) -> Tensor:
-    """The mean loss over the pairs, each answer alone in a forward of transformers' own, formula by formula."""
+    """The mean loss over the pairs, each answer alone in a forward of transformers' own, formula by formula.
+
+    If it is like TRL's, the formula is in TRL's own code.
+    """
     own = model.own_class
     beta = config.beta
     eps = config.label_smoothing
-    kind = config.loss_type
+    kind = config.loss_type[0]
     terms = []
     moved = []
 
-    def sums(prompt: list[int], answer: list[int]) -> Tensor:
+    def of_tokens(prompt: list[int], answer: list[int]) -> Tensor:
         ids = torch.tensor([prompt + answer])
         if kind == "reward":
             return own.forward(model, input_ids=ids, attention_mask=torch.ones_like(ids)).logits[
                 0, 0
             ]
         logits = own.forward(model, input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        return torch.log_softmax(logits, 1)[range(len(answer)), answer].sum()
+        return torch.log_softmax(logits, 1)[range(len(answer)), answer]
+
+    if is_like_trl:
+        log_ratios = torch.tensor(reference, dtype=torch.float64)
+        if config.is_unpaired:
+            answers = [of_tokens(prompt, first) for prompt, first, *_ in pairs]
+            return trl_kto_loss(config, answers, log_ratios[:, 0], [pair[3] for pair in pairs])
+        of_pairs = [
+            (of_tokens(prompt, first), of_tokens(prompt, second))
+            for prompt, first, second, _ in pairs
+        ]
+        return trl_dpo_loss(config, of_pairs, log_ratios)
+
+    def sums(prompt: list[int], answer: list[int]) -> Tensor:
+        return of_tokens(prompt, answer).sum()
 
     for (prompt, first, second, _), (for_first, for_second) in zip(pairs, reference, strict=True):
         one, other = sums(prompt, first), sums(prompt, second)
@@ -218,9 +267,13 @@ def pairs_in_rows(rows: TokenRows, pairs: list[Pair]) -> list[tuple[int, int, in
     return found
 
 
-@pytest.mark.parametrize("layout", ["one prompt", "two prompts", "halves"])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "loss", "layout"),
+    [
+        *itertools.product(["gpt2", "llama"], LOSSES, ["one prompt", "two prompts", "halves"]),
+        *itertools.product(["llama"], LIKE_TRL, ["one prompt", "halves"]),
+    ],
+)
 def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
     family: str,
     loss: str,
@@ -243,14 +296,14 @@ def test_loss_and_gradient_are_the_formulas_in_whatever_rows_and_micro_batches(
     of_pairs: list[Any] = [None] * len(pairs)
     for row, at, number in placed:
         of_pairs[number] = reference[row, 2 * at : 2 * at + 2].tolist()
-    expected = plainly(model, pairs, of_pairs, objective.config)
+    expected = plainly(model, pairs, of_pairs, objective.config, is_like_trl=loss in LIKE_TRL)
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()), allow_unused=True)
     for micro_batch in (4, 1):
         batches = batches_of(with_reference(rows, reference), bundle, micro_batch)
         totals = engine.count(batches)
         assert int(totals.denominator) == len(pairs)
         extra = objective.prepass(engine, batches, totals)
-        assert ("kl_baseline" in extra) == objective.config.is_unpaired
+        assert ("kl_baseline" in extra) == (loss == "kto")
 
         model.zero_grad()
         sums = [engine.loss(batch, extra).loss for batch in batches]
@@ -455,7 +508,7 @@ def test_a_reward_model_and_an_adapter_have_a_higher_default_rate(
 def test_the_families_that_the_refusal_names_can_be_reward_models(
     family: str, load, tmp_path: Path
 ) -> None:
-    PreferenceConfig(loss_type="reward").check_family(ModelConfig(from_config=family))
+    PreferenceConfig(loss_type=["reward"]).check_family(ModelConfig(from_config=family))
     rows = rows_of(some_pairs(3), tmp_path, "one prompt")
     assert load(rows, family, "reward").model.gives_scores
 
@@ -507,15 +560,28 @@ def test_unpaired_answers_have_no_share_of_pairs(load, tmp_path: Path, accelerat
         ({"beta": math.nan}, "--beta nan is out of range"),
         ({"label_smoothing": 0.5}, "--label_smoothing 0.5"),
         (
-            {"loss_type": "ipo", "label_smoothing": 0.1},
-            "--label_smoothing does nothing with --loss_type ipo",
+            {"loss_type": ["ipo"], "label_smoothing": 0.1},
+            "--label_smoothing is for --loss_type sigmoid, robust, exo_pair, aot, aot_unpaired, "
+            "simpo; leave it out.",
         ),
         ({"desirable_weight": 2.0}, "--desirable_weight is for --loss_type kto"),
         (
-            {"loss_type": "kto", "undesirable_weight": -1.0},
+            {"loss_type": ["kto"], "undesirable_weight": -1.0},
             "--undesirable_weight -1.0 is out of range",
         ),
         ({"simpo_gamma": 1.0}, "--simpo_gamma is for --loss_type simpo"),
+        ({"discopop_tau": 1.0}, "--discopop_tau is for --loss_type discopop"),
+        ({"loss_type": ["discopop"], "discopop_tau": 0}, "--discopop_tau 0 is out of range"),
+        ({"loss_type": []}, "--loss_type is empty: name a loss"),
+        ({"loss_type": "ipo"}, "--loss_type i does not exist; use one of sigmoid, "),
+        ({"loss_type": ["exo_pair"]}, "exo_pair needs --label_smoothing above 0"),
+        ({"loss_type": ["ipo", "kto"]}, "adds losses of pairs to losses of single answers"),
+        ({"loss_type": ["reward", "sft"]}, "trains a reward model, which has no log-prob"),
+        (
+            {"loss_type": ["ipo", "sft"], "loss_weights": [1.0]},
+            "--loss_weights has 1 values and --loss_type 2; give one weight for each loss.",
+        ),
+        ({"loss_weights": [-1.0]}, "--loss_weights -1.0 is out of range"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(flags: dict[str, Any], said: str) -> None:
@@ -531,9 +597,8 @@ def orpo_loss(mean_logps: Tensor) -> Tensor:
         reference=torch.zeros_like(mean_logps),
         desirable=torch.ones_like(mean_logps[..., 0], dtype=torch.bool),
     )
-    config = PreferenceConfig(loss_type="orpo", beta=0.3)
-    loss, _ = losses(config, answers, baseline=torch.zeros(()))
-    return loss
+    config = PreferenceConfig(loss_type=["orpo"], beta=0.3)
+    return orpo(answers, config)
 
 
 @pytest.mark.parametrize("confident", [-2e-8, -1e-7, -1e-3, -0.69, -0.7])

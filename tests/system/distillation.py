@@ -83,7 +83,6 @@ def main(file: str) -> None:
     bundle = ModelBundle(
         model=model,
         files=cast(ModelFormat, None),
-        weights=(),  # its parameters are not on the meta device
         check=functools.partial(probe, model),
         objective=Distillation(llama(seed=2, layers=3)),
     )

@@ -28,6 +28,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
+from llmtrain.training.part_states import flat_part, restore_parts
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from tests.odd_optimizer import Odd
@@ -50,11 +51,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+class Average:
+    """A part with the weights of a model, sharded like these, and a number."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.mean = {name: 2 * p.detach() for name, p in model.named_parameters()}
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+        self.step = state["step"]
+
+
 class Training:
     """A small model in training.
 
     Attributes:
         state: the state of its optimizer.
+        average: the weights at the beginning.
     """
 
     def __init__(self, accelerator: Any, name: str) -> None:
@@ -77,6 +94,7 @@ class Training:
         )
         self.model = self.engine.unwrapped
         self.state = OptimizerState(self.model, self.optimizer.optimizer)
+        self.average = Average(self.model)
 
     def steps(self, first: int) -> None:
         """Make three steps, each with other rows."""
@@ -100,7 +118,11 @@ def differences(first: Training, second: Training) -> list[str]:
     """Return the names of tensors that differ in bits or form, and of states that differ otherwise."""
     one, other = first.state.flatten(), second.state.flatten()
     tensors, others = (
-        {**state.tensors, **{f"model {k}": v for k, v in training.model.named_parameters()}}
+        {
+            **state.tensors,
+            **{f"model {k}": v for k, v in training.model.named_parameters()},
+            **{f"average {k}": v for k, v in training.average.mean.items()},
+        }
         for state, training in ((one, first), (other, second))
     )
     names = [name for name in {**tensors, **others} if name not in others or name not in tensors]
@@ -115,13 +137,16 @@ def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
     """Return what differs after a restart in the middle of six steps."""
     straight = Training(accelerator, name)
     straight.steps(0)
+    straight.average = Average(straight.model)
+    straight.average.step = 3
     straight.state.check()
     ranks = straight.engine.ranks
     saver = Saver(folder, Files(), keep=2, in_background=True)
     if ranks.is_sharded:
         saver.join(Team.with_new_group(), can_write=True)
     if ranks.is_sharded or ranks.is_main:
-        states = {"optimizer": straight.state.flatten()}
+        part = flat_part("Average", straight.average.state_dict())
+        states = {"optimizer": straight.state.flatten(), "parts/Average": part}
         saver.save(3, straight.model.state_dict(), states, {"step": 3})
     straight.steps(3)
     saver.wait()
@@ -133,6 +158,8 @@ def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
     fill(resumed.model.state_dict(), read_tensors_on_main(path / "model", device))
     tensors = read_tensors_on_main(path / "optimizer", device)
     resumed.state.restore(read_structure(path / "optimizer"), tensors)
+    restore_parts({"Average": resumed.average}, path, device)
+    assert resumed.average.step == 3
     resumed.steps(3)
     return differences(straight, resumed)
 

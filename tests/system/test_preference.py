@@ -49,6 +49,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("reward", "1x1x8,4x1x2", [], marks=long_form),
         pytest.param("sigmoid", "1x8x1,2x4x1,4x2x1", ["--bitwise"], marks=long_form),
         pytest.param("kto", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
+        pytest.param("aot sft", "1x1x8,1x4x2,2x2x2", [], marks=long_form),
+        pytest.param("aot_unpaired sft", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
     ],
 )
 def test_ragged_pairs_make_the_same_run_on_any_layout(
@@ -63,7 +65,7 @@ def test_ragged_pairs_make_the_same_run_on_any_layout(
         "3",
         PREFERENCE,
         "--loss_type",
-        loss,
+        *loss.split(),
         *COMPARED,
     ]
     ended = run([*command, *bits, "--dataset", str(pairs)], timeout=400).assert_ok()
@@ -110,6 +112,9 @@ def test_a_killed_comparison_goes_on_in_the_same_bits(loss: str, pairs: Path) ->
         ),
         pytest.param(
             "a baseline of each process", "kto", "gradient norm differs by", marks=long_form
+        ),
+        pytest.param(
+            "quantiles of each process", "aot", "gradient norm differs by", marks=long_form
         ),
     ],
 )

@@ -3,9 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from llmtrain import GPT, GPTConfig
+from llmtrain.record.checkpoint import read_structure
+from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.optimizer_state import OptimizerState
 from tests.forked import run_forked
 from tests.launching import accelerate, read_json
+from tests.odd_optimizer import Odd
 
 pytest.importorskip("heavyball")
 pytest.importorskip("pytorch_optimizer")
@@ -39,3 +45,14 @@ def test_an_optimizer_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
                     ("the optimizer SOAP fails on sharded", "the optimizer AdamW fails on sharded")
                 )
         assert found == {name: [] for name in found}
+
+    # A state that was sharded comes back in a run that is not.
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=12, block_size=8), 31)
+    optimizer = Odd(model.parameters())
+    folder = tmp_path / "odd" / "step-00000003" / "optimizer"
+    OptimizerState(model, optimizer).restore(read_structure(folder), read_tensors(folder))
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        assert state["moment"].shape == state["plain"].shape == parameter.shape
+        assert state["codes"].dtype == torch.uint8
+        assert all(type(value) in (torch.Tensor, type(None)) for value in state[0]["list"])

@@ -19,7 +19,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.muon import Muon, orthogonal
-from llmtrain.training.optim import make_optimizer
+from llmtrain.training.optim import MuonWithAdamW, make_optimizer
 from llmtrain.training.settings import OptimConfig
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
@@ -144,6 +144,24 @@ def _matrices(*shapes: tuple[int, int]) -> list[torch.nn.Parameter]:
     for matrix in matrices:
         matrix.grad = torch.randn(matrix.shape, generator=generator)
     return matrices
+
+
+def test_muon_may_have_several_groups_beside_adamw() -> None:
+    fast, slow = _matrices((4, 4), (4, 4))
+    [head] = _matrices((4, 4))
+    muon = Muon([{"params": [fast]}, {"params": [slow], "lr": 0.01}], lr=0.1, weight_decay=0.0)
+    optimizer = MuonWithAdamW(muon, torch.optim.AdamW([head], lr=0.3))
+    optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
+    before = [matrix.detach().clone() for matrix in (fast, slow)]
+    optimizer.step()
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.3]
+    assert [[*optimizer.state[matrix]] for matrix in (fast, slow)] == [["momentum_buffer"]] * 2
+    assert {"exp_avg", "exp_avg_sq"} <= {*optimizer.state[head]}
+    fast_step, slow_step = (
+        (matrix - old).norm() for matrix, old in zip((fast, slow), before, strict=True)
+    )
+    assert fast_step > 5 * slow_step
 
 
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]

@@ -17,6 +17,7 @@ from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import Part, as_json
 from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.run import Run
+from recipes import preference
 
 
 class Scaled(lt.Objective):
@@ -73,6 +74,14 @@ class Described(Base, Part):
         self.path = Path("x")
         self.module = nn.Linear(1, 1)
         self._seen = 0
+
+
+def test_a_fingerprint_does_not_depend_on_where_a_flag_was_set() -> None:
+    recipe = preference.DEFAULTS
+    by_default = lt.parse(recipe, []).preference
+    by_flag = lt.parse(recipe, ["--beta", "0.1"]).preference
+    changed = lt.parse(recipe, ["--beta", "0.2"]).preference
+    assert as_json(by_default) == as_json(by_flag) != as_json(changed)
 
 
 def test_a_fingerprint_has_the_class_and_all_public_values() -> None:

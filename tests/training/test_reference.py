@@ -54,7 +54,7 @@ class Asking:
 
     def bundle(self, loss: str = "sigmoid", seed: int = 0) -> ModelBundle:
         config = ModelConfig(from_config="llama", config_overrides=SMALL, max_length=64)
-        preference = PreferenceConfig(loss_type=loss)  # type: ignore[arg-type]
+        preference = PreferenceConfig(loss_type=[loss])
         bundle = load_model(config, None, self.rows, seed, "no", preference=preference)
         bundle = place(self.accelerator, bundle)
         bundle.model.register_forward_pre_hook(self._count)

@@ -13,8 +13,8 @@ import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback
-from llmtrain.record.checkpoint import tensors_digest
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.record.checkpoint import part_names, tensors_digest
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.odd_optimizer import Odd
 from tests.training.test_loop import SETTINGS
@@ -26,7 +26,9 @@ def rows(text_file: Path) -> Tokenized:
 
 
 class Average(Callback):
-    """An average of the weights before each step, registered with the accelerator; it can stop the run."""
+    """An average of the weights, which can stop the run. A run without it counts as the same."""
+
+    fingerprint = None
 
     def __init__(self, model: nn.Module, last_step: int = 9) -> None:
         self.model = model
@@ -34,13 +36,13 @@ class Average(Callback):
         self.steps = 0
         self.mean = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def on_step_begin(self, batch: LocalBatch) -> None:
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.steps += 1
         for name, p in self.model.named_parameters():
             self.mean[name].lerp_(p.detach(), 1 / self.steps)
 
     def wants_to_stop(self) -> bool:
-        return self.steps == self.last_step
+        return self.steps + 1 == self.last_step
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "mean": self.mean}
@@ -78,12 +80,13 @@ def train(
     model: Any = lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
     bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
     average = kind(model, last_step) if kind else None
-    with lt.open_run(accelerator, settings, rows, bundle) as run:
+    optimizer = optimizer_class(model.parameters())
+    callbacks = [average] if average else []
+    opened = lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks)
+    with opened as run:
         batches, _ = lt.loaders(run)
-        prepared = accelerator.prepare(model, optimizer_class(model.parameters()), batches)
-        if average is not None:
-            accelerator.register_for_checkpointing(average)
-        lt.train(run, *prepared, callbacks=[average] if average else [])
+        accelerator.register_for_checkpointing(nn.LayerNorm(2))
+        lt.train(run, *accelerator.prepare(model, optimizer, batches))
     return average
 
 
@@ -103,6 +106,7 @@ def test_a_run_that_stops_and_goes_on_has_the_same_states_to_the_bit(
         assert torch.equal(resumed.mean[name], mean)
     assert resumed.steps == straight.steps == 4
     assert last_digest(tmp_path / "run") == last_digest(tmp_path / "straight")
+    assert part_names(tmp_path / "run/checkpoints/step-00000004") == ["Average", "LayerNorm"]
 
 
 def test_a_part_that_is_gone_or_new_is_told_and_no_damage(
@@ -120,7 +124,7 @@ def test_a_part_that_is_gone_or_new_is_told_and_no_damage(
             return {}
 
     train(rows, tmp_path / "new", last_step=2, kind=Stop)
-    assert not (tmp_path / "new/checkpoints/step-00000002/parts").exists()
+    assert part_names(tmp_path / "new/checkpoints/step-00000002") == ["LayerNorm"]
     assert "starts without a state" not in capsys.readouterr().out
     train(rows, tmp_path / "new")
     assert "Average starts without a state: " in capsys.readouterr().out
