@@ -7,6 +7,7 @@ import pytest
 
 from llmtrain import DataConfig, tokenize
 from llmtrain.errors import UserError
+from llmtrain.training.recipe_model import build_recipe_model
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -67,6 +68,12 @@ def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
     )
     assert (ended.status, ended.err.count("\n")) == (2, 1)
     assert "has its own data" in ended.err
+
+
+def test_the_recipe_can_be_planned(recipe: Path) -> None:
+    planned = build_recipe_model(str(recipe), ["--max_steps", "60"], "no")
+    assert (planned.class_name, planned.settings.optim.max_steps) == ("Recurrent", 60)
+    assert sum(p.numel() for p in planned.model.parameters()) == 58_381
 
 
 def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
