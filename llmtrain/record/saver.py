@@ -126,6 +126,7 @@ class Saver:
         if self._pool is None:
             self._commit(step, plans, json_files, on_commit)
         else:
+            self._forget_copies(plans)
             host_plans = [self._on_host(plan) for plan in plans]
             self._pending = self._pool.submit(self._commit, step, host_plans, json_files, on_commit)
 
@@ -199,6 +200,14 @@ class Saver:
             prune(self.folder, self.keep, self.verified)
             on_commit()
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
+
+    def _forget_copies(self, plans: list[FilePlan]) -> None:
+        """Free the memory of copies of tensors that are in none of these plans."""
+        keys: set[tuple[str, str]] = set()
+        for plan in plans:
+            keys.update((plan.path, name) for name in plan.tensors)
+        for key in self._host_copies.keys() - keys:
+            del self._host_copies[key]
 
     def _on_host(self, plan: FilePlan) -> FilePlan:
         """Return a plan with copies, on the host, of the tensors that this rank writes.

@@ -14,7 +14,7 @@ key:
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,7 +44,9 @@ class FlatState(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def flatten(value: object, path: str, owner: str) -> tuple[Json, dict[str, torch.Tensor]]:
+def flatten(
+    value: object, path: str, owner: str, taken: Collection[str] = ()
+) -> tuple[Json, dict[str, torch.Tensor]]:
     """Return a value as JSON, and the tensors in it by name. Nothing is copied.
 
     A tensor's name is its path, such as ``wte.weight.exp_avg`` or ``wte.weight.GG[0]``.
@@ -53,11 +55,12 @@ def flatten(value: object, path: str, owner: str) -> tuple[Json, dict[str, torch
         value: the value.
         path: the path of the value.
         owner: what keeps the value, for the message of an error.
+        taken: names that tensors of other values have. A tensor with such a path gets a number.
 
     Raises:
         UserError: if there is something that a checkpoint cannot hold. It names path and type.
     """
-    walk = _Walk(owner)
+    walk = _Walk(owner, taken)
     tree = walk.flatten(value, path)
     return tree, walk.tensors
 
@@ -65,8 +68,9 @@ def flatten(value: object, path: str, owner: str) -> tuple[Json, dict[str, torch
 class _Walk:
     """Makes JSON of a value, and collects the tensors in it."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, taken: Collection[str]) -> None:
         self.owner = owner
+        self.taken = taken
         self.tensors: dict[str, torch.Tensor] = {}
 
     def flatten(self, value: Any, path: str) -> Json:
@@ -107,7 +111,7 @@ class _Walk:
         # Two paths are the same if a key contains a dot.
         name = path
         number = 2
-        while name in self.tensors:
+        while name in self.tensors or name in self.taken:
             name = f"{path}-{number}"
             number += 1
         self.tensors[name] = tensor.detach()

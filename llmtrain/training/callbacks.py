@@ -1,6 +1,7 @@
 """The callbacks of the training loop, in the order in which they are called."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 from llmtrain.config.flags import configs_of
@@ -19,7 +20,7 @@ from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_com
 from llmtrain.training.context import LoopCallback, LoopContext
 from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
-from llmtrain.training.run_state import flat_states
+from llmtrain.training.run_state import compare_states, flat_states
 from llmtrain.training.step_log import Logging, RowLedger
 
 _WATCHED_STEPS = 10  # after which the fields of parts are compared with what they were
@@ -224,19 +225,22 @@ class CompareReplicas(LoopCallback):
 
 
 class CheckStates(LoopCallback):
-    """Checks once, after the first step of this start, that checkpoints can hold all states."""
+    """Checks once, after the first step of this start, that checkpoints can hold all states.
+
+    All ranks must have the same states.
+    """
 
     def __init__(self, context: LoopContext) -> None:
         super().__init__(context)
         self._is_checked = False
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        # A skipped step leaves the optimizer without a state.
-        if self._is_checked or not self.loop_context.optimizer.state:
+        # A skipped step leaves the optimizer without a state. All ranks have the same norm, and an
+        # optimizer may keep a state on some of them only.
+        if self._is_checked or not math.isfinite(result.grad_norm):
             return
         self._is_checked = True
-        flat_states(self.run, self.loop_context.optimizer_state)
-        self.loop_context.optimizer_state.check()
+        compare_states(flat_states(self.run, self.loop_context.optimizer_state))
 
 
 class XRayRecording(LoopCallback):

@@ -1,6 +1,7 @@
 """The state of an optimizer: everything that it changes, into a checkpoint and back."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -8,12 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.interfaces.part import as_json
 from llmtrain.json_types import Json, JsonObject
-from llmtrain.observe.replicas import checksum
-from llmtrain.parallel.shards import distribute, filled_like, local_shard, sharded_dim
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.shards import distribute, filled_like, sharded_dim
 from llmtrain.record.state_tree import FlatState, flatten, tensor_names, unflatten
 
 
@@ -38,8 +37,8 @@ class OptimizerState:
         self.name = type(optimizer).__name__
         self._owner = f"the optimizer {self.name}"
         self._parameters = dict(model.named_parameters())
-        self._first_groups = [_copied(_values_of(group)) for group in optimizer.param_groups]
-        self._first_entries = _copied(_further_entries(optimizer))
+        self._first_groups = [_remember(_values_of(group)) for group in optimizer.param_groups]
+        self._first_entries = _remember(_further_entries(optimizer))
 
     def flatten(self) -> FlatState:
         """Return the state as it is now. Its tensors are the optimizer's own.
@@ -47,16 +46,22 @@ class OptimizerState:
         Raises:
             UserError: if there is something that a checkpoint cannot hold.
         """
+        if len(self.optimizer.param_groups) != len(self._first_groups):
+            raise UserError(
+                f"{self._owner} has {len(self.optimizer.param_groups)} parameter groups, and had "
+                f"{len(self._first_groups)} when the run began; make all groups before "
+                "llmtrain.open_run."
+            )
+
         tensors: dict[str, torch.Tensor] = {}
         notes: dict[str, Json] = {}  # of tensors that are not in the form of their parameter
 
         def add(value: object, path: str, like: torch.Tensor) -> Json:
-            tree, added = flatten(value, path, self._owner)
+            tree, added = flatten(value, path, self._owner, taken=tensors)
             for name, tensor in added.items():
                 note = self._note(name, tensor, like)
                 if note:
                     notes[name] = note
-            assert not tensors.keys() & added.keys()
             tensors.update(added)
             return tree
 
@@ -109,10 +114,11 @@ class OptimizerState:
 
         # Read the tensors, and shard each of them before the next one is read.
         likes = self._parameters_of_tensors(structure, trees)
+        notes = self._notes_of_this_run(structure, trees)
         own: dict[str, torch.Tensor] = {}
         for name, full in tensors:
             if name in likes:  # else this run does not train its parameter
-                own[name] = _placed(full, likes[name], structure["tensors"].get(name, {}))
+                own[name] = _placed(full, likes[name], notes.get(name, {}))
 
         entries = unflatten(structure["further_entries"], own)
         if entries:
@@ -125,25 +131,6 @@ class OptimizerState:
         for parameter, tree in trees.items():
             self.optimizer.state[parameter] = unflatten(tree, own)
         self.optimizer.state.update(unflatten(structure["other_state"], own))
-
-    def check(self) -> None:
-        """Check that a checkpoint can hold the state as it is now. All ranks call this.
-
-        Raises:
-            UserError: on all ranks, if there is a value of another type, or if ranks keep different
-                values: those of rank 0 are saved.
-        """
-        states = Team.everyone().on_all(lambda: _checksums(self.flatten()))
-        for rank, state in enumerate(states):
-            different = [
-                name for name in {**states[0], **state} if states[0].get(name) != state.get(name)
-            ]
-            if different:
-                raise UserError(
-                    f"{self._owner} keeps other values on rank {rank} than on rank 0 in "
-                    f"{different[0]}, but a checkpoint holds those of rank 0; use an optimizer "
-                    "whose state is the same on all ranks, or is sharded like the weights."
-                )
 
     def _first_parameter(self, group: dict[str, Any]) -> torch.Tensor:
         """Return the parameter whose device is that of the group's tensors."""
@@ -167,17 +154,38 @@ class OptimizerState:
             likes.update(dict.fromkeys(tensor_names(tree), parameter))
         return likes
 
+    def _notes_of_this_run(
+        self, structure: JsonObject, trees: dict[nn.Parameter, Json]
+    ) -> dict[str, JsonObject]:
+        """Return the notes of a checkpoint, with the devices on which this run keeps steps.
+
+        torch's fused and capturable implementations need the number of steps on the device of the
+        parameter, and the others have it on the CPU. A run may resume with another implementation.
+        """
+        notes: dict[str, JsonObject] = dict(structure["tensors"])
+        for group in self.optimizer.param_groups:
+            if "fused" not in group and "capturable" not in group:
+                continue
+            is_on_device = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                device = str(parameter.device) if is_on_device else "cpu"
+                for name in _names_of_steps(trees.get(parameter)):
+                    notes[name] = {**notes.get(name, {}), "device": device}
+        return notes
+
     def _load_entries(self, changes: dict[str, Any]) -> None:
         """Load further entries of the optimizer's ``state_dict``, which may be kept anywhere."""
-        groups = list(self.optimizer.param_groups)
+        values_of_groups = [dict(group) for group in self.optimizer.param_groups]
         current = self.optimizer.state_dict()
-        entries = _copied(_further_entries(self.optimizer))
+        entries = _further_entries(self.optimizer)
         _update(entries, changes)
         self.optimizer.load_state_dict(
             {**entries, "state": {}, "param_groups": current["param_groups"]}
         )
-        # It has made new groups, with a copy of each value.
-        self.optimizer.param_groups[:] = groups
+        # It has made new groups with copies of the values. The groups stay, because a class may
+        # share them with other optimizers. They get the values back, such as a rate in a tensor.
+        for group, values in zip(self.optimizer.param_groups, values_of_groups, strict=True):
+            group.update(values)
 
     def _note(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> JsonObject:
         """Return how a tensor differs in form from its parameter; see :func:`_placed`."""
@@ -211,11 +219,11 @@ def _placed(full: torch.Tensor, like: torch.Tensor, note: JsonObject) -> torch.T
     Args:
         full: the full tensor.
         like: its parameter.
-        note: if present, ``device`` is ``cpu``; ``sharded_dim`` is the dimension that was sharded,
-            or ``None`` if each rank had the full tensor; ``is_plain`` is whether it was no DTensor;
-            ``strides`` are those of a tensor that was not contiguous.
+        note: if present, ``device`` is where it belongs; ``sharded_dim`` is the dimension that was
+            sharded, or ``None`` if each rank had the full tensor; ``is_plain`` is whether it was no
+            DTensor; ``strides`` are those of a tensor that was not contiguous.
     """
-    full = full.to("cpu" if "device" in note else like.device)
+    full = full.to(note.get("device", like.device))
     if "strides" in note:
         target = torch.empty_strided(
             full.shape, note["strides"], dtype=full.dtype, device=full.device
@@ -226,6 +234,14 @@ def _placed(full: torch.Tensor, like: torch.Tensor, note: JsonObject) -> torch.T
     if "sharded_dim" in note:
         return distribute(full, like, note["sharded_dim"])
     return filled_like(like, full) if full.shape == like.shape else full
+
+
+def _names_of_steps(tree: Any) -> Iterator[str]:
+    """Yield the name of the tensor ``step`` in the state of a parameter, if it has one."""
+    pairs = tree.get("dict", []) if isinstance(tree, dict) else []
+    for key, item in pairs:
+        if key == "step" and isinstance(item, dict):
+            yield from tensor_names(item)
 
 
 def _values_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -239,19 +255,63 @@ def _further_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: entries[key] for key in entries if key not in ("state", "param_groups")}
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of the dictionaries, lists and tensors in a value."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+class _Remembered(NamedTuple):
+    """A value as it was at the beginning, whatever happens to the object since.
+
+    Attributes:
+        description: all but the values of its tensors, as a string.
+        tensors: copies of its tensors.
+    """
+
+    description: str
+    tensors: dict[str, torch.Tensor]
+
+    def is_same(self, value: object) -> bool:
+        """Return whether a value has not changed since."""
+        tree, tensors = _flatten_or_describe(value)
+        return repr(tree) == self.description and all(
+            _is_same_tensor(self.tensors[name], tensor) for name, tensor in tensors.items()
+        )
+
+
+def _remember(value: object) -> Any:
+    """Remember a value; of a dictionary, each entry."""
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+        return {key: _remember(item) for key, item in value.items()}
+    tree, tensors = _flatten_or_describe(value)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return _Remembered(repr(tree), copies)
+
+
+def _flatten_or_describe(value: object) -> tuple[Json, dict[str, torch.Tensor]]:
+    """Return a value as JSON and its tensors. If a checkpoint cannot hold it, describe it.
+
+    Settings may be of any type, such as functions.
+    """
+    try:
+        return flatten(value, path="", owner="")
+    except UserError:
+        return {"described": as_json(value)}, {}
+
+
+def _is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors are the same. Sharded ones never are.
+
+    All ranks must agree on what has changed, and one of them may have a shard that has not.
+    """
+    if isinstance(first, DTensor) or isinstance(second, DTensor):
+        return False
+    has_same_form = (first.dtype, first.device) == (second.dtype, second.device)
+    return has_same_form and torch.equal(first, second)
 
 
 def _changes(values: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries that are new or have changed; of dictionaries among them, likewise."""
+    """Return the entries that are new or have changed; of dictionaries among them, likewise.
+
+    Args:
+        values: the values as they are now.
+        before: what :func:`_remember` returned at the beginning.
+    """
     changes = {}
     for key, value in values.items():
         if key not in before:
@@ -260,7 +320,7 @@ def _changes(values: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
             inner = _changes(value, before[key])
             if inner:
                 changes[key] = inner
-        elif not _is_same(value, before[key]):
+        elif not isinstance(before[key], _Remembered) or not before[key].is_same(value):
             changes[key] = value
     return changes
 
@@ -272,27 +332,3 @@ def _update(values: dict[Any, Any], changes: dict[Any, Any]) -> None:
             _update(values[key], change)
         else:
             values[key] = change
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(local_shard(first), local_shard(second))
-    if type(first) in (list, tuple):
-        pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(_is_same(*pair) for pair in pairs)
-    return bool(first == second)
-
-
-def _checksums(state: FlatState) -> dict[str, object]:
-    """Return what must be the same on all ranks, by the names of the tensors."""
-    sums: dict[str, object] = {}
-    for name, tensor in state.tensors.items():
-        header = (str(tensor.dtype), tuple(tensor.shape))
-        is_sharded = isinstance(tensor, DTensor)
-        sums[name] = header if is_sharded else (header, int(checksum(tensor)))
-    sums["its numbers, strings or lists"] = digest(state.structure)
-    return sums

@@ -5,7 +5,7 @@ All ranks call these functions. If one fails on a rank, it raises on all of them
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.json_types import JsonObject
+from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import fill, local_shard
+from llmtrain.parallel.shards import fill, local_shard, sharded_dim
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.state_tree import FlatState
@@ -104,6 +105,53 @@ def _headers(state: FlatState) -> JsonObject:
         name: [str(tensor.dtype), *tensor.shape, isinstance(tensor, DTensor)]
         for name, tensor in state.tensors.items()
     }
+
+
+def compare_states(states: Mapping[str, FlatState]) -> None:
+    """Check that all ranks have the values that rank 0 has. All ranks call this.
+
+    Args:
+        states: what :func:`flat_states` returned.
+
+    Raises:
+        UserError: on all ranks, with the first state that differs.
+    """
+
+    def own_sums() -> dict[str, dict[str, object]]:
+        return {folder: _checksums(state) for folder, state in states.items()}
+
+    sums_of_ranks = Team.everyone().on_all(own_sums)
+    main_sums = sums_of_ranks[0]
+    for rank, sums in enumerate(sums_of_ranks):
+        for folder in {**main_sums, **sums}:
+            expected = main_sums.get(folder, {})
+            given = sums.get(folder, {})
+            names = {**expected, **given}
+            different = [name for name in names if expected.get(name) != given.get(name)]
+            if different:
+                raise UserError(
+                    f"{_owner_of(folder, states)} keeps other values on rank {rank} than on rank 0 "
+                    f"in {different[0]}; a checkpoint holds those of rank 0: keep the same values "
+                    "on all ranks, or DTensors that are sharded like the weights."
+                )
+
+
+def _checksums(state: FlatState) -> dict[str, object]:
+    """Return what must be the same on all ranks, by the names of the tensors."""
+    sums: dict[str, object] = {}
+    for name, tensor in state.tensors.items():
+        header = (str(tensor.dtype), tuple(tensor.shape))
+        is_sharded = isinstance(tensor, DTensor) and sharded_dim(tensor) is not None
+        sums[name] = header if is_sharded else (header, int(checksum(local_shard(tensor))))
+    sums["its numbers, strings or lists"] = digest(state.structure)
+    return sums
+
+
+def _owner_of(folder: str, states: Mapping[str, FlatState]) -> str:
+    """Return what keeps the state in a folder of a checkpoint, for messages."""
+    if folder == "optimizer":
+        return f"the optimizer {states[folder].structure['optimizer']}"
+    return folder.removeprefix("parts/")
 
 
 def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:

@@ -144,6 +144,20 @@ def test_a_checkpoint_holds_states_of_parts_as_they_are_at_that_moment(
     assert digests[0] != digests[1] == digests[2]
 
 
+def test_a_name_that_another_value_has_gets_a_number() -> None:
+    tree, tensors = flatten({"b": torch.ones(1)}, "a", "the optimizer", taken={"a.b", "a.b-2"})
+    assert [*tensors] == [*tensor_names(tree)] == ["a.b-3"]
+
+
+def test_copies_of_tensors_that_are_gone_are_freed(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Files(), keep=9, in_background=True)
+    for step in (1, 2, 3):
+        states = {"optimizer": FlatState({}, {f"step {step}": torch.ones(2)})}
+        saver.save(step, {"w": torch.ones(2)}, states, {"step": step})
+    saver.wait()
+    assert sorted(name for _, name in saver._host_copies) == ["step 3", "w"]
+
+
 def test_a_number_of_a_part_changes_the_digest(tmp_path: Path) -> None:
     saver = Saver(tmp_path, Files(), keep=9)
     for step in (1, 2):

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain import GPT, GPTConfig, ModelBundle, launch
 from llmtrain.errors import UserError
+from llmtrain.interfaces.callback import StepInfo
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
@@ -26,9 +28,11 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.checkpoint import read_structure
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors_on_main
+from llmtrain.training.callbacks import CheckStates
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.part_states import flat_part, restore_parts
+from llmtrain.training.run_state import compare_states
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from tests.odd_optimizer import Odd
@@ -139,7 +143,7 @@ def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
     straight.steps(0)
     straight.average = Average(straight.model)
     straight.average.step = 3
-    straight.state.check()
+    compare_states({"optimizer": straight.state.flatten()})
     ranks = straight.engine.ranks
     saver = Saver(folder, Files(), keep=2, in_background=True)
     if ranks.is_sharded:
@@ -164,14 +168,47 @@ def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
     return differences(straight, resumed)
 
 
-def of_ranks_that_differ(accelerator: Any) -> str:
-    """Return the error for a state that is not the same on all ranks."""
+def of_ranks_that_differ(accelerator: Any) -> dict[str, str]:
+    """Return the errors for states that are not the same on all ranks."""
+    rank = accelerator.process_index
     training = Training(accelerator, "adamw")
     training.steps(0)
+    found = {}
+
+    training.average.step = rank
+    found["a number"] = error_of_check(training)
+    training.average.step = 0
+    training.average.mean["rows"] = torch.full((2, 3), rank)
+    found["a tensor"] = error_of_check(training)
+    del training.average.mean["rows"]
+
     state = training.optimizer.state[next(training.model.parameters())]
-    state["noise"] = torch.tensor(accelerator.process_index)
+    state["noise"] = torch.tensor(rank)
+    found["the optimizer"] = error_of_check(training)
+    if rank == 1:
+        training.optimizer.state.clear()
+    found["one rank"] = error_of_check(training)
+    return found
+
+
+def error_of_check(training: Training) -> str:
+    """Return the error with which a run stops after its first step."""
+    run: Any = SimpleNamespace(
+        parts=SimpleNamespace(by_name=lambda: {"Average": training.average}),
+        saver=SimpleNamespace(saves_alone=not training.engine.ranks.is_sharded),
+        settings=None,
+    )
+    context: Any = SimpleNamespace(
+        run=run,
+        engine=training.engine,
+        optimizer=training.optimizer,
+        optimizer_state=training.state,
+    )
+    batch: Any = None
+    result: Any = SimpleNamespace(grad_norm=1.0)
+    info = StepInfo(step=1, is_last=False, should_stop=False)
     try:
-        training.state.check()
+        CheckStates(context).on_step_end(batch, result, info)
     except UserError as error:
         return str(error)
     return "not noticed"

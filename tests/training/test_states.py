@@ -1,8 +1,13 @@
 """The state of an optimizer and of the user's parts, through a run that stops and goes on."""
 
 import dataclasses
-from collections import deque
+import functools
+import json
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +20,9 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.checkpoint import part_names, tensors_digest
+from llmtrain.training.callbacks import CheckStates
+from llmtrain.training.muon import Muon
+from llmtrain.training.optim import MuonWithAdamW
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.odd_optimizer import Odd
 from tests.training.test_loop import SETTINGS
@@ -154,6 +162,38 @@ def test_a_state_that_cannot_be_stored_is_named_after_the_first_step(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
 
 
+class Watching(Average):
+    """A part whose state a checkpoint cannot hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": deque()}
+
+
+def test_states_are_checked_after_the_first_step_even_if_the_optimizer_has_none(
+    rows: Tokenized, tmp_path: Path
+) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
+    with pytest.raises(UserError, match="Watching keeps a deque in recent, which"):
+        train(rows, tmp_path / "run", kind=Watching, optimizer_class=sgd)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
+
+
+def test_states_are_checked_once_after_a_step_that_was_not_skipped() -> None:
+    norms: list[float] = []
+    run = SimpleNamespace(
+        parts=SimpleNamespace(by_name=lambda: norms.append(norm) or {}),  # type: ignore[func-returns-value]
+        saver=SimpleNamespace(saves_alone=True),
+        settings=None,
+    )
+    context: Any = SimpleNamespace(run=run, engine=None, optimizer_state=odd_state()[2])
+    check = CheckStates(context)
+    batch: Any = None
+    for norm in (math.nan, math.inf, 1.0, 2.0):
+        result: Any = SimpleNamespace(grad_norm=norm)
+        check.on_step_end(batch, result, StepInfo(step=1, is_last=False, should_stop=False))
+    assert norms == [1.0]
+
+
 def odd_state(weight_decay: float = 0.1) -> tuple[nn.Module, Odd, OptimizerState]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).bfloat16()
@@ -194,3 +234,120 @@ def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[
     OptimizerState(model, adamw).restore(structure, tensors.items())
     assert not adamw.state
     assert "the state of the optimizer Odd; AdamW starts without a state" in capsys.readouterr().out
+
+
+def move(first: OptimizerState, second: OptimizerState) -> None:
+    """Save one state and restore it as the other."""
+    structure, tensors = first.flatten()
+    second.restore(json.loads(json.dumps(structure)), tensors.items())
+
+
+def add_nine(value: Any) -> None:
+    if isinstance(value, set):
+        value.add(9)
+    elif isinstance(value, OrderedDict):
+        value["count"] = 9
+    else:
+        value[0]["mean"] += 9
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: {1}, lambda: OrderedDict(count=1), lambda: [{"mean": torch.zeros(2)}]]
+)
+def test_a_value_that_the_optimizer_changes_in_place_is_state(make: Callable[[], Any]) -> None:
+    model, optimizer, _ = odd_state()
+    optimizer.param_groups[0]["value"] = make()
+    optimizer.entries["value"] = make()
+    state = OptimizerState(model, optimizer)
+    assert state.flatten().structure["param_groups"] == [{"dict": []}]
+
+    add_nine(optimizer.param_groups[0]["value"])
+    add_nine(optimizer.entries["value"])
+    _, resumed, resumed_state = odd_state()
+    move(state, resumed_state)
+    changed = make()
+    add_nine(changed)
+    assert str(resumed.param_groups[0]["value"]) == str(changed)
+    assert str(resumed.entries["value"]) == str(changed)
+
+
+def test_tensors_with_the_same_path_have_different_names() -> None:
+    def make() -> tuple[Any, OptimizerState]:
+        model = nn.ModuleDict({"state": nn.Linear(1, 1, bias=False)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return optimizer, OptimizerState(model, optimizer)
+
+    optimizer, state = make()
+    [weight] = optimizer.param_groups[0]["params"]
+    optimizer.state[weight] = {"mean": torch.ones(1)}
+    optimizer.state["weight"] = {"mean": torch.zeros(1)}
+
+    resumed, resumed_state = make()
+    move(state, resumed_state)
+    [weight] = resumed.param_groups[0]["params"]
+    assert resumed.state == {weight: {"mean": 1}, "weight": {"mean": 0}}
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)])
+def test_steps_lie_where_the_implementation_of_this_run_needs_them(
+    before: bool, after: bool
+) -> None:
+    """The meta device stands for a GPU."""
+
+    def make(is_capturable: bool) -> tuple[torch.optim.AdamW, OptimizerState]:
+        model = nn.Linear(3, 1, bias=False, device="meta")
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=is_capturable)
+        return optimizer, OptimizerState(model, optimizer)
+
+    saved, state = make(before)
+    step = torch.zeros((), device="meta" if before else "cpu")
+    [weight] = saved.param_groups[0]["params"]
+    saved.state[weight] = {"step": step, "exp_avg": torch.zeros_like(weight)}
+    structure, tensors = state.flatten()
+    files = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+
+    for is_capturable in (before, after):
+        resumed, resumed_state = make(is_capturable)
+        resumed_state.restore(structure, files.items())
+        [restored] = resumed.state.values()
+        assert restored["step"].device.type == ("meta" if is_capturable else "cpu")
+        assert restored["exp_avg"].device.type == "meta"
+
+
+class CountingMuon(MuonWithAdamW):
+    """Adds an entry to the `state_dict`, and shares groups with two other optimizers."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.count = state_dict["count"]
+
+
+def test_groups_that_an_optimizer_shares_with_others_stay_shared() -> None:
+    def make() -> tuple[CountingMuon, OptimizerState]:
+        model = nn.Linear(3, 2)
+        muon = Muon([model.weight], lr=0.1, weight_decay=0.0)
+        adamw = torch.optim.AdamW([model.bias], lr=torch.tensor(0.1))
+        optimizer = CountingMuon(muon, adamw)
+        return optimizer, OptimizerState(model, optimizer)
+
+    optimizer, state = make()
+    optimizer.count = 3
+    resumed, resumed_state = make()
+    rate = resumed.param_groups[1]["lr"]
+    move(state, resumed_state)
+    assert resumed.count == 3
+    assert resumed.param_groups[1]["lr"] is rate
+    in_parts = [group for part in resumed.parts for group in part.param_groups]
+    assert all(a is b for a, b in zip(in_parts, resumed.param_groups, strict=True))
+
+
+def test_a_group_that_was_added_late_is_refused() -> None:
+    _, optimizer, state = odd_state()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(UserError, match="the optimizer Odd has 2 parameter groups, and had 1 when"):
+        state.flatten()
