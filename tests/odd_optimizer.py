@@ -15,6 +15,11 @@ class Odd(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "step": 0})
+        for group in self.param_groups:
+            [p, *_] = group["params"]
+            if isinstance(p, DTensor):  # a single row, so only the first rank has numbers of it
+                placements = [*[Replicate()] * (p.device_mesh.ndim - 1), Shard(0)]
+                group["row"] = distribute_tensor(torch.zeros(1, 2), p.device_mesh, placements)
         self.entries: dict[str, Any] = {"name": "odd", "inner": {"count": 0, "function": len}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -30,6 +35,8 @@ class Odd(torch.optim.Optimizer):
         self.state["global"] = {"steps": self.entries["inner"]["count"], "seen": {1, 2}}  # type: ignore[index]
         for group in self.param_groups:
             group["step"] += 1
+            if "row" in group:
+                group["row"].add_(1)
             group["mean"] = group.get("mean", torch.zeros(())) + group["step"]
             for p in group["params"]:
                 state = self.state[p]
