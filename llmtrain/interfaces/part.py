@@ -9,8 +9,9 @@ from __future__ import annotations  # so that annotations do not import torch
 
 import dataclasses
 import hashlib
+import inspect
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -59,6 +60,17 @@ class Part:
 def name_of(part: Part) -> str:
     """Return the name of a part in messages and checkpoints."""
     return part.name or type(part).__name__
+
+
+def accepts(function: Callable[..., Any], *arguments: object) -> bool:
+    """Return whether a function of the user can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
 
 
 def public_fields(part: object) -> JsonObject:

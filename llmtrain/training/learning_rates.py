@@ -11,7 +11,7 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.files import digest
-from llmtrain.interfaces.part import name_of
+from llmtrain.interfaces.part import accepts, name_of
 from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.training.settings import OptimConfig
@@ -211,6 +211,12 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
         raise UserError(
             f"schedule: {schedule!r} is neither a function of a step and the number of steps nor "
             "an instance of llmtrain.Schedule."
+        )
+
+    if not accepts(function, 0, max_steps):
+        raise UserError(
+            f"the schedule {_name(schedule)} must take two arguments: the number of completed steps "
+            "and the number of steps of the run."
         )
 
     shares: list[float] = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,10 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
 from llmtrain.parallel.shards import local_shard
+
+# Names of the run's own folders for weights, which the average must not replace.
+_TAKEN_FOLDERS = ("model", "checkpoints", "merged", "export")
+_FOLDER = re.compile(r"\w[\w.+-]*")
 
 
 class WeightAverage(Callback):
@@ -51,6 +56,11 @@ class WeightAverage(Callback):
             raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")
         if tail is not None and not 0 < tail <= 1:
             raise UserError(f"WeightAverage: tail {tail} must be above 0 and at most 1.")
+        if folder is not None and (folder in _TAKEN_FOLDERS or not _FOLDER.fullmatch(folder)):
+            raise UserError(
+                f"WeightAverage: folder {folder!r} must be the name of a new folder in the run "
+                "folder, such as model-average."
+            )
         self.decay = decay
         self.tail = tail
         self._folder = folder

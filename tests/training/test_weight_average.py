@@ -93,8 +93,10 @@ def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
         ({"decay": 0.9, "tail": 0.1}, "needs either decay"),
         ({"decay": 1.0}, "decay 1.0 must be at least 0 and below 1"),
         ({"tail": 0.0}, "tail 0.0 must be above 0 and at most 1"),
+        ({"decay": 0.9, "folder": "model"}, "folder 'model' must be the name of a new folder"),
+        ({"decay": 0.9, "folder": "../average"}, "folder '../average' must be the name of a new"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         lt.WeightAverage(**arguments)
