@@ -104,13 +104,19 @@ def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
         ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD is no function of the model"),
         ({"optimizer": "adamw"}, "optimizer: 'adamw' is no function of the model"),
         ({"optimizer": lambda model: model}, r"optimizer: Bigram\(.* is no torch optimizer"),
+        ({"optimizer": lambda model: None}, "optimizer: None is no torch optimizer; make one of"),
         ({"objective": Doubled}, "objective: the class Doubled is no llmtrain.Objective"),
         ({"build": Bigram()}, r"build: Bigram\(.* is no function; pass a function of the settings"),
         ({"build": lambda *_: None}, "build returned None; return a torch module or an"),
         ({"rows": [[1, 2, 3]]}, r"rows: \[\[1, 2, 3\]\] is no llmtrain.Tokenized; make the rows"),
         ({"callbacks": [lt.Callback]}, "callbacks: the class Callback is no llmtrain.Callback"),
-        ({"callbacks": lt.Callback()}, "callbacks: .* is no list; write callbacks="),
-        ({"metrics": build}, "metrics: .* is no list; write metrics="),
+        (
+            {"callbacks": lt.Callback()},
+            "callbacks: the Callback object is no list; write callbacks=",
+        ),
+        ({"metrics": build}, "metrics: the function build is no list; write metrics="),
+        ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name for the log"),
+        ({"metrics": [len]}, "metrics: .* len.* must take two arguments"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
