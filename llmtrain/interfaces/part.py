@@ -8,13 +8,16 @@ resumed run goes on with it.
 from __future__ import annotations  # so that annotations do not import torch
 
 import dataclasses
+import functools
 import hashlib
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Protocol, runtime_checkable
 
 from llmtrain.json_types import JsonObject
 
@@ -100,41 +103,67 @@ def _is_value(value: object) -> bool:
     return isinstance(value, bool | int | float | str | list | tuple | dict | set)
 
 
-def as_json(value: object) -> Any:
+def as_json(value: object, inside: tuple[int, ...] = ()) -> Any:
     """Describe a value of a fingerprint as JSON.
 
-    The description is the same in every process. A tensor is described by a hash of its values, a
-    dataclass by its fields, and an object of another class by the name of its class.
+    The description is the same in every process. Tensors and arrays are described by a hash of
+    their values, dataclasses by their fields, functions by their names, and objects of other
+    classes by the name of their class.
+
+    Args:
+        value: the value.
+        inside: the ids of the objects that contain it, as some contain themselves.
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else str(number)
+    if id(value) in inside:
+        return type(value).__name__
+    return _object_as_json(value, (*inside, id(value)))
+
+
+def _object_as_json(value: object, inside: tuple[int, ...]) -> Any:
+    """Describe a value that is neither a number nor a string."""
     if isinstance(value, Mapping):
-        return {str(key): as_json(entry) for key, entry in value.items()}
+        return {str(key): as_json(entry, inside) for key, entry in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [as_json(entry) for entry in value]
+        return [as_json(entry, inside) for entry in value]
     if isinstance(value, set | frozenset):
-        return sorted((as_json(entry) for entry in value), key=repr)
-    return _object_as_json(value)
+        return sorted((as_json(entry, inside) for entry in value), key=repr)
+    if isinstance(value, functools.partial):
+        return as_json([value.func, value.args, value.keywords], inside)
+    if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
+        return value.__qualname__
+    return _instance_as_json(value, inside)
 
 
-def _object_as_json(value: object) -> Any:
-    """Describe an object that JSON has no type for."""
+def _instance_as_json(value: object, inside: tuple[int, ...]) -> Any:
+    """Describe an instance of a class that is no container."""
     import torch  # not at the top, because recipes import this module to print --help
 
     if isinstance(value, Part):
-        return value.fingerprint
-    if isinstance(value, Path):
+        return as_json(value.fingerprint, inside)
+    if isinstance(value, Path | torch.dtype | torch.device):
         return str(value)
-    if isinstance(value, type | FunctionType):
-        return value.__qualname__
     if isinstance(value, torch.Tensor) and not value.is_meta:
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        digest = hashlib.sha256(content.tobytes()).hexdigest()
-        return {"shape": list(value.shape), "dtype": str(value.dtype), "sha256": digest}
+        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if isinstance(value, SupportsBytes):
+        return {"sha256": hashlib.sha256(value.tobytes()).hexdigest()}
 
     fields: JsonObject = {}
     if dataclasses.is_dataclass(value):
         # Not all attributes: a section of settings also has the origins of its flags.
         names = [field.name for field in dataclasses.fields(value)]
-        fields = {name: as_json(getattr(value, name)) for name in names if name[0] != "_"}
+        fields = {name: as_json(getattr(value, name), inside) for name in names if name[0] != "_"}
     return {"class": type(value).__name__, **fields}
+
+
+@runtime_checkable
+class SupportsBytes(Protocol):
+    """An array of numpy, which this module need not import."""
+
+    def tobytes(self) -> bytes: ...

@@ -171,7 +171,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(model, config, lora, preference, origin, outside_text),
+        start=_start(model, config, lora, origin, outside_text),
         check=functools.partial(_check, trained, objective, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -369,13 +369,12 @@ def _start(
     model: "PreTrainedModel",
     config: ModelConfig,
     lora: LoraConfig | None,
-    preference: PreferenceConfig | None,
     origin: JsonObject,
     outside_text: list[str],
 ) -> JsonObject:
     """Return the part of the run's fingerprint that describes where the run starts.
 
-    That is where the initial weights come from, which of them are trained, and the loss.
+    That is where the initial weights come from, and which of them are trained.
     """
     start: JsonObject = {
         "weights": origin,
@@ -386,11 +385,6 @@ def _start(
         start["attention"] = config.attn_implementation  # it names a commit
     if outside_text:
         start["outside_text"] = outside_text
-    balance = balance_weight(model.config)
-    if preference:
-        start["preference"] = asdict(preference)
-    elif balance:
-        start["balance"] = balance
     return start
 
 

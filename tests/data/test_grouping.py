@@ -408,8 +408,16 @@ def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
         )
         settings = Settings(data=DataConfig())
         bundle = SimpleNamespace(files=SimpleNamespace(config={}), start=None)
-        layout = Layout(processes=1, accumulation=1, micro_batch=8)
-        return run_fingerprint(accelerator, settings, tokenized, bundle, layout)["order"]
+        fingerprint = run_fingerprint(
+            accelerator,
+            settings,
+            tokenized,
+            bundle,
+            parts=SimpleNamespace(fingerprint=dict, optimizer_fingerprint=dict),
+            rates=SimpleNamespace(fingerprint={}),
+            layout=Layout(processes=1, accumulation=1, micro_batch=8),
+        )
+        return fingerprint["order"]
 
     assert order(packed) == "shuffled"
     assert order(rows) == "shuffled, grouped by length over 50 batches"

@@ -7,6 +7,7 @@ import pytest
 
 from llmtrain import DataConfig, tokenize
 from llmtrain.errors import UserError
+from llmtrain.training.recipe_model import build_recipe_model
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -69,14 +70,22 @@ def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
     assert "has its own data" in ended.err
 
 
+def test_the_recipe_can_be_planned(recipe: Path) -> None:
+    planned = build_recipe_model(str(recipe), ["--max_steps", "60"], "no")
+    assert (planned.class_name, planned.settings.optim.max_steps) == ("Recurrent", 60)
+    assert sum(p.numel() for p in planned.model.parameters()) == 58_381
+
+
 def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
     (objective,) = re.findall(r"```py\n(class LabelSmoothing.*?)```", page, re.DOTALL)
+    (end,) = re.findall(r"```py\n( +return lt.fit.*LabelSmoothing.*\n)```", page)
     text = recipe.read_text()
     text = text.replace(
         "from torch import nn\n", "from torch import nn\nfrom torch.nn import functional as F\n"
     )
-    text = text.replace('if __name__ == "__main__"', f'{objective}\n\nif __name__ == "__main__"')
+    text = text.replace("def main(", f"{objective}\n\ndef main(")
+    text = re.sub(" +return lt.fit.*\n", end, text)
     (tmp_path / "smoothed.py").write_text(text)
 
     run_forked([*PYTHON, str(tmp_path / "smoothed.py"), *FLAGS, str(tmp_path / "run")]).assert_ok()

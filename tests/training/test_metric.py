@@ -158,7 +158,7 @@ class Silent(lt.Callback):
 
 
 def test_a_callback_that_returns_no_metrics_is_refused(train_gpt: Callable[..., Run]) -> None:
-    with pytest.raises(UserError, match="Silent.on_evaluate returns None, not a dictionary"):
+    with pytest.raises(UserError, match=r"Silent\.on_evaluate returns None, not a dictionary"):
         train_gpt(callbacks=[Silent()])
 
 

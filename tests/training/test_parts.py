@@ -1,11 +1,14 @@
 """What a user brings has the promises that ours have: a fingerprint, a state, errors at the start."""
 
+import functools
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -97,6 +100,37 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
         "module": {"class": "Linear"},
     }
     assert weights != as_json(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (float("nan"), "nan"),
+        (math.inf, "inf"),
+        (torch.bfloat16, "torch.bfloat16"),
+        (math.cos, "cos"),
+        (functools.partial(int, base=8), ["int", [], {"base": 8}]),
+        ({3: None}, {"3": None}),
+        (object(), {"class": "object"}),
+    ],
+)
+def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
+    value: object, expected: object
+) -> None:
+    assert as_json(value) == expected
+
+
+def test_arrays_with_other_values_have_another_fingerprint() -> None:
+    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
+    assert as_json(np.arange(3)) == as_json(np.arange(3))
+
+
+def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
+    items: list[object] = [1]
+    items.append(items)
+    assert as_json(items) == [1, "list"]
 
 
 @pytest.mark.parametrize(
