@@ -215,8 +215,8 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
 
     if not accepts(function, 0, max_steps):
         raise UserError(
-            f"the schedule {_name(schedule)} must take two arguments: the number of completed steps "
-            "and the number of steps of the run."
+            f"the schedule {_name(schedule)} must take two arguments: the number of completed "
+            "steps and the number of steps of the run."
         )
 
     shares: list[float] = []

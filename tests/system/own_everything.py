@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 import torch
+from llmtrain.recipes import gpt
 from torch import nn
 from torch.nn import functional as F
 
 import llmtrain as lt
-from llmtrain.recipes import gpt
 
 
 @dataclass
