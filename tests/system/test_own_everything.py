@@ -63,6 +63,8 @@ def test_fsdp2_has_the_same_average(flags: list[str], finished: Path, tmp_path: 
 
     expected = dict(read_tensors(finished / "model-average"))
     averages = dict(read_tensors(folder / "model-average"))
-    torch.testing.assert_close(averages, expected, rtol=1e-4, atol=1e-4)  # the weights are 100 times larger
+    torch.testing.assert_close(
+        averages, expected, rtol=1e-4, atol=1e-4
+    )  # the weights are 100 times larger
     for name in ("eval/accuracy", "eval/average/loss", "eval/average/accuracy"):
         assert series(folder, name) == pytest.approx(series(finished, name), rel=1e-4)
