@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, short_repr
 from llmtrain.files import digest
 from llmtrain.interfaces.part import accepts, name_of
 from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
@@ -216,7 +216,7 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
         function = schedule
     else:
         raise UserError(
-            f"schedule: {schedule!r} is neither a function of a step and the number of steps nor "
+            f"schedule: {short_repr(schedule)} is neither a function of a step and the number of steps nor "
             "an instance of llmtrain.Schedule."
         )
 

@@ -205,6 +205,27 @@ def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
         train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
 
 
+def test_a_finished_run_is_extended_by_none_of_its_steps(train_gpt: Callable[..., Run]) -> None:
+    """A schedule has no value after the last step, and none is asked for."""
+    finished = train_gpt(schedule=lambda step, max_steps: 1 / (step + 1))
+    resumed = train_gpt(
+        schedule=lambda step, max_steps: 0.5 / (step + 1), resume=str(finished.folder)
+    )
+    assert resumed.resume_point.step == 12
+    assert resumed.is_finished
+
+
+def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]) -> None:
+    rates = []
+    for _ in range(2):
+        run = train_gpt(
+            make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            resume="never",
+        )
+        rates.append([group["lr"] for group in run.parts.optimizer.param_groups])
+    assert rates == [[0.1], [0.1]]
+
+
 # --- errors at the start
 
 
