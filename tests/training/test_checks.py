@@ -89,7 +89,7 @@ def test_a_flag_that_the_users_own_optimizer_reads_is_accepted() -> None:
 
 def test_a_flag_beside_an_optimizer_with_a_single_beta_is_refused() -> None:
     optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "betas": 0.9}])
-    with pytest.raises(UserError, match="--adam_beta2 0.6 "):
+    with pytest.raises(UserError, match=r"--adam_beta2 0\.6 "):
         check_optimizer_flags(
             user_set(OptimConfig(adam_beta2=0.6), "adam_beta2"), nn.Linear(2, 2), optimizer
         )

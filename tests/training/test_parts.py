@@ -219,7 +219,7 @@ def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]
     rates = []
     for _ in range(2):
         run = train_gpt(
-            make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
             resume="never",
         )
         rates.append([group["lr"] for group in run.parts.optimizer.param_groups])
