@@ -209,8 +209,8 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
         function = schedule
     else:
         raise UserError(
-            f"schedule: {short_repr(schedule)} is neither a function of a step and the number of steps nor "
-            "an instance of llmtrain.Schedule."
+            f"schedule: {short_repr(schedule)} is neither a function of a step and the "
+            "number of steps nor an instance of llmtrain.Schedule."
         )
 
     if not accepts(function, 0, max_steps):
