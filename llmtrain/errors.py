@@ -43,7 +43,7 @@ class UserError(Exception):
     """A mistake that the user can fix.
 
     The message is one line: what is wrong, where, and what to do about it. Bugs of the program are
-    ``assert``s and ordinary exceptions, with a traceback.
+    ``assert`` and ordinary exceptions, with a traceback.
     """
 
     def __init__(self, message: str) -> None:

@@ -121,11 +121,18 @@ class LearningRates:
         that very tensor.
         """
         self._current = self.after(step)
-        for group, rate in zip(self._optimizer.param_groups, self._current, strict=True):
+        self._fill(self._current)
+
+    def _fill(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def restore_peaks(self) -> None:
+        """Give each group its peak again, for another run with the same optimizer."""
+        self._fill(self.peaks)
 
     def logged(self) -> dict[str, float]:
         """Return the rates that were set last, by the names of a log entry.
@@ -216,7 +223,7 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
     if not accepts(function, 0, max_steps):
         raise UserError(
             f"the schedule {_name(schedule)} must take two arguments: the number of completed "
-            "steps and the number of steps of the run."
+            "steps, and the number of steps of the run."
         )
 
     shares: list[float] = []

@@ -21,7 +21,17 @@ from llmtrain.parallel.sharding import TrainingAccelerator
 _NAME = re.compile(r"\w[\w.+-]*")
 
 # Keys of a group that are recorded elsewhere, or choose between implementations of one arithmetic.
-_UNRECORDED_KEYS = {"params", "lr", "capturable", "differentiable", "foreach", "fused"}
+# A newer torch may have more of the latter. The dtype of Muon follows from the mixed precision.
+_UNRECORDED_KEYS = {
+    "params",
+    "lr",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "dtype",
+    "foreach",
+    "fused",
+}
 
 
 @dataclass(frozen=True)

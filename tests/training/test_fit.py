@@ -72,6 +72,18 @@ def test_fit_computes_what_the_recipe_that_is_written_out_computes(
     assert run.fingerprint == written_out.fingerprint
 
 
+class NeedsHead(lt.Objective):
+    """An objective that the model does not fit."""
+
+    def check(self, model: Any) -> None:
+        raise UserError("the model has no second head.")
+
+
+def test_the_objective_that_is_trained_checks_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the model has no second head\."):
+        lt.fit(settings(tmp_path / "run"), rows(), build, optimizer=sgd, objective=NeedsHead())
+
+
 def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
     callback = lt.Callback()
     objective = Doubled()
