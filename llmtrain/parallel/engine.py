@@ -89,6 +89,20 @@ class Engine:
         _check_sums(self.objective, sums)
         return sums
 
+    def _denominator(self, batch: Batch) -> Tensor:
+        """Return the objective's denominator of a micro-batch.
+
+        Raises:
+            UserError: if the objective returns something else than a tensor without dimensions.
+        """
+        denominator = self.objective.denominator(batch)
+        if not _is_scalar(denominator):
+            raise UserError(
+                f"{name_of(self.objective)}.denominator returned {short_repr(denominator)}; return "
+                "a tensor without dimensions, on the device of the batch."
+            )
+        return denominator
+
     def count(self, batches: Iterable[Batch], stop_requested: bool = False) -> StepTotals:
         """Count target tokens, the denominator and the votes to stop over the global batch.
 
@@ -98,7 +112,7 @@ class Engine:
         denominators = []
         for batch in batches:
             target_tokens.append(count_targets(batch["labels"]))
-            denominators.append(self.objective.denominator(batch))
+            denominators.append(self._denominator(batch))
         denominator = torch.stack(denominators).sum()
         local_counts = StepTotals(
             target_tokens=torch.stack(target_tokens).sum(),
@@ -272,8 +286,19 @@ def _check_sums(objective: Objective, sums: object) -> None:
             f"{name_of(objective)}.loss returned {short_repr(sums)}; return "
             "llmtrain.LossSums(loss=...), with the loss summed over the micro-batch."
         )
-    if not isinstance(sums.loss, Tensor) or sums.loss.dim() > 0:
+    if not _is_scalar(sums.loss):
         raise UserError(
             f"{name_of(objective)}.loss returned {short_repr(sums.loss)} as its loss; return a "
             "tensor without dimensions, summed over the micro-batch."
         )
+    for name, value in sums.metrics.items():
+        if not _is_scalar(value):
+            raise UserError(
+                f"{name_of(objective)}.loss returned {short_repr(value)} as {name}; return a "
+                "tensor without dimensions, summed over the micro-batch."
+            )
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether this is a tensor without dimensions."""
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -48,6 +48,10 @@ class Returning(lt.Objective):
         (None, "Returning.loss returned None; return llmtrain.LossSums"),
         (lt.LossSums(loss=torch.ones(4)), "as its loss; return a tensor without dimensions"),
         (lt.LossSums(loss=1.5), "returned 1.5 as its loss; return a tensor without dimensions"),
+        (
+            lt.LossSums(torch.tensor(1.5), {"rows": 4}),
+            "returned 4 as rows; return a tensor without",
+        ),
     ],
 )
 def test_an_objective_that_returns_no_sums_is_refused(
@@ -58,3 +62,18 @@ def test_an_objective_that_returns_no_sums_is_refused(
     engine = engine_of(accelerator, model, Returning(returned))
     with pytest.raises(lt.UserError, match=message):
         engine.loss({"input_ids": ids, "labels": ids})
+
+
+class Rows(lt.Objective):
+    """An objective whose denominator is a number instead of a tensor."""
+
+    def denominator(self, batch: Batch) -> Any:
+        return len(batch["labels"])
+
+
+def test_a_denominator_that_is_no_tensor_is_refused(accelerator: Accelerator) -> None:
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8), vocab_size=30)
+    ids = torch.randint(30, (4, 9))
+    engine = engine_of(accelerator, model, Rows())
+    with pytest.raises(lt.UserError, match=r"Rows\.denominator returned 4; return a tensor"):
+        engine.count([{"input_ids": ids, "labels": ids}])
