@@ -43,7 +43,7 @@ class UserError(Exception):
     """A mistake that the user can fix.
 
     The message is one line: what is wrong, where, and what to do about it. Bugs of the program are
-    ``assert``s and ordinary exceptions, with a traceback.
+    ``assert`` and ordinary exceptions, with a traceback.
     """
 
     def __init__(self, message: str) -> None:
@@ -81,7 +81,12 @@ def first_line(error: BaseException) -> str:
 
 def short_repr(value: object) -> str:
     """Return how a message names an object of a wrong type."""
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    if " at 0x" in text:  # an address tells nothing
+        return f"the {type(value).__name__} {getattr(value, '__name__', 'object')}"
+    return text[:60]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -58,6 +58,8 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "docs/migrate/2_ddp.py": ("system/test_migrate.py", '"2_ddp"'),
     "docs/migrate/3_accelerate.py": ("system/test_migrate.py", '"3_accelerate"'),
     "docs/migrate/4_llmtrain.py": ("system/test_migrate.py", '"4_llmtrain"'),
+    "docs/migrate/trl_own.py": ("system/test_from_trl.py", '"trl_runs.py"'),
+    "docs/migrate/llmtrain_own.py": ("system/test_from_trl.py", '"llmtrain_own.py"'),
 }
 NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
 STATUS = {"--n_layers 3": 2, "llmtrain diff ": 1}  # of those that are to end with another than 0

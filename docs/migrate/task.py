@@ -1,4 +1,4 @@
-"""What all four files share: a model that exists already, and rows of text to train it on."""
+"""What these files share: a model that exists already, and rows of text to train it on."""
 
 import os
 import sys
@@ -27,6 +27,14 @@ def rows() -> torch.Tensor:
     text = "".join(topics.values()).encode("ascii", "ignore").decode()
     ids = torch.tensor(tokenizer()(text[: BATCH * STEPS * (BLOCK + 1)])["input_ids"])
     return ids.view(-1, BLOCK + 1)
+
+
+def rows_with_labels() -> dict[str, list[list[int]]]:
+    """Return the same text in rows of BLOCK tokens: a prompt, an answer with labels, padding."""
+    ids = rows()[:, :BLOCK]
+    lengths = 16 + torch.arange(len(ids)) * 7 % (BLOCK - 15)  # of prompt and answer
+    is_answer = (torch.arange(BLOCK) >= 4) & (torch.arange(BLOCK) < lengths[:, None])
+    return {"input_ids": ids.tolist(), "labels": ids.masked_fill(~is_answer, -100).tolist()}
 
 
 def base_model(folder: str = "runs/migrate-base") -> str:

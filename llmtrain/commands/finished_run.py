@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from llmtrain.files import digest
 from llmtrain.record.history import History, read_lines
 from llmtrain.record.tolerances import (
     QUANTITIES,
@@ -31,7 +32,7 @@ class FinishedRun:
         precision: the precision in which it computed.
         target_tokens: the target tokens up to each step, as its rows have them.
         weights: the weights of the finished model, in float64.
-        digest: a hash of the weights and the optimizer in its last checkpoint.
+        state_hashes: a hash of each file in its last checkpoint that has weights or a state.
     """
 
     def __init__(self, name: str, folder: Path, *, is_float64: bool) -> None:
@@ -41,7 +42,12 @@ class FinishedRun:
         self.precision = "float64" if is_float64 else self.record["starts"][0]["mixed_precision"]
         self.target_tokens = _target_tokens(folder)
         self.weights = _read_weights(folder)
-        self.digest = _digest(folder)
+        self.state_hashes = _state_hashes(folder)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the weights and of all states in the last checkpoint."""
+        return digest(self.state_hashes)
 
     def has(self, setting: str) -> bool:
         """Return whether a setting was switched on. Not every recipe has every setting."""
@@ -67,7 +73,8 @@ class FinishedRun:
 
         Args:
             other: the other run. Its precision determines what rounding can explain.
-            same_bits: whether weights, optimizer and eval losses must be the same to the last bit.
+            same_bits: whether weights, optimizer, the state of parts and eval losses must be the
+                same to the last bit.
         """
         deviations = {
             key: deviation(quantity, self.history, other.history)
@@ -80,8 +87,8 @@ class FinishedRun:
         syncs = other.most_gradient_syncs()
         if syncs > 1 and not other.has("sync_each_batch"):
             faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
-        if same_bits and self.digest != other.digest:
-            faults.append("weights or optimizer differ in some bits")
+        if same_bits:
+            faults += _differing_bits(self.state_hashes, other.state_hashes)
         if same_bits and deviations["eval_loss"].first_step is not None:
             faults.append("eval losses differ in some bits")
 
@@ -149,11 +156,25 @@ def _read_weights(folder: Path) -> dict[str, "torch.Tensor"]:
     return {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
 
 
-def _digest(folder: Path) -> str:
-    """Return a hash of the weights and the optimizer in a run's last checkpoint."""
-    from llmtrain.record.checkpoint import checkpoints, tensors_digest
+def _state_hashes(folder: Path) -> dict[str, str]:
+    """Return a hash of each file in a run's last checkpoint that has weights or a state."""
+    from llmtrain.record.checkpoint import checkpoints, state_hashes
 
-    return tensors_digest(checkpoints(folder / "checkpoints")[-1])
+    return state_hashes(checkpoints(folder / "checkpoints")[-1])
+
+
+def _differing_bits(hashes: dict[str, str], other_hashes: dict[str, str]) -> list[str]:
+    """Return a fault for the weights and the optimizer, and one for each part, that differ."""
+    faults = set()
+    for file in hashes.keys() | other_hashes.keys():
+        if hashes.get(file) == other_hashes.get(file):
+            continue
+        folder, name, *_ = Path(file).parts
+        if folder == "parts":
+            faults.add(f"the state of {name} differs in some bits")
+        else:
+            faults.add("weights or optimizer differ in some bits")
+    return sorted(faults, reverse=True)
 
 
 def _faults(deviations: dict[str, Deviation], weights: float, precision: str) -> list[str]:

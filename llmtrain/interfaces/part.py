@@ -2,7 +2,7 @@
 
 The package keeps the same promises for such a part as for its own code. The part's fingerprint is
 in that of the run, so a changed part makes a new run. Its state is in every checkpoint, so a
-resumed run goes on with it.
+resumed run goes on with it. Of a schedule, the fingerprint has the values, and it has no state.
 """
 
 from __future__ import annotations  # so that annotations do not import torch
@@ -10,13 +10,16 @@ from __future__ import annotations  # so that annotations do not import torch
 import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Protocol, runtime_checkable
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
 
 from llmtrain.json_types import JsonObject
 
@@ -37,9 +40,9 @@ class Part:
     def fingerprint(self) -> JsonObject | None:
         """All that the part's effect on the run depends on, as JSON.
 
-        It is read once, when the run is opened. ``None`` says that the part changes nothing that
-        the run computes, as with a callback that only prints. A run with another such part is the
-        same run.
+        The fingerprint of a run has its value when the run is opened. ``None`` says that the part
+        changes nothing that the run computes, as with a callback that only prints. A run with
+        another such part is the same run.
         """
         return {"class": type(self).__name__, **public_fields(self)}
 
@@ -64,6 +67,17 @@ def name_of(part: Part) -> str:
     return part.name or type(part).__name__
 
 
+def accepts(function: Callable[..., Any], *arguments: object) -> bool:
+    """Return whether a function of the user can be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
+
+
 def public_fields(part: object) -> JsonObject:
     """Return the public fields of an object as JSON.
 
@@ -72,7 +86,7 @@ def public_fields(part: object) -> JsonObject:
     """
     values: dict[str, Any] = {}
     for owner in reversed(type(part).__mro__):
-        if owner is not object and not _is_own(owner):
+        if owner is not object and not is_own(owner):
             values.update(vars(owner))
     values = {name: value for name, value in values.items() if _is_value(value)}
     values.update(vars(part) if hasattr(part, "__dict__") else {})
@@ -81,7 +95,7 @@ def public_fields(part: object) -> JsonObject:
     }
 
 
-def _is_own(owner: type) -> bool:
+def is_own(owner: type) -> bool:
     """Return whether this package defines a class."""
     return owner.__module__.partition(".")[0] == "llmtrain"
 
@@ -117,7 +131,7 @@ def as_json(value: object, inside: tuple[int, ...] = ()) -> Any:
 def _object_as_json(value: object, inside: tuple[int, ...]) -> Any:
     """Describe a value that is neither a number nor a string."""
     if isinstance(value, Mapping):
-        return {str(key): as_json(entry, inside) for key, entry in value.items()}
+        return {str(as_json(key, inside)): as_json(entry, inside) for key, entry in value.items()}
     if isinstance(value, list | tuple | deque):
         return [as_json(entry, inside) for entry in value]
     if isinstance(value, set | frozenset):
@@ -131,16 +145,17 @@ def _object_as_json(value: object, inside: tuple[int, ...]) -> Any:
 
 def _instance_as_json(value: object, inside: tuple[int, ...]) -> Any:
     """Describe an instance of a class that is no container."""
-    import torch  # not at the top, because recipes import this module to print --help
-
     if isinstance(value, Part):
         return as_json(value.fingerprint, inside)
-    if isinstance(value, Path | torch.dtype | torch.device):
+    if isinstance(value, Enum | Path | Decimal | range):
         return str(value)
-    if isinstance(value, torch.Tensor) and not value.is_meta:
-        value = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    if isinstance(value, SupportsBytes):
-        return {"sha256": hashlib.sha256(value.tobytes()).hexdigest()}
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, SimpleNamespace):
+        return as_json(vars(value), inside)
+    array = _array_as_json(value)
+    if array is not None:
+        return array
 
     fields: JsonObject = {}
     if dataclasses.is_dataclass(value):
@@ -150,8 +165,26 @@ def _instance_as_json(value: object, inside: tuple[int, ...]) -> Any:
     return {"class": type(value).__name__, **fields}
 
 
-@runtime_checkable
-class SupportsBytes(Protocol):
-    """An array of numpy, which this module need not import."""
+def _array_as_json(value: object) -> Any:
+    """Describe a tensor, an array, or a type of tensors; return ``None`` for anything else.
 
-    def tobytes(self) -> bytes: ...
+    Of a DTensor, this is the rank's own shard.
+    """
+    # Not at the top, because recipes import this module to print --help.
+    import numpy as np
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        form = [str(value.dtype), list(value.shape)]
+        numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray):
+        form = [str(value.dtype), list(value.shape)]
+        numbers = value
+    else:
+        return None
+    return {"form": form, "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from llmtrain.console import say
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.balancing_loss import (
@@ -58,8 +59,17 @@ class ExpertObjective(Objective):
 
     def check(self, model: CausalLM) -> None:
         """Turn the balancing loss off if the model's own class has none."""
-        if not self.weight or not _has_balancing_loss(model):
+        if not self.weight:
+            return
+        if not _has_balancing_loss(model):
             self.weight = 0.0
+            say("experts", "this model class has no balancing loss")
+            return
+        say(
+            "experts",
+            f"the routers' balancing loss, times {self.weight:g}, is computed over the global "
+            "batch, which takes one more forward pass per step",
+        )
 
 
 def count_choices_of_batch(model: CausalLM, batch: Batch) -> Tensor:

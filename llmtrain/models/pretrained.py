@@ -172,7 +172,7 @@ def load_model(
         files=files,
         weights=weights,
         start=_start(model, config, lora, origin, outside_text),
-        check=functools.partial(_check, trained, objective, rows.is_packed, config.row_length),
+        check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
     )
@@ -505,12 +505,12 @@ def _check_no_dropout(model: CausalLM) -> None:
             )
 
 
-def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int) -> None:
+def _check(model: CausalLM, packed: bool, block_size: int) -> None:
     """Try a model whose weights are in place, and log what might surprise the user.
 
     Raises:
-        UserError: if packed documents, or two answers that share a prompt, would attend to each
-            other, or if a trained parameter gets no gradient.
+        UserError: if packed documents would attend to each other, or if a trained parameter gets
+            no gradient.
     """
     probe(model)
     check_gradients(model)
@@ -521,10 +521,6 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
         )
 
     text_config = model.config.get_text_config()
-    objective.check(model)
-    if is_mixture_of_experts(text_config) and not isinstance(objective, PreferenceObjective):
-        say("experts", _experts_line(objective))
-
     has_head = head_of(model) is not None
     if has_head and not model.head_is_linear:
         say(
@@ -542,13 +538,3 @@ def _check(model: CausalLM, objective: Objective, packed: bool, block_size: int)
             f"beyond {unscaled_length:,} tokens, rotary positions are scaled by the longest row of "
             "a micro-batch, so the losses of different parallel layouts agree less closely",
         )
-
-
-def _experts_line(objective: Objective) -> str:
-    """Return a log line about the balancing loss of a mixture of experts."""
-    if not isinstance(objective, ExpertObjective) or not objective.weight:
-        return "this model class has no balancing loss"
-    return (
-        f"the routers' balancing loss, times {objective.weight:g}, is computed over the global "
-        "batch, which takes one more forward pass per step"
-    )

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.part import name_of
 from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phases import Phases
@@ -74,12 +76,32 @@ class Engine:
         return result
 
     def loss(self, batch: Batch, extra: Batch | None = None) -> LossSums:
-        """Return the summed loss of a micro-batch, and its sums of further metrics."""
+        """Return the summed loss of a micro-batch, and its sums of further metrics.
+
+        Raises:
+            UserError: if the objective returns something else.
+        """
 
         def compute(model: Any, batch: Batch) -> LossSums:
             return self.objective.loss(model, batch, extra or {})
 
-        return self.call_in_forward(compute, batch)
+        sums = self.call_in_forward(compute, batch)
+        _check_sums(self.objective, sums)
+        return sums
+
+    def _denominator(self, batch: Batch) -> Tensor:
+        """Return the objective's denominator of a micro-batch.
+
+        Raises:
+            UserError: if the objective returns something else than a tensor without dimensions.
+        """
+        denominator = self.objective.denominator(batch)
+        if not _is_scalar(denominator):
+            raise UserError(
+                f"{name_of(self.objective)}.denominator returned {short_repr(denominator)}; return "
+                "a tensor without dimensions, on the device of the batch."
+            )
+        return denominator
 
     def count(self, batches: Iterable[Batch], stop_requested: bool = False) -> StepTotals:
         """Count target tokens, the denominator and the votes to stop over the global batch.
@@ -90,7 +112,7 @@ class Engine:
         denominators = []
         for batch in batches:
             target_tokens.append(count_targets(batch["labels"]))
-            denominators.append(self.objective.denominator(batch))
+            denominators.append(self._denominator(batch))
         denominator = torch.stack(denominators).sum()
         local_counts = StepTotals(
             target_tokens=torch.stack(target_tokens).sum(),
@@ -255,3 +277,28 @@ def add_metrics(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
     for name, value in sums.items():
         detached = value.detach()
         totals[name] = totals[name] + detached if name in totals else detached
+
+
+def _check_sums(objective: Objective, sums: object) -> None:
+    """Raise :class:`UserError` unless an objective returned sums, as it must."""
+    if not isinstance(sums, LossSums):
+        raise UserError(
+            f"{name_of(objective)}.loss returned {short_repr(sums)}; return "
+            "llmtrain.LossSums(loss=...), with the loss summed over the micro-batch."
+        )
+    if not _is_scalar(sums.loss):
+        raise UserError(
+            f"{name_of(objective)}.loss returned {short_repr(sums.loss)} as its loss; return a "
+            "tensor without dimensions, summed over the micro-batch."
+        )
+    for name, value in sums.metrics.items():
+        if not _is_scalar(value):
+            raise UserError(
+                f"{name_of(objective)}.loss returned {short_repr(value)} as {name}; return a "
+                "tensor without dimensions, summed over the micro-batch."
+            )
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether this is a tensor without dimensions."""
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -65,6 +65,7 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
         if not is_quantized:  # bitsandbytes places quantized models itself
             model.to(accelerator.device)
     bundle.check()
+    bundle.objective.check(model)
     return bundle
 
 

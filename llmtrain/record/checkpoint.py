@@ -314,14 +314,18 @@ def _bytes_of(folder: Path) -> int:
 
 def tensors_digest(path: Path) -> str:
     """Return a sha256 over all weights and states in a checkpoint, to compare runs bit for bit."""
+    return digest(state_hashes(path))
+
+
+def state_hashes(path: Path) -> dict[str, str]:
+    """Return the sha256 of each file of a checkpoint that has weights or a state."""
     manifest = json.loads((path / MANIFEST).read_text())
     check_not_newer(path / MANIFEST, manifest)
-    hashes = {
+    return {
         name: entry["sha256"]
         for name, entry in manifest["files"].items()
         if name.endswith((".safetensors", STRUCTURE))
     }
-    return digest(hashes)
 
 
 def file_names(folder: Path) -> set[str]:

@@ -178,10 +178,11 @@ class StatelessParts(LoopCallback):
         self.fields = self._fields()
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if info.step != self.first_step + _WATCHED_STEPS or not self.engine.ranks.is_main:
+        if info.step != self.first_step + _WATCHED_STEPS:
             return
+        # On all ranks, because a state_dict may gather shards.
         for name, fields in self._fields().items():
-            if fields != self.fields.get(name):
+            if fields != self.fields.get(name) and self.engine.ranks.is_main:
                 note(
                     f"{name} changes while the run trains, but has no state_dict: a resumed run "
                     "starts with its first values. Give it state_dict and load_state_dict."

@@ -130,7 +130,10 @@ def check_optimizer_flags(
 def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None) -> list[object]:
     """Return the values of all parameter groups under a key, or those at an index of a tuple."""
     values = [group[key] for group in optimizer.param_groups if group.get(key) is not None]
-    return [value if index is None else value[index] for value in values]
+    if index is None:
+        return values
+    sequences = [value for value in values if isinstance(value, list | tuple)]
+    return [value[index] for value in sequences if index < len(value)]
 
 
 def say_rates(rates: LearningRates) -> None:
@@ -143,7 +146,7 @@ def say_rates(rates: LearningRates) -> None:
 def say_changed_settings(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint to resume from."""
     recorded = run.resume_point.named_fingerprint
-    if recorded is None:
+    if recorded is None or run.step == run.settings.optim.max_steps:
         return
     before = recorded["optimizer"] | recorded["learning_rates"]
     now = run.fingerprint["optimizer"] | run.fingerprint["learning_rates"]

@@ -113,7 +113,8 @@ class TrainingView:
     @property
     def is_last(self) -> bool:
         run = self._context.run
-        return run.step == run.settings.optim.max_steps or run.patience.is_over
+        has_all_steps = run.step == run.settings.optim.max_steps or run.patience.is_over
+        return has_all_steps and not self._context.is_replay
 
     def write_model(self, folder: Path) -> None:
         write_model(self._context.run, self._context.engine, folder)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.interfaces.metric import Metric
 from llmtrain.interfaces.part import name_of
@@ -210,8 +210,18 @@ def evaluate(
     mean_loss = loss_sum / max(loss_denominator, 1)
 
     results = {"loss": mean_loss}
-    results |= engine.objective.eval_metrics(loss_sum, mean_loss, text_bytes)
-    results |= engine.objective.metrics(metric_sums, extra or {})
+    objective = engine.objective
+    further = {
+        "eval_metrics": objective.eval_metrics(loss_sum, mean_loss, text_bytes),
+        "metrics": objective.metrics(metric_sums, extra or {}),
+    }
+    for method, values in further.items():
+        if not isinstance(values, Mapping):
+            raise UserError(
+                f"{name_of(objective)}.{method} returned {short_repr(values)}; return a dictionary "
+                "of numbers by name, or {} if there are none."
+            )
+        results |= values
     for number, source in enumerate(sources):
         results[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
     add_metrics(results, {name: mean(ratio) for name, ratio in ratios.items()})

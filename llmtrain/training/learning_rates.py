@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, short_repr
 from llmtrain.files import digest
-from llmtrain.interfaces.part import name_of
+from llmtrain.interfaces.part import accepts, name_of
 from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.training.settings import OptimConfig
@@ -121,11 +121,18 @@ class LearningRates:
         that very tensor.
         """
         self._current = self.after(step)
-        for group, rate in zip(self._optimizer.param_groups, self._current, strict=True):
+        self._fill(self._current)
+
+    def _fill(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def restore_peaks(self) -> None:
+        """Give each group its peak again, for another run with the same optimizer."""
+        self._fill(self.peaks)
 
     def logged(self) -> dict[str, float]:
         """Return the rates that were set last, by the names of a log entry.
@@ -209,8 +216,14 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
         function = schedule
     else:
         raise UserError(
-            f"schedule: {schedule!r} is neither a function of a step and the number of steps nor "
-            "an instance of llmtrain.Schedule."
+            f"schedule: {short_repr(schedule)} is neither a function of a step and the number of "
+            "steps nor an instance of llmtrain.Schedule."
+        )
+
+    if not accepts(function, 0, max_steps):
+        raise UserError(
+            f"the schedule {_name(schedule)} must take two arguments: the number of completed "
+            "steps, and the number of steps of the run."
         )
 
     shares: list[float] = []

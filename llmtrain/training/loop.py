@@ -113,6 +113,7 @@ def training_steps(context: LoopContext) -> Generator[None]:
 
     context.callbacks = [*run.parts.callbacks, *loop_callbacks(context)]
     with contextlib.ExitStack() as contexts:
+        contexts.callback(run.rates.restore_peaks)
         contexts.enter_context(engine.phases.watching(run.step))
         for callback in context.callbacks:
             contexts.enter_context(callback.context())

@@ -13,7 +13,7 @@ from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
-from llmtrain.interfaces.part import Part, as_json, name_of
+from llmtrain.interfaces.part import Part, accepts, as_json, name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.sharding import TrainingAccelerator
 
@@ -21,7 +21,17 @@ from llmtrain.parallel.sharding import TrainingAccelerator
 _NAME = re.compile(r"\w[\w.+-]*")
 
 # Keys of a group that are recorded elsewhere, or choose between implementations of one arithmetic.
-_UNRECORDED_KEYS = {"params", "lr", "capturable", "differentiable", "foreach", "fused"}
+# A newer torch may have more of the latter. The dtype of Muon follows from the mixed precision.
+_UNRECORDED_KEYS = {
+    "params",
+    "lr",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "dtype",
+    "foreach",
+    "fused",
+}
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,12 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
             f"metrics: {short_repr(metric)} is neither a function of a model and a batch nor an "
             "instance of llmtrain.Metric."
         )
+    if getattr(metric, "__name__", "") == "<lambda>":
+        raise UserError("metrics: a lambda has no name for the log; write a function with def.")
+    if not accepts(metric, None, None):
+        raise UserError(
+            f"metrics: {short_repr(metric)} must take two arguments: the model and a batch."
+        )
     return FunctionMetric(metric)
 
 
@@ -175,7 +191,10 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         UserError: if it is none, or has other parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer: {short_repr(optimizer)} is no torch optimizer.")
+        raise UserError(
+            f"optimizer: {short_repr(optimizer)} is no torch optimizer; make one of the "
+            "model's parameters, and pass a schedule as schedule=."
+        )
 
     class_name = type(optimizer).__name__
     names = {parameter: name for name, parameter in model.named_parameters()}

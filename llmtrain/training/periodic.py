@@ -2,11 +2,13 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from llmtrain.console import say
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.part import name_of
 from llmtrain.launching.launcher import has_launcher
 from llmtrain.models.generation import Sampling
 from llmtrain.training.compiling import eager_code
@@ -35,6 +37,11 @@ class Evaluation(LoopCallback):
             results = self._measure()
             for callback in self.loop_context.callbacks:
                 further = callback.on_evaluate(self._measure)
+                if not isinstance(further, Mapping):
+                    raise UserError(
+                        f"{name_of(callback)}.on_evaluate returns {short_repr(further)}, not a "
+                        "dictionary of metrics by name; if there are none, return {}."
+                    )
                 add_metrics(results, {name: float(value) for name, value in further.items()})
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
 from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.part import as_json, is_own
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -55,7 +58,7 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
             "config": bundle.files.config,
             "seed": seed,
             "rows": rows.metadata.data_sha256,
-            "objective": [type(bundle.objective).__name__, bundle.objective.reference_source],
+            "objective": _objective_key(bundle.objective),
             "how": [
                 ranks.accelerator.mixed_precision,
                 ranks.device.type,
@@ -69,6 +72,17 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     if rows.eval is not None:
         eval_rows = _with_column(ranks, key, "eval", rows.eval, bundle)
     return replace(rows, train=train, eval=eval_rows)
+
+
+def _objective_key(objective: Objective) -> list[Any]:
+    """Return what the numbers of an objective depend on, besides the weights and the rows.
+
+    The fields of the package's own objectives do not change them. Those of a user's may.
+    """
+    key: list[Any] = [type(objective).__name__, objective.reference_source]
+    if not is_own(type(objective)):
+        key.append(as_json(objective.fingerprint))
+    return key
 
 
 def _with_column(

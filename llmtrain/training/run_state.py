@@ -242,6 +242,7 @@ def load_best(run: Run, engine: Engine) -> None:
 
 def write_model(run: Run, engine: Engine, target: Path) -> None:
     """Write the model with its present weights as a folder that Hugging Face loads."""
+    wait_for_saves(run)  # a save in the background uses the same process group
     model = engine.unwrapped
     files = run.bundle.files
     check_finite(model, run.ranks)

@@ -2,17 +2,21 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
 from llmtrain.parallel.shards import local_shard
+
+# Names of the run's own folders for weights, which the average must not replace.
+_TAKEN_FOLDERS = ("model", "checkpoints", "merged", "export")
+_FOLDER = re.compile(r"\w[\w.+-]*")
 
 
 class WeightAverage(Callback):
@@ -51,18 +55,27 @@ class WeightAverage(Callback):
             raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")
         if tail is not None and not 0 < tail <= 1:
             raise UserError(f"WeightAverage: tail {tail} must be above 0 and at most 1.")
+        if folder is not None and (folder in _TAKEN_FOLDERS or not _FOLDER.fullmatch(folder)):
+            raise UserError(
+                f"WeightAverage: folder {folder!r} must be the name of a new folder in the run "
+                "folder, such as model-average."
+            )
         self.decay = decay
         self.tail = tail
         self._folder = folder
         self._count = 0  # steps in the average
         self._average: dict[str, torch.Tensor] = {}
+        self._shards: dict[str, torch.Tensor] = {}  # this rank's shards of the weights
 
     def setup(self, training: Training) -> None:
         self._training = training
-        self._average = {
-            name: torch.zeros_like(parameter.detach(), dtype=torch.float32)
-            for name, parameter in self._trained().items()
-        }
+        self._count = 0
+        self._average = {}
+        self._shards = {}
+        for name, parameter in training.model.named_parameters():
+            if parameter.requires_grad:
+                self._average[name] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+                self._shards[name] = local_shard(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._count, "average": self._average}
@@ -74,6 +87,8 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if not math.isfinite(result.grad_norm):  # the step was skipped
+            return
         if self.tail is not None:
             averaged_steps = math.ceil(Fraction(str(self.tail)) * self._training.max_steps)
             if info.step <= self._training.max_steps - averaged_steps:
@@ -82,9 +97,8 @@ class WeightAverage(Callback):
         weight = 1 / self._count
         if self.decay is not None:
             weight = max(weight, 1 - self.decay)
-        for name, parameter in self._trained().items():
-            average = local_shard(self._average[name])
-            average.lerp_(local_shard(parameter).float(), weight)
+        for name, shard in self._shards.items():
+            local_shard(self._average[name]).lerp_(shard.float(), weight)
 
     def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         if not self._count:
@@ -100,17 +114,11 @@ class WeightAverage(Callback):
     @contextlib.contextmanager
     def weights_replaced(self) -> Iterator[None]:
         """Give the model the average weights until the block ends; all ranks call this."""
-        shards = {name: local_shard(p) for name, p in self._trained().items()}
-        weights = {name: shard.clone() for name, shard in shards.items()}
+        weights = {name: shard.clone() for name, shard in self._shards.items()}
         try:
-            for name, shard in shards.items():
+            for name, shard in self._shards.items():
                 shard.copy_(local_shard(self._average[name]))
             yield
         finally:
-            for name, shard in shards.items():
+            for name, shard in self._shards.items():
                 shard.copy_(weights[name])
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters of the model by name."""
-        parameters = self._training.model.named_parameters()
-        return {name: parameter for name, parameter in parameters if parameter.requires_grad}

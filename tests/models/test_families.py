@@ -474,7 +474,7 @@ def test_a_max_length_that_nobody_has_set_is_no_longer_than_the_model_to_load(
         assert overridden.max_length == 48
     with pytest.raises(UserError, match="write key=value"):
         ModelConfig(from_config="gpt2", config_overrides="n_positions").fit_max_length()
-    monkeypatch.setattr("llmtrain.tokenize", rows_of_length)
+    monkeypatch.setattr("llmtrain.training.model_rows.tokenize", rows_of_length)
     for recipe in (finetune, preference):
         settings = copy.deepcopy(recipe.DEFAULTS)
         settings.model.model_name_or_path = str(tmp_path)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 
+import llmtrain as lt
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
@@ -27,3 +29,51 @@ def test_a_pass_without_gradients_leaves_the_random_numbers_of_training_as_they_
     total = engine_of(accelerator, model).sum_over_batches(draw, batches)
     assert total.shape == (3,)
     assert torch.equal(torch.rand(5), expected)
+
+
+class Returning(lt.Objective):
+    """An objective whose loss is what a test gives it."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.tensor(1.5), r"Returning.loss returned tensor\(1.5.*; return llmtrain.LossSums"),
+        (None, "Returning.loss returned None; return llmtrain.LossSums"),
+        (lt.LossSums(loss=torch.ones(4)), "as its loss; return a tensor without dimensions"),
+        (lt.LossSums(loss=1.5), "returned 1.5 as its loss; return a tensor without dimensions"),
+        (
+            lt.LossSums(torch.tensor(1.5), {"rows": 4}),
+            "returned 4 as rows; return a tensor without",
+        ),
+    ],
+)
+def test_an_objective_that_returns_no_sums_is_refused(
+    accelerator: Accelerator, returned: Any, message: str
+) -> None:
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8), vocab_size=30)
+    ids = torch.randint(30, (4, 9))
+    engine = engine_of(accelerator, model, Returning(returned))
+    with pytest.raises(lt.UserError, match=message):
+        engine.loss({"input_ids": ids, "labels": ids})
+
+
+class Rows(lt.Objective):
+    """An objective whose denominator is a number instead of a tensor."""
+
+    def denominator(self, batch: Batch) -> Any:
+        return len(batch["labels"])
+
+
+def test_a_denominator_that_is_no_tensor_is_refused(accelerator: Accelerator) -> None:
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8), vocab_size=30)
+    ids = torch.randint(30, (4, 9))
+    engine = engine_of(accelerator, model, Rows())
+    with pytest.raises(lt.UserError, match=r"Rows\.denominator returned 4; return a tensor"):
+        engine.count([{"input_ids": ids, "labels": ids}])

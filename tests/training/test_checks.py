@@ -87,6 +87,14 @@ def test_a_flag_that_the_users_own_optimizer_reads_is_accepted() -> None:
     check_optimizer_flags(user_set(OptimConfig(**flags), *flags), nn.Linear(2, 2), with_momentum)
 
 
+def test_a_flag_beside_an_optimizer_with_a_single_beta_is_refused() -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "betas": 0.9}])
+    with pytest.raises(UserError, match=r"--adam_beta2 0\.6 "):
+        check_optimizer_flags(
+            user_set(OptimConfig(adam_beta2=0.6), "adam_beta2"), nn.Linear(2, 2), optimizer
+        )
+
+
 def test_flags_of_a_schedule_are_refused_beside_one_of_the_users_own() -> None:
     flags = {"lr_scheduler_type": "linear", "warmup_steps": 3, "min_lr": 0.1}
     config = user_set(OptimConfig(**flags), *flags)

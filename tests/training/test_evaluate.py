@@ -9,6 +9,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.config import GPTConfig
@@ -107,3 +108,21 @@ def test_an_eval_prepass_gets_the_counts_and_the_metrics_get_what_it_returned(
     results = evaluate(engine, loader, text_bytes=0, extra=extra)
     assert results["loss"] == 10
     assert results["share"] == 1
+
+
+class Silent(Objective):
+    """An objective with a method that returns nothing."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, lambda *arguments: None)
+
+
+@pytest.mark.parametrize("method", ["metrics", "eval_metrics"])
+def test_an_objective_that_returns_no_metrics_is_refused(
+    accelerator: Accelerator, method: str
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 5})
+    loader = accelerator.prepare(eval_loader(rows, 1, 2))
+    engine = engine_of(accelerator, Constant(), Silent(method))
+    with pytest.raises(UserError, match=rf"Silent\.{method} returned None; return a dictionary"):
+        evaluate(engine, loader, text_bytes=0)

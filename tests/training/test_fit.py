@@ -72,6 +72,18 @@ def test_fit_computes_what_the_recipe_that_is_written_out_computes(
     assert run.fingerprint == written_out.fingerprint
 
 
+class NeedsHead(lt.Objective):
+    """An objective that the model does not fit."""
+
+    def check(self, model: Any) -> None:
+        raise UserError("the model has no second head.")
+
+
+def test_the_objective_that_is_trained_checks_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the model has no second head\."):
+        lt.fit(settings(tmp_path / "run"), rows(), build, optimizer=sgd, objective=NeedsHead())
+
+
 def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
     callback = lt.Callback()
     objective = Doubled()
@@ -104,13 +116,19 @@ def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
         ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD is no function of the model"),
         ({"optimizer": "adamw"}, "optimizer: 'adamw' is no function of the model"),
         ({"optimizer": lambda model: model}, r"optimizer: Bigram\(.* is no torch optimizer"),
+        ({"optimizer": lambda model: None}, "optimizer: None is no torch optimizer; make one of"),
         ({"objective": Doubled}, "objective: the class Doubled is no llmtrain.Objective"),
         ({"build": Bigram()}, r"build: Bigram\(.* is no function; pass a function of the settings"),
         ({"build": lambda *_: None}, "build returned None; return a torch module or an"),
         ({"rows": [[1, 2, 3]]}, r"rows: \[\[1, 2, 3\]\] is no llmtrain.Tokenized; make the rows"),
         ({"callbacks": [lt.Callback]}, "callbacks: the class Callback is no llmtrain.Callback"),
-        ({"callbacks": lt.Callback()}, "callbacks: .* is no list; write callbacks="),
-        ({"metrics": build}, "metrics: .* is no list; write metrics="),
+        (
+            {"callbacks": lt.Callback()},
+            "callbacks: the Callback object is no list; write callbacks=",
+        ),
+        ({"metrics": build}, "metrics: the function build is no list; write metrics="),
+        ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name for the log"),
+        ({"metrics": [len]}, "metrics: .* len.* must take two arguments"),
     ],
 )
 def test_a_wrong_argument_is_one_line(

@@ -427,6 +427,14 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
         LearningRates(two_groups(), linear(), schedule)
 
 
+def test_a_schedule_without_the_number_of_steps_is_refused() -> None:
+    def constant(step: int) -> float:
+        return 1.0
+
+    with pytest.raises(UserError, match="the schedule constant must take two arguments"):
+        LearningRates(two_groups(), linear(), constant)  # type: ignore[arg-type]
+
+
 # --- in a run
 
 

@@ -150,6 +150,18 @@ def test_a_callback_adds_metrics_to_an_evaluation(train_gpt: Callable[..., Run])
     assert (evaluations["eval/twice"] == 2 * evaluations["eval/loss"]).all()
 
 
+class Silent(lt.Callback):
+    """A callback whose on_evaluate returns nothing."""
+
+    def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Any:
+        evaluate()
+
+
+def test_a_callback_that_returns_no_metrics_is_refused(train_gpt: Callable[..., Run]) -> None:
+    with pytest.raises(UserError, match=r"Silent\.on_evaluate returns None, not a dictionary"):
+        train_gpt(callbacks=[Silent()])
+
+
 def test_a_callback_cannot_replace_another_metric(train_gpt: Callable[..., Run]) -> None:
     with pytest.raises(UserError, match="two metrics with the name loss; rename one"):
         train_gpt(callbacks=[Twice("loss")])

@@ -5,7 +5,10 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from decimal import Decimal
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,6 +105,10 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
     assert weights != as_json(torch.zeros(2))
 
 
+class Color(Enum):
+    RED = 1
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -113,6 +120,11 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
         (math.cos, "cos"),
         (functools.partial(int, base=8), ["int", [], {"base": 8}]),
         ({3: None}, {"3": None}),
+        ({math.cos: 1}, {"cos": 1}),
+        (Color.RED, "Color.RED"),
+        (range(3), "range(0, 3)"),
+        (Decimal("0.1"), "0.1"),
+        (SimpleNamespace(a=1), {"a": 1}),
         (object(), {"class": "object"}),
     ],
 )
@@ -122,9 +134,11 @@ def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
     assert as_json(value) == expected
 
 
-def test_arrays_with_other_values_have_another_fingerprint() -> None:
-    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
+def test_arrays_with_other_values_or_another_form_have_another_fingerprint() -> None:
     assert as_json(np.arange(3)) == as_json(np.arange(3))
+    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
+    assert as_json(torch.zeros(2, 3)) != as_json(torch.zeros(3, 2))
+    assert as_json(torch.zeros(2)) != as_json(torch.zeros(2, dtype=torch.int32))
 
 
 def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
@@ -189,6 +203,27 @@ def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"has a different objective: factor 1\.0 there, 3\.0 here"):
         train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
+
+
+def test_a_finished_run_is_extended_by_none_of_its_steps(train_gpt: Callable[..., Run]) -> None:
+    """A schedule has no value after the last step, and none is asked for."""
+    finished = train_gpt(schedule=lambda step, max_steps: 1 / (step + 1))
+    resumed = train_gpt(
+        schedule=lambda step, max_steps: 0.5 / (step + 1), resume=str(finished.folder)
+    )
+    assert resumed.resume_point.step == 12
+    assert resumed.is_finished
+
+
+def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]) -> None:
+    rates = []
+    for _ in range(2):
+        run = train_gpt(
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            resume="never",
+        )
+        rates.append([group["lr"] for group in run.parts.optimizer.param_groups])
+    assert rates == [[0.1], [0.1]]
 
 
 # --- errors at the start

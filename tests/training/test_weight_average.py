@@ -1,6 +1,7 @@
 """The average of the weights is that of its formula, and evaluations measure it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,24 @@ def test_the_average_is_that_of_its_formula(
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
+def test_an_average_that_is_used_again_begins_anew(train_gpt: Callable[..., Run]) -> None:
+    average = lt.WeightAverage(decay=0.75)
+    train_gpt(callbacks=[average], resume="never")
+    first = {name: value.clone() for name, value in average.state_dict()["average"].items()}
+    train_gpt(callbacks=[average], resume="never")
+    for name, value in average.state_dict()["average"].items():
+        assert torch.equal(value, first[name]), name
+
+
+def test_a_skipped_step_is_not_averaged() -> None:
+    model = torch.nn.Linear(1, 1)
+    average = lt.WeightAverage(decay=0.5)
+    average.setup(SimpleNamespace(model=model, max_steps=2))
+    skipped = SimpleNamespace(grad_norm=float("nan"))
+    average.on_step_end(None, skipped, StepInfo(1, is_last=False, should_stop=False))
+    assert average.state_dict()["steps"] == 0
+
+
 def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
     train_gpt: Callable[..., Run],
 ) -> None:
@@ -93,8 +112,10 @@ def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
         ({"decay": 0.9, "tail": 0.1}, "needs either decay"),
         ({"decay": 1.0}, "decay 1.0 must be at least 0 and below 1"),
         ({"tail": 0.0}, "tail 0.0 must be above 0 and at most 1"),
+        ({"decay": 0.9, "folder": "model"}, "folder 'model' must be the name of a new folder"),
+        ({"decay": 0.9, "folder": "../average"}, "folder '../average' must be the name of a new"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         lt.WeightAverage(**arguments)
