@@ -64,9 +64,10 @@ def test_the_list_is_right_about_these_families(family: str) -> None:
     check_class(NAMES[family])
 
 
+# All of them take four minutes: python -m tests.models.packing_verdicts tries every class.
 @long_form
-@pytest.mark.parametrize("class_name", CLASSES)
-def test_the_list_is_right_about_every_class(class_name: str) -> None:
+@pytest.mark.parametrize("class_name", [*CLASSES][::3])
+def test_the_list_is_right_about_a_third_of_all_classes(class_name: str) -> None:
     check_class(class_name)
 
 
