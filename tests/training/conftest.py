@@ -25,12 +25,15 @@ SETTINGS = gpt.Settings(
 def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
     """Train a small GPT in the folder ``run``, with parts."""
 
-    def train(resume: str = "auto", **parts: Any) -> Run:
+    def train(resume: str = "auto", async_save: bool = False, **parts: Any) -> Run:
         settings = dataclasses.replace(
             SETTINGS,
             data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
             run=dataclasses.replace(
-                SETTINGS.run, output_dir=str(tmp_path / "run"), resume_from_checkpoint=resume
+                SETTINGS.run,
+                output_dir=str(tmp_path / "run"),
+                resume_from_checkpoint=resume,
+                async_save=async_save,
             ),
         )
         rows = lt.tokenize(settings.data, 16)

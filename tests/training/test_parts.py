@@ -22,6 +22,7 @@ from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import Part, as_json
 from llmtrain.record.checkpoint import checkpoints
+from llmtrain.training.parts import Parts
 from llmtrain.training.run import Run
 from recipes import preference
 
@@ -190,6 +191,17 @@ def test_the_same_parts_resume_whatever_does_not_change_the_run(
     assert run.folder.name == "run"
     assert run.resume_point.step == 5
     assert run.is_finished
+
+
+def test_the_mixed_precision_makes_no_other_run_with_muon() -> None:
+    """Muon computes in that precision, and a run may go on with another one."""
+    matrix = nn.Linear(2, 2, bias=False)
+    fingerprints = [
+        Parts(lt.Objective(), lt.Muon([matrix.weight], lr=0.1, weight_decay=0.0, dtype=dtype))
+        for dtype in (None, torch.bfloat16)
+    ]
+    first, second = [parts.optimizer_fingerprint() for parts in fingerprints]
+    assert first == second
 
 
 def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(

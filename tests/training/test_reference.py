@@ -16,7 +16,9 @@ from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.preference_config import PreferenceConfig
+from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.ranks import Ranks
@@ -123,6 +125,22 @@ def test_another_teacher_is_asked_anew(asking) -> None:
     assert asking.asked > 0
     asking.reference(source="one teacher")
     assert asking.asked == 0
+
+
+class Tempered(PreferenceObjective):
+    """An objective of the user, whose reference may depend on its fields."""
+
+    temperature = 1.0
+
+
+def test_another_field_of_a_users_objective_is_asked_anew(asking, rows) -> None:
+    for temperature, is_asked in ((1.0, True), (2.0, True), (1.0, False)):
+        bundle = asking.bundle()
+        bundle.objective.__class__ = Tempered
+        bundle.objective.temperature = temperature
+        asking.asked = 0
+        with_reference(Ranks(asking.accelerator), 0, rows, bundle)
+        assert (asking.asked > 0) == is_asked, temperature
 
 
 def _padded(rows: Tokenized) -> list[tuple[Any, int]]:

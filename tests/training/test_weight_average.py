@@ -1,6 +1,8 @@
 """The average of the weights is that of its formula, and evaluations measure it."""
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.record import saver
 from llmtrain.record.history import read_lines
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.run import Run
@@ -103,6 +106,29 @@ def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
     final = dict(read_tensors(run.folder / "model"))
     assert exported.keys() == final.keys()
     assert not any(torch.equal(exported[name], final[name]) for name in exported)
+
+
+def test_the_average_is_exported_after_the_save_in_the_background(
+    train_gpt: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may use the same process group, and a save that is under way would mix with it."""
+    events: list[str] = []
+    commit = saver.Saver._commit
+    write_model = saver.write_model
+
+    def slow_commit(self: Any, step: int, *arguments: Any) -> None:
+        time.sleep(0.3)
+        commit(self, step, *arguments)
+        events.append(f"saved {step}")
+
+    def recorded_write(folder: Path, *arguments: Any, **options: Any) -> None:
+        events.append(folder.name)
+        write_model(folder, *arguments, **options)
+
+    monkeypatch.setattr(saver.Saver, "_commit", slow_commit)
+    monkeypatch.setattr(saver, "write_model", recorded_write)
+    train_gpt(callbacks=[lt.WeightAverage(decay=0.9, folder="model-average")], async_save=True)
+    assert events == ["saved 4", "saved 8", "saved 12", "model-average", "model"]
 
 
 @pytest.mark.parametrize(
