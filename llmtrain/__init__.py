@@ -31,12 +31,12 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import LoraConfig as LoraConfig
     from llmtrain.models.config import ModelConfig as ModelConfig
-    from llmtrain.models.config import PreferenceConfig as PreferenceConfig
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt_family import build_gpt as build_gpt
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.preference import Answers as Answers
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
+    from llmtrain.models.preference_config import PreferenceConfig as PreferenceConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
@@ -81,12 +81,12 @@ _MODULES = {
     "GPTConfig": "llmtrain.models.config",
     "LoraConfig": "llmtrain.models.config",
     "ModelConfig": "llmtrain.models.config",
-    "PreferenceConfig": "llmtrain.models.config",
     "GPT": "llmtrain.models.gpt",
     "build_gpt": "llmtrain.models.gpt_family",
     "summed_nll": "llmtrain.models.loss",
     "Answers": "llmtrain.models.preference",
     "PreferenceLoss": "llmtrain.models.preference",
+    "PreferenceConfig": "llmtrain.models.preference_config",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llmtrain.models.config import PreferenceConfig
+from llmtrain.models.preference_config import PreferenceConfig
 
 
 def trl_dpo_loss(

@@ -14,9 +14,9 @@ from llmtrain.interfaces.part import as_json, public_fields
 from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.causal_lm import CausalLM, own_arguments
-from llmtrain.models.config import PreferenceConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.preference import Answers
+from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.probe import shares_prompts
 
 

@@ -22,13 +22,14 @@ from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
-from llmtrain.models.config import LoraConfig, ModelConfig, PreferenceConfig
+from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
 from llmtrain.models.meta_models import build_model
+from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.towers import outside_text_tower

@@ -85,7 +85,11 @@ class TrainableModel(nn.Module):
 
 
 class _WithOwnForward(nn.Module):
-    """A custom model of the user, whose ``forward`` returns the summed loss if it gets labels."""
+    """A custom model of the user, whose ``forward`` returns the summed loss if it gets labels.
+
+    It does not inherit from :class:`TrainableModel`, whose names would hide modules and methods of
+    the user, such as a layer that is called ``outputs``.
+    """
 
     def forward(
         self,

@@ -192,7 +192,7 @@ class StatelessParts(LoopCallback):
         """Return a description of all fields of each part without state, by name."""
         return {
             name_of(part): repr(as_json(vars(part)))
-            for part in self.run.parts.parts
+            for part in self.run.parts.fingerprinted
             if part.fingerprint is not None and not part.state_dict()
         }
 

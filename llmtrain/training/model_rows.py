@@ -3,8 +3,9 @@
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.prepare import tokenize
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.packing_support import packing_support
+from llmtrain.models.preference_config import PreferenceConfig
 
 
 def tokenize_for_model(

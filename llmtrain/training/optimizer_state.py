@@ -1,7 +1,7 @@
 """The state of an optimizer: everything that it changes, into a checkpoint and back."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import Weights
-from llmtrain.interfaces.part import as_json
 from llmtrain.json_types import Json, JsonObject
 from llmtrain.parallel.shards import distribute, filled_like, sharded_dim
 from llmtrain.record.state_tree import FlatState, flatten, tensor_names, unflatten
+from llmtrain.training.changed_values import apply_changes, changes_since, remember
 
 
 class OptimizerState:
@@ -37,8 +37,8 @@ class OptimizerState:
         self.name = type(optimizer).__name__
         self._owner = f"the optimizer {self.name}"
         self._parameters = dict(model.named_parameters())
-        self._first_groups = [_remember(_values_of(group)) for group in optimizer.param_groups]
-        self._first_entries = _remember(_further_entries(optimizer))
+        self._first_groups = [remember(_values_of(group)) for group in optimizer.param_groups]
+        self._first_entries = remember(_further_entries(optimizer))
 
     def flatten(self) -> FlatState:
         """Return the state as it is now. Its tensors are the optimizer's own.
@@ -53,43 +53,39 @@ class OptimizerState:
                 "llmtrain.open_run."
             )
 
-        tensors: dict[str, torch.Tensor] = {}
-        notes: dict[str, Json] = {}  # of tensors that are not in the form of their parameter
-
-        def add(value: object, path: str, like: torch.Tensor) -> Json:
-            tree, added = flatten(value, path, self._owner, taken=tensors)
-            for name, tensor in added.items():
-                note = self._note(name, tensor, like)
-                if note:
-                    notes[name] = note
-            tensors.update(added)
-            return tree
+        collector = _Collector(self._owner)
+        first_parameters = self._first_parameters()
 
         names: dict[torch.Tensor, str] = {p: name for name, p in self._parameters.items()}
-        of_parameters = {}
-        others = {}
+        states = {}
+        other_states = {}
         for key, value in self.optimizer.state.items():
             if key in names:
-                of_parameters[names[key]] = add(value, names[key], key)
+                states[names[key]] = collector.add(value, path=names[key], parameter=key)
             else:
-                others[key] = value
+                other_states[key] = value
 
         groups = []
-        first_parameters = [self._first_parameter(group) for group in self.optimizer.param_groups]
         for index, group in enumerate(self.optimizer.param_groups):
-            changes = _changes(_values_of(group), self._first_groups[index])
-            groups.append(add(changes, f"param_groups[{index}]", first_parameters[index]))
+            changes = changes_since(self._first_groups[index], _values_of(group))
+            groups.append(
+                collector.add(
+                    changes, path=f"param_groups[{index}]", parameter=first_parameters[index]
+                )
+            )
 
-        entries = _changes(_further_entries(self.optimizer), self._first_entries)
+        entries = changes_since(self._first_entries, _further_entries(self.optimizer))
         structure = {
             "optimizer": self.name,
-            "state": dict(sorted(of_parameters.items())),
-            "other_state": add(others, "state", first_parameters[0]),
+            "state": dict(sorted(states.items())),
+            "other_state": collector.add(other_states, path="state", parameter=first_parameters[0]),
             "param_groups": groups,
-            "further_entries": add(entries, "state_dict", first_parameters[0]),
-            "tensors": notes,
+            "further_entries": collector.add(
+                entries, path="state_dict", parameter=first_parameters[0]
+            ),
+            "tensors": collector.notes,
         }
-        return FlatState(structure, tensors)
+        return FlatState(structure, collector.tensors)
 
     def restore(self, structure: JsonObject, tensors: Weights) -> None:
         """Put back the state that :meth:`flatten` returned.
@@ -112,47 +108,49 @@ class OptimizerState:
             if name in structure["state"] and id(parameter) in trained:
                 trees[parameter] = structure["state"][name]
 
-        # Read the tensors, and shard each of them before the next one is read.
-        likes = self._parameters_of_tensors(structure, trees)
+        # Each tensor is sharded before the next one is read.
+        parameters = self._parameters_of_tensors(structure, trees)
         notes = self._notes_of_this_run(structure, trees)
         own: dict[str, torch.Tensor] = {}
         for name, full in tensors:
-            if name in likes:  # else this run does not train its parameter
-                own[name] = _placed(full, likes[name], notes.get(name, {}))
+            if name in parameters:  # else this run does not train its parameter
+                own[name] = _placed(full, parameters[name], notes.get(name, {}))
 
+        # Before the groups and the state, because it makes new groups.
         entries = unflatten(structure["further_entries"], own)
         if entries:
             self._load_entries(entries)
-        for group, tree in zip(
-            self.optimizer.param_groups, structure["param_groups"], strict=False
-        ):
-            _update(group, unflatten(tree, own))
+
+        groups = zip(self.optimizer.param_groups, structure["param_groups"], strict=False)
+        for group, tree in groups:
+            apply_changes(group, unflatten(tree, own))
+
         self.optimizer.state.clear()
         for parameter, tree in trees.items():
             self.optimizer.state[parameter] = unflatten(tree, own)
         self.optimizer.state.update(unflatten(structure["other_state"], own))
 
-    def _first_parameter(self, group: dict[str, Any]) -> torch.Tensor:
-        """Return the parameter whose device is that of the group's tensors."""
-        parameters = group["params"] or list(self._parameters.values())
-        parameter: torch.Tensor = parameters[0]
-        return parameter
+    def _first_parameters(self) -> list[torch.Tensor]:
+        """Return a parameter of each group, whose device is that of the group's tensors."""
+        any_parameter = next(iter(self._parameters.values()))
+        groups = self.optimizer.param_groups
+        return [group["params"][0] if group["params"] else any_parameter for group in groups]
 
     def _parameters_of_tensors(
         self, structure: JsonObject, trees: dict[nn.Parameter, Json]
     ) -> dict[str, torch.Tensor]:
         """Return the parameter of each tensor to be restored, by the name of the tensor."""
-        first_parameters = [self._first_parameter(group) for group in self.optimizer.param_groups]
+        first_parameters = self._first_parameters()
         owned = [
             *trees.items(),
             *zip(first_parameters, structure["param_groups"], strict=False),
             (first_parameters[0], structure["other_state"]),
             (first_parameters[0], structure["further_entries"]),
         ]
-        likes = {}
+        parameters = {}
         for parameter, tree in owned:
-            likes.update(dict.fromkeys(tensor_names(tree), parameter))
-        return likes
+            parameters.update(dict.fromkeys(tensor_names(tree), parameter))
+        return parameters
 
     def _notes_of_this_run(
         self, structure: JsonObject, trees: dict[nn.Parameter, Json]
@@ -178,7 +176,7 @@ class OptimizerState:
         values_of_groups = [dict(group) for group in self.optimizer.param_groups]
         current = self.optimizer.state_dict()
         entries = _further_entries(self.optimizer)
-        _update(entries, changes)
+        apply_changes(entries, changes)
         self.optimizer.load_state_dict(
             {**entries, "state": {}, "param_groups": current["param_groups"]}
         )
@@ -187,13 +185,46 @@ class OptimizerState:
         for group, values in zip(self.optimizer.param_groups, values_of_groups, strict=True):
             group.update(values)
 
-    def _note(self, name: str, tensor: torch.Tensor, like: torch.Tensor) -> JsonObject:
-        """Return how a tensor differs in form from its parameter; see :func:`_placed`."""
+
+class _Collector:
+    """Flattens the values of a state, and collects their tensors.
+
+    Attributes:
+        tensors: the tensors by name.
+        notes: how tensors differ in form from their parameters, by name; see :func:`_placed`.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.notes: dict[str, Json] = {}
+
+    def add(self, value: object, *, path: str, parameter: torch.Tensor) -> Json:
+        """Return a value as JSON, and collect the tensors in it.
+
+        Args:
+            value: the value.
+            path: its path, which begins the names of its tensors.
+            parameter: the parameter that it belongs to.
+
+        Raises:
+            UserError: if there is something that a checkpoint cannot hold.
+        """
+        tree, tensors = flatten(value, path, self._owner, taken=self.tensors)
+        self.tensors.update(tensors)
+        for name, tensor in tensors.items():
+            note = self._note(name, tensor, parameter)
+            if note:
+                self.notes[name] = note
+        return tree
+
+    def _note(self, name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> JsonObject:
+        """Return how a tensor differs in form from its parameter."""
         note: JsonObject = {}
-        if tensor.device.type == "cpu" and like.device.type != "cpu":
+        if tensor.device.type == "cpu" and parameter.device.type != "cpu":
             note["device"] = "cpu"
         if not isinstance(tensor, DTensor):
-            if isinstance(like, DTensor) and tensor.shape == like.shape:
+            if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
                 note["is_plain"] = True
             # Products of matrices in another memory order round differently.
             is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
@@ -201,12 +232,12 @@ class OptimizerState:
                 note["strides"] = list(tensor.stride())
             return note
 
-        if not isinstance(like, DTensor) or tensor.device_mesh != like.device_mesh:
+        if not isinstance(parameter, DTensor) or tensor.device_mesh != parameter.device_mesh:
             raise UserError(
                 f"{self._owner} shards {name} over other ranks than its weights, which a "
                 "checkpoint cannot hold; use another optimizer."
             )
-        if tensor.shape != like.shape or tensor.placements != like.placements:
+        if tensor.shape != parameter.shape or tensor.placements != parameter.placements:
             note["sharded_dim"] = sharded_dim(tensor)
         return note
 
@@ -253,82 +284,3 @@ def _further_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what a class adds to the ``state_dict`` of an optimizer."""
     entries = optimizer.state_dict()
     return {key: entries[key] for key in entries if key not in ("state", "param_groups")}
-
-
-class _Remembered(NamedTuple):
-    """A value as it was at the beginning, whatever happens to the object since.
-
-    Attributes:
-        description: all but the values of its tensors, as a string.
-        tensors: copies of its tensors.
-    """
-
-    description: str
-    tensors: dict[str, torch.Tensor]
-
-    def is_same(self, value: object) -> bool:
-        """Return whether a value has not changed since."""
-        tree, tensors = _flatten_or_describe(value)
-        return repr(tree) == self.description and all(
-            _is_same_tensor(self.tensors[name], tensor) for name, tensor in tensors.items()
-        )
-
-
-def _remember(value: object) -> Any:
-    """Remember a value; of a dictionary, each entry."""
-    if type(value) is dict:
-        return {key: _remember(item) for key, item in value.items()}
-    tree, tensors = _flatten_or_describe(value)
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    return _Remembered(repr(tree), copies)
-
-
-def _flatten_or_describe(value: object) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Return a value as JSON and its tensors. If a checkpoint cannot hold it, describe it.
-
-    Settings may be of any type, such as functions.
-    """
-    try:
-        return flatten(value, path="", owner="")
-    except UserError:
-        return {"described": as_json(value)}, {}
-
-
-def _is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors are the same. Sharded ones never are.
-
-    All ranks must agree on what has changed, and one of them may have a shard that has not.
-    """
-    if isinstance(first, DTensor) or isinstance(second, DTensor):
-        return False
-    has_same_form = (first.dtype, first.device) == (second.dtype, second.device)
-    return has_same_form and torch.equal(first, second)
-
-
-def _changes(values: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries that are new or have changed; of dictionaries among them, likewise.
-
-    Args:
-        values: the values as they are now.
-        before: what :func:`_remember` returned at the beginning.
-    """
-    changes = {}
-    for key, value in values.items():
-        if key not in before:
-            changes[key] = value
-        elif type(value) is dict and type(before[key]) is dict:
-            inner = _changes(value, before[key])
-            if inner:
-                changes[key] = inner
-        elif not isinstance(before[key], _Remembered) or not before[key].is_same(value):
-            changes[key] = value
-    return changes
-
-
-def _update(values: dict[Any, Any], changes: dict[Any, Any]) -> None:
-    """Change the entries that :func:`_changes` returned, in place."""
-    for key, change in changes.items():
-        if type(change) is dict and type(values.get(key)) is dict:
-            _update(values[key], change)
-        else:
-            values[key] = change

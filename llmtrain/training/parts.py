@@ -95,7 +95,7 @@ class Parts:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
         named: dict[str, Part] = {}
-        for part in (*self.parts, *self.registered):
+        for part in (*self.fingerprinted, *self.registered):
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
@@ -110,8 +110,8 @@ class Parts:
         return named
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The objective, the callbacks and the metrics."""
+    def fingerprinted(self) -> tuple[Part, ...]:
+        """The parts that have a fingerprint: the objective, the callbacks and the metrics."""
         return (self.objective, *self.callbacks, *self.metrics)
 
     def fingerprint(self) -> JsonObject:

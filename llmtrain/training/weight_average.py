@@ -63,6 +63,7 @@ class WeightAverage(Callback):
         self.decay = decay
         self.tail = tail
         self._folder = folder
+        self._skipped_steps = 0  # at the beginning of the run
         self._count = 0  # steps in the average
         self._average: dict[str, torch.Tensor] = {}
         self._shards: dict[str, torch.Tensor] = {}  # this rank's shards of the weights
@@ -70,6 +71,11 @@ class WeightAverage(Callback):
     def setup(self, training: Training) -> None:
         self._training = training
         self._count = 0
+        if self.tail is not None:
+            # As the decimal number that the user wrote: 0.1 is a little more in binary.
+            averaged_steps = math.ceil(Fraction(str(self.tail)) * training.max_steps)
+            self._skipped_steps = training.max_steps - averaged_steps
+
         self._average = {}
         self._shards = {}
         for name, parameter in training.model.named_parameters():
@@ -89,10 +95,8 @@ class WeightAverage(Callback):
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if not math.isfinite(result.grad_norm):  # the step was skipped
             return
-        if self.tail is not None:
-            averaged_steps = math.ceil(Fraction(str(self.tail)) * self._training.max_steps)
-            if info.step <= self._training.max_steps - averaged_steps:
-                return
+        if info.step <= self._skipped_steps:
+            return
         self._count += 1
         weight = 1 / self._count
         if self.decay is not None:

@@ -18,7 +18,8 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.batches import Batch
-from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from tests.engines import engine_of

@@ -9,18 +9,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models.causal_lm import CausalLM, make_causal_lm
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.lfm2 import LFM2
-from llmtrain.models.probe import probe
 from llmtrain.models.trainable import make_trainable
 from tests.engines import engine_of
 from tests.launching import ROOT
+from tests.models.small_models import small_model
 
 VOCABULARY = 30
 TOKENS = 9
@@ -55,20 +53,7 @@ def built(name: str) -> Any:
     torch.manual_seed(2)
     if name == "recurrent":
         return make_trainable(Recurrent())
-    if name == "llama":
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-        )
-        llama = make_causal_lm(LlamaForCausalLM(config).float(), row_length=TOKENS - 1)
-        probe(llama)
-        return llama
-    config = lt.GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=TOKENS - 1, architecture=name)
-    return build_gpt(config, VOCABULARY)
+    return small_model(name, vocabulary=VOCABULARY, tokens=TOKENS, width=16)
 
 
 def batch_of(model: Any, packed: bool) -> Batch:

@@ -12,7 +12,8 @@ import llmtrain as lt
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.placement import place

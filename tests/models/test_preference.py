@@ -24,8 +24,9 @@ from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
-from llmtrain.models.config import ModelConfig, PreferenceConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.preference import Answers
+from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_losses import orpo
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import add_metrics

@@ -15,16 +15,12 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import llmtrain as lt
 from llmtrain.data.loader import eval_loader
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.metric import FunctionMetric, Metric
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.gpt_family import build_gpt
-from llmtrain.models.probe import probe
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.ddp import ReplicatedEngine
@@ -33,6 +29,7 @@ from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.placement import place_sharded
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.evaluate import evaluate
+from tests.models.small_models import small_model
 
 VOCABULARY = 40
 TOKENS = 17
@@ -66,20 +63,8 @@ def built(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "recurrent":
         return make_trainable(Recurrent())
-    if name == "llama":
-        config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-        )
-        llama = make_causal_lm(LlamaForCausalLM(config).float(), row_length=TOKENS - 1)
-        probe(llama)
-        return llama
-    config = lt.GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=TOKENS - 1, architecture=name)
-    return build_gpt(config, VOCABULARY)
+    model: nn.Module = small_model(name, vocabulary=VOCABULARY, tokens=TOKENS, width=32)
+    return model
 
 
 def rows() -> Dataset:

@@ -1,0 +1,38 @@
+"""Small models of each kind, for tests that compare them."""
+
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llmtrain as lt
+from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.probe import probe
+
+
+def small_model(name: str, *, vocabulary: int, tokens: int, width: int) -> Any:
+    """Return a model with two layers and random weights.
+
+    Args:
+        name: ``gpt2`` or ``lfm2`` of this package, or ``llama`` of transformers.
+        vocabulary: its vocabulary.
+        tokens: tokens of a row. The last one is only a target.
+        width: its hidden size.
+    """
+    if name != "llama":
+        config = lt.GPTConfig(
+            n_layer=2, n_head=2, n_embd=width, block_size=tokens - 1, architecture=name
+        )
+        return build_gpt(config, vocabulary)
+
+    llama_config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=width * 3 // 2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2 * tokens,
+    )
+    llama = make_causal_lm(LlamaForCausalLM(llama_config).float(), row_length=tokens - 1)
+    probe(llama)
+    return llama
