@@ -28,11 +28,11 @@ def finished(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @long_form
-def test_ten_kills_and_other_layouts_leave_the_same_bits(flags: list[str]) -> None:
-    layouts = "1,2,4,1,2,1,4,1,2,1,2"
-    command = [*VERIFY_RESUME, "--steps", "66", "--layouts", layouts, RECIPE, *flags, "--bitwise"]
+def test_five_kills_and_other_layouts_leave_the_same_bits(flags: list[str]) -> None:
+    layouts = "1,2,4,1,2,4"
+    command = [*VERIFY_RESUME, "--steps", "36", "--layouts", layouts, RECIPE, *flags, "--bitwise"]
     ended = run(command, timeout=600).assert_ok()
-    assert ended.out.count("killed after step") == 10
+    assert ended.out.count("killed after step") == 5
     assert ended.out.splitlines()[-1] == "passed: the same run"
 
 
