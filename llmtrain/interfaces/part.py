@@ -23,6 +23,9 @@ from typing import Any
 
 from llmtrain.json_types import JsonObject
 
+# Attributes of these types are values of a class, and others are methods, properties and the like.
+_PLAIN_TYPES = (bool, int, float, str, list, tuple, dict, set)
+
 
 class Part:
     """Something that a user brings to a run.
@@ -84,25 +87,20 @@ def public_fields(part: object) -> JsonObject:
     These are its attributes without a leading underscore, and those of its class, except for the
     defaults of this package's own classes.
     """
-    values: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for owner in reversed(type(part).__mro__):
-        if owner is not object and not is_own(owner):
-            values.update(vars(owner))
-    values = {name: value for name, value in values.items() if _is_value(value)}
-    values.update(vars(part) if hasattr(part, "__dict__") else {})
-    return {
-        name: as_json(value) for name, value in sorted(values.items()) if not name.startswith("_")
-    }
+        if owner is object or is_own(owner):
+            continue
+        for name, value in vars(owner).items():
+            if isinstance(value, _PLAIN_TYPES):  # not a method or a property
+                fields[name] = value
+    fields.update(vars(part))
+    return {name: as_json(fields[name]) for name in sorted(fields) if not name.startswith("_")}
 
 
 def is_own(owner: type) -> bool:
     """Return whether this package defines a class."""
     return owner.__module__.partition(".")[0] == "llmtrain"
-
-
-def _is_value(value: object) -> bool:
-    """Return whether an attribute of a class is a plain value, and no method or property."""
-    return isinstance(value, bool | int | float | str | list | tuple | dict | set)
 
 
 def as_json(value: object, inside: tuple[int, ...] = ()) -> Any:
