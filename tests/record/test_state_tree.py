@@ -64,7 +64,9 @@ def assert_same(first: Any, second: Any) -> None:
         assert len(first) == len(second)
         for item, other in zip(first, second, strict=True):
             assert_same(item, other)
-    elif isinstance(first, set):  # in any order: the hash of a string is another one in each process
+    elif isinstance(
+        first, set
+    ):  # in any order: the hash of a string is another one in each process
         assert first == second
     else:
         assert repr(first) == repr(second)
