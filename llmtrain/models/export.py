@@ -17,7 +17,7 @@ from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
@@ -41,6 +41,8 @@ class ModelFiles:
         base: the folder or hub name of the model that this one was trained from.
         loss: the training loss, for the model card; empty if it is not known.
         generation: ``generation_config.json``.
+        architecture: the model as transformers builds it, on the meta device. It knows the names
+            of tensors in published checkpoints. ``None`` if the names are the model's own.
         base_tensors: what the finished model gets from its base, and a checkpoint does not hold.
         is_finished: whether this is the folder of a finished model, not of a checkpoint.
         weights_name: the name of the file with the weights.
@@ -53,6 +55,7 @@ class ModelFiles:
     base: str | None = None
     loss: str = ""
     generation: JsonObject = field(default_factory=dict)
+    architecture: "PreTrainedModel | None" = None
     base_tensors: BaseTensors | None = None
     is_finished: bool = False
 
@@ -109,19 +112,18 @@ class ModelFiles:
 
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
-        return self.published(model, self.tensors(model))
+        return self.published(self.tensors(model))
 
-    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a checkpoint to those of a finished model."""
-        from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
 
-        # The names of this package's GPT are those of published checkpoints.
-        if not isinstance(model, PreTrainedModel):
+        if self.architecture is None:
             return tensors
         from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
         converted: dict[str, Tensor] = revert_weight_conversion(
-            model, {name: tensor for name, tensor in tensors.items() if name not in from_base}
+            self.architecture,
+            {name: tensor for name, tensor in tensors.items() if name not in from_base},
         )
         return converted | {name: tensors[name] for name in tensors if name in from_base}
 
@@ -134,14 +136,14 @@ class ModelFiles:
         """
 
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.published(model, {name: tensor})
+            return self.published({name: tensor})
 
         def leave_unchanged(name: str, tensor: Tensor) -> dict[str, Tensor]:
             return {name: tensor}
 
         # Try it on tensors without memory.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
-        expected_shapes = _shapes(self.published(model, tensors))
+        expected_shapes = _shapes(self.published(tensors))
         if expected_shapes == _shapes(tensors):
             return leave_unchanged
 

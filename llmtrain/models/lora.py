@@ -289,7 +289,7 @@ class AdapterFiles(ModelFiles):
         tensors = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
         return cast(dict[str, Tensor], tensors)
 
-    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
         return tensors
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -142,12 +142,16 @@ def load_model(
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
     _remove_outside_text(model, outside_text)
 
-    # The initial weights are made for the model as it is now. It changes below.
+    # The names of published tensors, and the initial weights, are those of the model as it is now.
+    # It changes below.
+    architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         if config.model_name_or_path is not None:
             load_buffers(model.train(False), local_folder(config.model_name_or_path))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
+        # Another copy, because one that has loaded weights remembers the names of the last ones.
+        architecture = copy.deepcopy(model)
     if initial_weights is not None and rows.new_tokens:
         initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, seed)
@@ -161,7 +165,8 @@ def load_model(
     if name:
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss, base_tensors)
+    files = _model_files(model, name, rows, loss)
+    files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if lora is not None and name is not None:
         adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -353,7 +358,6 @@ def _model_files(
     name: str | None,
     rows: PreparedRows,
     loss: str,
-    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -362,7 +366,6 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
-        base_tensors: what the finished model gets from its base.
     """
     config = {
         **model.config.to_dict(),
@@ -379,7 +382,6 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
-        base_tensors=base_tensors,
     )
 
 
