@@ -50,6 +50,17 @@ class ModelFormat(Protocol):
         They are the model's own tensors, not copies. Loading a checkpoint fills them.
         """
 
+    def finished(self, dtype: str) -> ModelFormat:
+        """Return the format of the finished model's folder.
+
+        Its weights may have another dtype than those of a checkpoint, and so may the tensors of
+        :meth:`export_tensors` and :meth:`tensor_converter`.
+
+        Args:
+            dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the dtypes of the model that
+                training started from.
+        """
+
     def export_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors in the folder of the finished model, by name."""
 

@@ -1,7 +1,7 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -10,6 +10,7 @@ from torch import Size, Tensor, nn
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
+from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 
@@ -35,6 +36,8 @@ class ModelFiles:
         base: the folder or hub name of the model that this one was trained from.
         loss: the training loss, for the model card; empty if it is not known.
         generation: ``generation_config.json``.
+        base_dtypes: the dtypes of the base's weights, if the finished model has them, too.
+        dtypes: the dtypes of the weights in the folder; ``None`` for those that are trained.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
     """
@@ -45,6 +48,8 @@ class ModelFiles:
     base: str | None = None
     loss: str = ""
     generation: JsonObject = field(default_factory=dict)
+    base_dtypes: StoredDtypes | None = None
+    dtypes: StoredDtypes | None = None
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
@@ -79,9 +84,25 @@ class ModelFiles:
             named_tensors.setdefault(id(tensor), (name, tensor.detach()))
         return dict(named_tensors.values())
 
+    def finished(self, dtype: str) -> "ModelFiles":
+        """Return the files of the finished model's folder, with weights of a dtype.
+
+        ``auto`` stands for the dtypes of the base. A model without one keeps those of training.
+        """
+        dtypes = self.base_dtypes if dtype == "auto" else StoredDtypes(DTYPES[dtype])
+        if dtypes is None:
+            return self
+        return replace(self, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
+
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
-        return self.published(model, self.tensors(model))
+        return self.cast(self.published(model, self.tensors(model)))
+
+    def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, by the names in the folder, in the dtypes that they have there."""
+        if self.dtypes is None:
+            return tensors
+        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
 
     def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a checkpoint to those of a finished model."""
@@ -98,25 +119,25 @@ class ModelFiles:
 
         Together, the results for all tensors of a checkpoint are those of :meth:`export_tensors`.
         That is impossible if a published tensor is made of several tensors. The function then
-        changes nothing, and transformers can load these tensors, too.
+        changes no names, and transformers can load these tensors, too.
         """
 
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.published(model, {name: tensor})
+            return self.cast(self.published(model, {name: tensor}))
 
-        def leave_unchanged(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return {name: tensor}
+        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return self.cast({name: tensor})
 
         # Try it on tensors without memory.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
         expected_shapes = _shapes(self.published(model, tensors))
         if expected_shapes == _shapes(tensors):
-            return leave_unchanged
+            return keep_name
 
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             converted.update(convert(name, tensor))
-        return convert if _shapes(converted) == expected_shapes else leave_unchanged
+        return convert if _shapes(converted) == expected_shapes else keep_name
 
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""

@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -23,6 +23,7 @@ from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.dtypes import stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
@@ -91,7 +92,7 @@ def load_model(
     quantized model is loaded here, and ``weights`` is ``None``.
 
     Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
-    LoRA run is bfloat16 if ``precision`` is bf16.
+    LoRA run keeps the dtype in which it is stored, or is bfloat16 if ``precision`` is bf16.
 
     Args:
         config: which model, and how it is used.
@@ -114,7 +115,11 @@ def load_model(
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
 
-    dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
+    name = config.model_name_or_path
+    base_dtypes = stored_dtypes(local_folder(name)) if name else None
+    dtype = torch.float32
+    if lora is not None and base_dtypes is not None:
+        dtype = _frozen_dtype(base_dtypes.main, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -143,13 +148,14 @@ def load_model(
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
-    name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}
     if name:
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
-    if lora is not None and name is not None:
+    if lora is None:
+        files = replace(files, base_dtypes=base_dtypes)
+    elif name is not None:
         adapted = add_lora(
             model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
         )
@@ -177,6 +183,17 @@ def load_model(
         objective=objective,
         prepare_batch=prepare_batch,
     )
+
+
+def _frozen_dtype(stored: torch.dtype, precision: str) -> torch.dtype:
+    """Return the dtype of a frozen base that is stored in a dtype."""
+    if precision == "bf16":
+        return torch.bfloat16
+    if stored == torch.float16 and precision != "fp16":
+        # Its activations and their gradients would be float16, too. Small gradients become 0 there
+        # without a loss scale, which only the precision fp16 has.
+        return torch.float32
+    return stored
 
 
 def _objective(
@@ -348,11 +365,8 @@ def _model_files(
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
     """
-    config = {
-        **model.config.to_dict(),
-        "architectures": [type(model).__name__],
-        "dtype": "float32",
-    }
+    config = with_dtype(model.config.to_dict(), torch.float32)
+    config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
 
