@@ -3,16 +3,29 @@
 import argparse
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtrain.files import json_text
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",
+    "llmtrain export runs/gpt --dtype bfloat16",
 )
 
-# Logits may differ by this share of the largest logit, in float32.
+# The dtypes that --dtype names. This module imports torch only when it runs.
+_DTYPES = ("float32", "bfloat16", "float16")
+
+# Logits may differ by this share of the largest logit if the weights were not rounded.
 _TOLERANCE = 1e-4
+# If they were, logits may differ by this many times the largest relative error of a rounded weight.
+# The errors of a model's matrices have random signs, so those of hundreds of matrices add up to
+# about the square root of their number. Models with 2 to 64 blocks and random weights were at most
+# at 2.2.
+_ROUNDED_TOLERANCE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="add a LoRA adapter to the weights of its base model, in float32",
+        help="add a LoRA adapter to the weights of its base model, in float32, and write them in "
+        "the base's dtype",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the weights that are written (default: as they are, and with --merge that "
+        "of the adapter's base)",
     )
     parser.add_argument(
         "--check",
@@ -39,6 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.files import new_folder
     from llmtrain.model_folders import is_adapter, model_folder
     from llmtrain.models.adapters import write_merged
+    from llmtrain.models.dtypes import copy_with_dtype, stored_dtypes
     from llmtrain.models.export import how_to_load
     from llmtrain.models.generation import largest_logit_difference
 
@@ -64,13 +85,18 @@ def run(arguments: argparse.Namespace) -> None:
     outcome = ""
     with new_folder(target) as working:
         if arguments.merge:
-            write_merged(source, working)
+            write_merged(source, working, arguments.dtype or "auto")
+        elif arguments.dtype:
+            copy_with_dtype(source, working, arguments.dtype)
         else:
             shutil.copytree(source, working, dirs_exist_ok=True)
 
         if arguments.check:
             difference, largest = largest_logit_difference(str(source), str(working))
-            is_same = difference <= _TOLERANCE * largest  # False for NaN
+            tolerance = _TOLERANCE
+            if arguments.merge or arguments.dtype:
+                tolerance = _tolerance_of(stored_dtypes(working).main)
+            is_same = difference <= tolerance * largest  # False for NaN
             if not is_same:
                 raise UserError(
                     f"{source}: the logits of its export differ by {difference:.2g} (the largest "
@@ -82,6 +108,14 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+
+
+def _tolerance_of(dtype: "torch.dtype") -> float:
+    """Return the share of the largest logit by which weights of a dtype may change logits."""
+    import torch
+
+    rounding_error = torch.finfo(dtype).eps / 2
+    return max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
 
 
 def _checkpoint_of(source: Path) -> Path | None:

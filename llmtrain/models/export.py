@@ -12,6 +12,7 @@ from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
 from llmtrain.models.base_tensors import BASE_FILE, BaseTensors
+from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
@@ -45,6 +46,8 @@ class ModelFiles:
             of tensors in published checkpoints. ``None`` if the names are the model's own.
         base_tensors: what the finished model gets from its base, and a checkpoint does not hold.
         is_finished: whether this is the folder of a finished model, not of a checkpoint.
+        base_dtypes: the dtypes of the base's weights, if the finished model has them, too.
+        dtypes: the dtypes of the weights in the folder; ``None`` for those that are trained.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
     """
@@ -58,14 +61,12 @@ class ModelFiles:
     architecture: "PreTrainedModel | None" = None
     base_tensors: BaseTensors | None = None
     is_finished: bool = False
+    base_dtypes: StoredDtypes | None = None
+    dtypes: StoredDtypes | None = None
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
     library: ClassVar[str] = "transformers"  # as the hub calls it
-
-    def finished(self) -> "ModelFiles":
-        """Return the files of the finished model's folder, which holds all tensors."""
-        return replace(self, is_finished=True)
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
@@ -89,8 +90,7 @@ class ModelFiles:
         if not self.is_finished and base_tensors.base is not None:
             write_json(folder / BASE_FILE, base_tensors.base, durable=False)
         if self.is_finished and base_tensors.folder is not None:
-            for path in base_tensors.folder.glob(PROCESSOR_FILES):
-                shutil.copyfile(path, folder / path.name)
+            copy_processor(base_tensors.folder, folder)
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
@@ -110,9 +110,26 @@ class ModelFiles:
             tensors.update(self.base_tensors.read())
         return tensors
 
+    def finished(self, dtype: str) -> "ModelFiles":
+        """Return the files of the finished model's folder, with weights of a dtype.
+
+        ``auto`` stands for the dtypes of the base. A model without one keeps those of training.
+        """
+        files = replace(self, is_finished=True)
+        dtypes = self.base_dtypes if dtype == "auto" else StoredDtypes(DTYPES[dtype])
+        if dtypes is None:
+            return files
+        return replace(files, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
+
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
-        return self.published(self.tensors(model))
+        return self.cast(self.published(self.tensors(model)))
+
+    def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, by the names in the folder, in the dtypes that they have there."""
+        if self.dtypes is None:
+            return tensors
+        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
 
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a checkpoint to those of a finished model."""
@@ -132,25 +149,25 @@ class ModelFiles:
 
         Together, the results for all tensors of a checkpoint are those of :meth:`export_tensors`.
         That is impossible if a published tensor is made of several tensors. The function then
-        changes nothing, and transformers can load these tensors, too.
+        changes no names, and transformers can load these tensors, too.
         """
 
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.published({name: tensor})
+            return self.cast(self.published({name: tensor}))
 
-        def leave_unchanged(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return {name: tensor}
+        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return self.cast({name: tensor})
 
         # Try it on tensors without memory.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
         expected_shapes = _shapes(self.published(tensors))
         if expected_shapes == _shapes(tensors):
-            return leave_unchanged
+            return keep_name
 
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             converted.update(convert(name, tensor))
-        return convert if _shapes(converted) == expected_shapes else leave_unchanged
+        return convert if _shapes(converted) == expected_shapes else keep_name
 
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
@@ -253,6 +270,12 @@ class ModuleFiles(ModelFiles):
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
         return f"{self.config[_MODULE_CLASS]}, a torch module of {parameters:,} parameters"
+
+
+def copy_processor(base: Path, folder: Path) -> None:
+    """Copy the files of a multimodal model's processor to another model folder."""
+    for path in base.glob(PROCESSOR_FILES):
+        shutil.copyfile(path, folder / path.name)
 
 
 def how_to_load(folder: Path) -> str:

@@ -28,6 +28,7 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.dtypes import stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
@@ -96,7 +97,7 @@ def load_model(
     quantized model is loaded here, and ``weights`` is ``None``.
 
     Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
-    LoRA run is bfloat16 if ``precision`` is bf16.
+    LoRA run keeps the dtype in which it is stored, or is bfloat16 if ``precision`` is bf16.
 
     Args:
         config: which model, and how it is used.
@@ -119,7 +120,11 @@ def load_model(
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
 
-    dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
+    name = config.model_name_or_path
+    base_dtypes = stored_dtypes(local_folder(name)) if name else None
+    dtype = torch.float32
+    if lora is not None and base_dtypes is not None:
+        dtype = _frozen_dtype(base_dtypes.main, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -140,6 +145,8 @@ def load_model(
     base_tensors: BaseTensors | None = None
     if lora is None:
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
+    if base_tensors is not None and base_tensors.folder is not None:
+        base_dtypes = stored_dtypes(base_tensors.folder)  # a checkpoint's are those of training
     _remove_outside_text(model, outside_text)
 
     # The names of published tensors, and the initial weights, are those of the model as it is now.
@@ -147,8 +154,8 @@ def load_model(
     architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
-        if config.model_name_or_path is not None:
-            load_buffers(model.train(False), local_folder(config.model_name_or_path))
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
         # Another copy, because one that has loaded weights remembers the names of the last ones.
         architecture = copy.deepcopy(model)
@@ -160,14 +167,15 @@ def load_model(
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
-    name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}
     if name:
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
-    if lora is not None and name is not None:
+    if lora is None:
+        files = replace(files, base_dtypes=base_dtypes)
+    elif name is not None:
         adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
@@ -193,6 +201,17 @@ def load_model(
         objective=objective,
         prepare_batch=prepare_batch,
     )
+
+
+def _frozen_dtype(stored: torch.dtype, precision: str) -> torch.dtype:
+    """Return the dtype of a frozen base that is stored in a dtype."""
+    if precision == "bf16":
+        return torch.bfloat16
+    if stored == torch.float16 and precision != "fp16":
+        # Its activations and their gradients would be float16, too. Small gradients become 0 there
+        # without a loss scale, which only the precision fp16 has.
+        return torch.float32
+    return stored
 
 
 def _objective(
@@ -367,11 +386,8 @@ def _model_files(
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
     """
-    config = {
-        **model.config.to_dict(),
-        "architectures": [type(model).__name__],
-        "dtype": "float32",
-    }
+    config = with_dtype(model.config.to_dict(), torch.float32)
+    config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
 
