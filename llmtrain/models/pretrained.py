@@ -6,14 +6,14 @@ It comes from a folder, from the hub, or from a configuration with random weight
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
@@ -21,11 +21,16 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
+from llmtrain.models.base_tensors import (
+    BaseTensors,
+    random_base_tensors,
+    stored_base_tensors,
+)
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
-from llmtrain.models.dtypes import stored_dtypes, with_dtype
+from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
@@ -33,8 +38,8 @@ from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
-from llmtrain.models.towers import outside_text_tower
-from llmtrain.models.weight_loading import random_weights, stored_weights
+from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
     from transformers import (
@@ -117,9 +122,7 @@ def load_model(
 
     name = config.model_name_or_path
     base_dtypes = stored_dtypes(local_folder(name)) if name else None
-    dtype = torch.float32
-    if lora is not None and base_dtypes is not None:
-        dtype = _frozen_dtype(base_dtypes.main, precision)
+    dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -135,14 +138,22 @@ def load_model(
         has_preference=preference is not None,
     )
 
+    # The modules that text does not pass through are not loaded.
+    outside_text = outside_text_tower(model)
+    base_tensors: BaseTensors | None = None
+    if lora is None:
+        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
+    _remove_outside_text(model, outside_text)
+
     # The initial weights are made for the model as it is now. It changes below.
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
+        if config.model_name_or_path is not None:
+            load_buffers(model.train(False), local_folder(config.model_name_or_path))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
     if initial_weights is not None and rows.new_tokens:
         initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, seed)
-    outside_text = _freeze_outside_text(model)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
@@ -152,13 +163,11 @@ def load_model(
     if name:
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss)
+    files = _model_files(model, name, rows, loss, base_tensors)
     if lora is None:
-        files = replace(files, base_dtypes=base_dtypes)
+        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
     elif name is not None:
-        adapted = add_lora(
-            model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
-        )
+        adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -178,22 +187,42 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(model, config, lora, origin, outside_text),
+        start=_start(config, lora, origin, [*outside_text]),
         check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
     )
 
 
-def _frozen_dtype(stored: torch.dtype, precision: str) -> torch.dtype:
-    """Return the dtype of a frozen base that is stored in a dtype."""
+def _base_dtypes(
+    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
+) -> StoredDtypes | None:
+    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+
+    These may be in another folder, if the run starts from a checkpoint.
+    """
+    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+        return dtypes
+    untrained = stored_dtypes(base_tensors.folder).by_name
+    return replace(dtypes, by_name={**untrained, **dtypes.by_name})
+
+
+def _parameter_dtype(frozen: StoredDtypes | None, precision: str) -> torch.dtype:
+    """Return the dtype of a model's parameters.
+
+    Args:
+        frozen: the dtypes of the base of an adapter; ``None`` if the model itself is trained.
+        precision: Accelerate's mixed precision.
+    """
+    if frozen is None:
+        return torch.float32
     if precision == "bf16":
         return torch.bfloat16
-    if stored == torch.float16 and precision != "fp16":
+    if frozen.main == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.
         return torch.float32
-    return stored
+    return frozen.main
 
 
 def _objective(
@@ -355,7 +384,11 @@ class _InitialWeights:
 
 
 def _model_files(
-    model: "PreTrainedModel", name: str | None, rows: PreparedRows, loss: str
+    model: "PreTrainedModel",
+    name: str | None,
+    rows: PreparedRows,
+    loss: str,
+    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -364,6 +397,7 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
+        base_tensors: what the finished model gets from its base.
     """
     config = with_dtype(model.config.to_dict(), torch.float32)
     config["architectures"] = [type(model).__name__]
@@ -377,11 +411,11 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
+        base_tensors=base_tensors,
     )
 
 
 def _start(
-    model: "PreTrainedModel",
     config: ModelConfig,
     lora: LoraConfig | None,
     origin: JsonObject,
@@ -439,20 +473,41 @@ def _fit_vocabulary(
         )
 
 
-def _freeze_outside_text(model: "PreTrainedModel") -> list[str]:
-    """Freeze the modules that text does not pass through, and return their names."""
-    modules = outside_text_tower(model)
-    if not modules:
-        return []
+def _base_tensors(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    outside_text: Collection[str],
+    seed: int,
+    is_reward_model: bool,
+) -> BaseTensors | None:
+    """Return what the finished model gets from its base, or from random initial values."""
+    name = config.model_name_or_path
+    if name is None:
+        return random_base_tensors(copy.deepcopy(model), outside_text, seed)
+    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
+    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    if outside_text and not has_processor:
+        note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
+    return tensors
 
-    count = 0
-    for names in modules.values():
-        for name in names:
-            parameter = model.get_parameter(name)
-            count += parameter.numel()
-            parameter.requires_grad_(False)
-    say("frozen", f"{count:,} parameters outside the text tower: {', '.join(modules)}")
-    return [*modules]
+
+def _remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, Sequence[str]]) -> None:
+    """Remove the modules that text does not pass through, and log them.
+
+    Args:
+        model: the model.
+        modules: the names of their parameters by the name of the module.
+    """
+    if not modules:
+        return
+
+    parameters = [parameter for names in modules.values() for parameter in names]
+    count = sum(model.get_parameter(parameter).numel() for parameter in parameters)
+    say(
+        "text only",
+        f"{count:,} parameters are not loaded, as no text meets them: {', '.join(modules)}",
+    )
+    remove_modules(model, modules)
 
 
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:
