@@ -36,6 +36,16 @@ class ModelFormat(Protocol):
     def may_split_weights(self) -> bool:
         """Whether the weights may be split over several files."""
 
+    def finished(self, dtype: str) -> ModelFormat:
+        """Return the format of the finished model's folder.
+
+        It may have more tensors than a checkpoint, and its weights may have another dtype.
+
+        Args:
+            dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the dtypes of the model that
+                training started from.
+        """
+
     def write(self, folder: Path, parameters: int) -> None:
         """Write all files of a model folder except the weights.
 
@@ -48,17 +58,6 @@ class ModelFormat(Protocol):
         """Return the tensors of a folder by name.
 
         Those of a checkpoint are the model's own tensors, not copies. Loading it fills them.
-        """
-
-    def finished(self, dtype: str) -> ModelFormat:
-        """Return the format of the finished model's folder.
-
-        Its weights may have another dtype than those of a checkpoint, and so may the tensors of
-        :meth:`export_tensors` and :meth:`tensor_converter`.
-
-        Args:
-            dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the dtypes of the model that
-                training started from.
         """
 
     def export_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:

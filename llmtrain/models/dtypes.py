@@ -27,18 +27,18 @@ class StoredDtypes:
 
     Attributes:
         main: the dtype of most weights, which ``config.json`` names.
-        others: the dtypes of the tensors that have another one, by name. A bfloat16 model may keep
-            the routing biases of its experts in float32, for example.
+        by_name: the dtypes of single tensors. A bfloat16 model may keep the routing biases of its
+            experts in float32, for example. All others have the main dtype.
     """
 
     main: torch.dtype
-    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+    by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the dtype of its name. Integers and booleans stay as they are."""
-        if not tensor.is_floating_point():
+        """Return a tensor in the dtype of its name. Integers and 8 bits stay as they are."""
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
             return tensor
-        return tensor.to(self.others.get(name, self.main))
+        return tensor.to(self.by_name.get(name, self.main))
 
 
 def stored_dtypes(folder: Path) -> StoredDtypes:
@@ -70,12 +70,10 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
     if most_common == "F64":  # no model is trained in float64
         most_common = "F32"
     main = _FILE_DTYPES.get(most_common, torch.bfloat16)  # 8 bits, without a quantization_config
-    others = {
-        name: _FILE_DTYPES[stored]
-        for name, stored in names.items()
-        if stored in _FILE_DTYPES and _FILE_DTYPES[stored] != main
+    by_name = {
+        name: _FILE_DTYPES[stored] for name, stored in names.items() if stored in _FILE_DTYPES
     }
-    return StoredDtypes(main, others)
+    return StoredDtypes(main, by_name)
 
 
 def check_range(source: Path, weights: Mapping[str, torch.Tensor]) -> None:

@@ -68,6 +68,19 @@ class ModelFiles:
     may_split_weights: ClassVar[bool] = True
     library: ClassVar[str] = "transformers"  # as the hub calls it
 
+    def finished(self, dtype: str) -> "ModelFiles":
+        """Return the files of the finished model's folder, which holds all tensors.
+
+        Args:
+            dtype: of its weights. ``auto`` stands for the dtypes of the base. A model without one
+                keeps those of training.
+        """
+        files = replace(self, is_finished=True)
+        dtypes = self.base_dtypes if dtype == "auto" else StoredDtypes(DTYPES[dtype])
+        if dtypes is None:
+            return files
+        return replace(files, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
+
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
 
@@ -109,17 +122,6 @@ class ModelFiles:
         if self.is_finished and self.base_tensors is not None:
             tensors.update(self.base_tensors.read())
         return tensors
-
-    def finished(self, dtype: str) -> "ModelFiles":
-        """Return the files of the finished model's folder, with weights of a dtype.
-
-        ``auto`` stands for the dtypes of the base. A model without one keeps those of training.
-        """
-        files = replace(self, is_finished=True)
-        dtypes = self.base_dtypes if dtype == "auto" else StoredDtypes(DTYPES[dtype])
-        if dtypes is None:
-            return files
-        return replace(files, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
 
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""

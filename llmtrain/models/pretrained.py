@@ -28,7 +28,7 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
-from llmtrain.models.dtypes import stored_dtypes, with_dtype
+from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
@@ -122,9 +122,7 @@ def load_model(
 
     name = config.model_name_or_path
     base_dtypes = stored_dtypes(local_folder(name)) if name else None
-    dtype = torch.float32
-    if lora is not None and base_dtypes is not None:
-        dtype = _frozen_dtype(base_dtypes.main, precision)
+    dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -145,8 +143,6 @@ def load_model(
     base_tensors: BaseTensors | None = None
     if lora is None:
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
-    if base_tensors is not None and base_tensors.folder is not None:
-        base_dtypes = stored_dtypes(base_tensors.folder)  # a checkpoint's are those of training
     _remove_outside_text(model, outside_text)
 
     # The names of published tensors, and the initial weights, are those of the model as it is now.
@@ -159,13 +155,7 @@ def load_model(
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
         # Another copy, because one that has loaded weights remembers the names of the last ones.
         architecture = copy.deepcopy(model)
-    if initial_weights is not None and rows.new_tokens:
-        initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, seed)
-    if config.freeze is not None:
-        _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    _change_as_configured(model, config, rows, initial_weights, seed)
 
     origin: JsonObject = {"random weights": config.from_config}
     if name:
@@ -174,7 +164,7 @@ def load_model(
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if lora is None:
-        files = replace(files, base_dtypes=base_dtypes)
+        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
     elif name is not None:
         adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -203,15 +193,52 @@ def load_model(
     )
 
 
-def _frozen_dtype(stored: torch.dtype, precision: str) -> torch.dtype:
-    """Return the dtype of a frozen base that is stored in a dtype."""
+def _change_as_configured(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    initial_weights: "_InitialWeights | None",
+    seed: int,
+) -> None:
+    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing."""
+    if initial_weights is not None and rows.new_tokens:
+        initial_weights.load_embeddings(model)
+    _fit_vocabulary(model, config, rows, seed)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _base_dtypes(
+    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
+) -> StoredDtypes | None:
+    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+
+    These may be in another folder, if the run starts from a checkpoint.
+    """
+    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+        return dtypes
+    untrained = stored_dtypes(base_tensors.folder).by_name
+    return replace(dtypes, by_name={**untrained, **dtypes.by_name})
+
+
+def _parameter_dtype(frozen: StoredDtypes | None, precision: str) -> torch.dtype:
+    """Return the dtype of a model's parameters.
+
+    Args:
+        frozen: the dtypes of the base of an adapter; ``None`` if the model itself is trained.
+        precision: Accelerate's mixed precision.
+    """
+    if frozen is None:
+        return torch.float32
     if precision == "bf16":
         return torch.bfloat16
-    if stored == torch.float16 and precision != "fp16":
+    if frozen.main == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.
         return torch.float32
-    return stored
+    return frozen.main
 
 
 def _objective(

@@ -319,12 +319,16 @@ def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
     Raises:
         UserError: on every rank, if a weight is too large.
     """
-    dtypes = _written_dtypes(model, files)
-    flags = {}
-    for name, tensor in files.tensors(model).items():
-        if name in dtypes:
-            flags[name] = torch.isinf(local_shard(tensor).to(dtypes[name])).any()
+    dtypes: dict[str, torch.dtype] = {}
+    flags: dict[str, torch.Tensor] = {}
 
+    def collect() -> None:
+        dtypes.update(_written_dtypes(model, files))
+        for name, tensor in files.tensors(model).items():
+            if name in dtypes:
+                flags[name] = torch.isinf(local_shard(tensor).to(dtypes[name])).any()
+
+    Team.everyone().on_all(collect)  # an error of a rank that cannot read the base
     too_large = _first_name(flags, ranks)
     if too_large is not None:
         dtype = dtypes[too_large]
@@ -348,13 +352,13 @@ def _first_name(flags: dict[str, torch.Tensor], ranks: Ranks) -> str | None:
 
 
 def _written_dtypes(model: nn.Module, files: ModelFormat) -> dict[str, torch.dtype]:
-    """Return the dtypes in which a model folder has the tensors that lose digits, by name."""
+    """Return the dtypes of the tensors that lose digits in a model folder, by name."""
     convert = files.tensor_converter(model)
     dtypes = {}
     for name, tensor in files.tensors(model).items():
         written = [part.dtype for part in convert(name, meta_like(tensor)).values()]
         narrowest = min(written, key=lambda dtype: dtype.itemsize, default=tensor.dtype)
-        if narrowest.itemsize < tensor.dtype.itemsize:
+        if narrowest != tensor.dtype and narrowest.itemsize <= tensor.dtype.itemsize:
             dtypes[name] = narrowest
     return dtypes
 
@@ -368,9 +372,11 @@ def round_weights(run: Run, engine: Engine) -> torch.dtype | None:
     """
     model = engine.unwrapped
     files = run.bundle.files.finished(run.settings.run.save_dtype)
-    dtypes = _written_dtypes(model, files)
-    for name, tensor in files.tensors(model).items():
+    dtypes = Team.everyone().on_all(lambda: _written_dtypes(model, files))[0]
+    rounded = []
+    for name, tensor in run.bundle.files.tensors(model).items():
         if name in dtypes:
             shard = local_shard(tensor)
             shard.copy_(shard.to(dtypes[name]))
-    return max(dtypes.values(), key=[*dtypes.values()].count, default=None)
+            rounded.append(dtypes[name])
+    return max(rounded, key=rounded.count, default=None)

@@ -183,7 +183,7 @@ def test_quantized_weights_count_as_bfloat16(tmp_path: Path) -> None:
     assert stored_dtypes(tmp_path).main == torch.bfloat16
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
     assert stored_dtypes(tmp_path).main == torch.bfloat16
-    assert stored_dtypes(tmp_path).others == {}
+    assert stored_dtypes(tmp_path).by_name == {}
 
 
 def planted(folder: Path, source: Path, kind: str) -> Path:
