@@ -1,7 +1,8 @@
-"""Write the model of a run to its own folder, or merge a LoRA adapter into its base model."""
+"""Write the model of a run to its own folder or GGUF file, or merge a LoRA adapter."""
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
 
 from llmtrain.files import json_text
@@ -9,6 +10,7 @@ from llmtrain.files import json_text
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",
+    "llmtrain export runs/finetune --to_gguf --to model.gguf",
 )
 
 # Logits may differ by this share of the largest logit, in float32.
@@ -28,9 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
+        "--to_gguf",
+        action="store_true",
+        help="write one GGUF file, which llama.cpp and Ollama read (needs llmtrain[gguf])",
+    )
+    parser.add_argument(
         "--to",
         metavar="FOLDER",
-        help="folder to write to (default: RUN/merged with --merge, otherwise RUN/export)",
+        help="folder or GGUF file to write (default: RUN/merged with --merge, otherwise "
+        "RUN/export; with --to_gguf RUN/merged.gguf or RUN/model.gguf)",
     )
 
 
@@ -46,8 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; name the folder of a run or of a model.")
     source = Path(model_folder(arguments.model))
-    kind = "merged" if arguments.merge else "export"
-    target = Path(arguments.to) if arguments.to else _default_target(model, source, kind)
+    target = Path(arguments.to) if arguments.to else _default_target(model, source, arguments)
     if target.exists():
         raise UserError(f"{target} already exists: use it, or name another folder with --to.")
     kept_whole = _checkpoint_of(source) or source
@@ -59,6 +66,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
+    if arguments.to_gguf:
+        _export_gguf(arguments, source, target)
+        return
 
     result: dict[str, str | float] = {"model": str(target)}
     outcome = ""
@@ -84,6 +94,33 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
 
 
+def _export_gguf(arguments: argparse.Namespace, source: Path, target: Path) -> None:
+    """Write a GGUF file, from a merged model if ``--merge`` asks for it."""
+    from llmtrain.errors import UserError
+    from llmtrain.model_folders import is_adapter
+    from llmtrain.models.adapters import write_merged
+    from llmtrain.models.export import folder_name
+    from llmtrain.models.gguf import write_gguf
+
+    if arguments.check:
+        raise UserError("--check loads a folder with transformers; leave it out with --to_gguf.")
+    if is_adapter(source) and not arguments.merge:
+        raise UserError(f"--to_gguf: {source} is an adapter; add --merge.")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.merge:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-merged-") as merged:
+            write_merged(source, Path(merged))
+            write_gguf(Path(merged), target, folder_name(source))
+    else:
+        write_gguf(source, target, folder_name(source))
+
+    if arguments.json:
+        print(json_text({"model": str(target)}))
+    else:
+        print(f"{target} holds the model (llama.cpp: llama-cli -m {target})")
+
+
 def _checkpoint_of(source: Path) -> Path | None:
     """Return the checkpoint that a model folder belongs to, if there is one."""
     from llmtrain.model_folders import is_of_checkpoint
@@ -91,8 +128,8 @@ def _checkpoint_of(source: Path) -> Path | None:
     return source.absolute().parent if is_of_checkpoint(source) else None
 
 
-def _default_target(model: Path, source: Path, kind: str) -> Path:
-    """Return the folder to write to.
+def _default_target(model: Path, source: Path, arguments: argparse.Namespace) -> Path:
+    """Return the folder or file to write to.
 
     It is in the folder of a run, but never in a checkpoint or in a model: a checkpoint with another
     file fails its verification, and a model folder would be copied with it.
@@ -100,14 +137,22 @@ def _default_target(model: Path, source: Path, kind: str) -> Path:
     Args:
         model: the folder that the user has named.
         source: the model folder that it refers to.
-        kind: ``export`` or ``merged``.
+        arguments: of the command.
     """
+    kind = "export"
+    suffix = ""
+    if arguments.to_gguf:
+        kind = "model"
+        suffix = ".gguf"
+    if arguments.merge:
+        kind = "merged"
+
     folder = model.absolute()
     checkpoint = _checkpoint_of(source)
     if checkpoint is not None and folder in (checkpoint, checkpoint / "model"):
         is_in_run = checkpoint.parent.name == "checkpoints"
         parent = checkpoint.parent.parent if is_in_run else checkpoint.parent
-        return parent / f"{kind}-{checkpoint.name}"
+        return parent / f"{kind}-{checkpoint.name}{suffix}"
     if folder == source.absolute():
-        return folder.with_name(f"{folder.name}-{kind}")
-    return model / kind
+        return folder.with_name(f"{folder.name}-{kind}{suffix}")
+    return model / f"{kind}{suffix}"

@@ -125,7 +125,7 @@ class ModelFiles:
         if self.base:
             base_name = self.base
             if Path(self.base).exists():
-                base_name = _folder_name(Path(self.base))
+                base_name = folder_name(Path(self.base))
             else:
                 hub_line = f"base_model: {self.base}\n"
             origin = f"Fine-tuned from {base_name}"
@@ -245,7 +245,7 @@ def _auto_class(config: JsonObject) -> str:
     return "AutoModelForCausalLM"
 
 
-def _folder_name(folder: Path) -> str:
+def folder_name(folder: Path) -> str:
     """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
     path = folder.resolve()
     return path.parent.name if path.name == "model" else path.name
