@@ -1,6 +1,5 @@
 """Write the model of a folder as a GGUF file, which llama.cpp and Ollama read."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import sync_file, sync_folder, temporary_sibling
+from llmtrain.files import json_text, sync_file, sync_folder, temporary_sibling
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gguf_tokenizer import add_tokenizer
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
@@ -188,7 +187,7 @@ def _architecture_of(folder: Path, config: "PreTrainedConfig") -> _Architecture:
     rope_type = rope.get("rope_type", "default")
     if rope_type not in architecture.rope_types or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
-            f"--to_gguf: {folder} has the rotary positions {json.dumps(rope)}; --to_gguf writes "
+            f"--to_gguf: {folder} has the rotary positions {json_text(rope)}; --to_gguf writes "
             f"those of type {', '.join(architecture.rope_types)}, for whole heads."
         )
     return architecture

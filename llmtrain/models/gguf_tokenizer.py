@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import UserError
-from llmtrain.files import read_object
+from llmtrain.files import json_text, read_object
 from llmtrain.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _patterns_of(step: JsonObject) -> list[str]:
             return [r"\p{N}"]
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}:
             return [str(pattern)]
-    return [json.dumps(step)]
+    return [json_text(step)]
 
 
 def _add_special_tokens(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,6 +27,8 @@ from tests.models.tiny_gguf import (
     tokenizer_of,
     write_folder,
 )
+
+gguf = pytest.importorskip("gguf")
 
 NEW_TOKENS = 12
 
@@ -292,6 +293,30 @@ def test_the_command_writes_beside_the_model(
     assert "leave it out with --to_gguf" in refused("--check", *another)
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "pip install 'llmtrain[gguf]'" in refused(*another)
+
+
+def test_an_adapter_is_merged_into_the_file(
+    folders: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(folders("qwen2"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    adapted.save_pretrained(tmp_path / "run" / "model")
+    AutoTokenizer.from_pretrained(folders("qwen2")).save_pretrained(tmp_path / "run" / "model")
+
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["export", str(tmp_path / "run"), "--to_gguf"])
+    assert "is an adapter; add --merge." in capsys.readouterr().err
+    cli.main(["export", str(tmp_path / "run"), "--to_gguf", "--merge"])
+    assert f"{tmp_path}/run/merged.gguf holds the model" in capsys.readouterr().out
+
+    found = tensors_of(tmp_path / "run" / "merged.gguf")["blk.1.attn_q.weight"]
+    merged = adapted.merge_and_unload().model.layers[1].self_attn.q_proj.weight
+    torch.testing.assert_close(found, merged.data)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["merged.gguf", "model"]
 
 
 # --- llama.cpp
