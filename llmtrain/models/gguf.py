@@ -208,8 +208,8 @@ class _Weights:
         outlines: the tensors without their numbers, by llama.cpp's names.
 
     Raises:
-        UserError: if the folder holds a tensor that llama.cpp's model does not have, or one in
-            another dtype than float32, float16 or bfloat16.
+        UserError: if the folder holds no weights, a tensor that llama.cpp's model does not have, or
+            one in another dtype than float32, float16 or bfloat16.
     """
 
     def __init__(
@@ -231,6 +231,8 @@ class _Weights:
             self._sources[name] = path, key
             self.outlines[name] = self._converted(name, key, stored)
 
+        if _EMBEDDINGS not in self.outlines:
+            raise UserError(f"--to_gguf: {folder} holds no weights of a model as safetensors.")
         if _rope_of(config).get("rope_type") == "llama3":
             self.outlines[_ROPE_FACTORS] = _rope_factors(config)
 
@@ -324,7 +326,7 @@ def _add_settings(writer: "GGUFWriter", config: "PreTrainedConfig", weights: _We
     heads = config.num_attention_heads
     writer.add_head_count(heads)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if "conv" in (getattr(config, "layer_types", None) or ()):
+    if hasattr(config, "conv_L_cache"):
         # A layer without key and value heads is a convolution.
         writer.add_head_count_kv(
             [0 if kind == "conv" else key_heads for kind in config.layer_types]

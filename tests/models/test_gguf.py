@@ -270,6 +270,23 @@ def test_tokens_that_do_not_fit_are_refused(copy: Callable[..., Path]) -> None:
         write_gguf(folder, folder / "model.gguf", "tiny")
 
 
+def test_an_unfinished_file_is_removed(
+    copy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(writer: Any, tensor: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full_disk)
+    folder = copy("gpt2")
+    with pytest.raises(OSError, match="No space left"):
+        write_gguf(folder, folder / "model.gguf", "tiny")
+    assert not list(folder.glob("*gguf*"))
+
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds no weights of a model as safetensors"):
+        write_gguf(folder, folder / "model.gguf", "tiny")
+
+
 def test_the_command_writes_beside_the_model(
     folders: Callable[..., Path],
     tmp_path: Path,
