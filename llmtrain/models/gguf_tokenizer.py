@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+# llama.cpp refuses a tokenizer without merges. This one never applies: a text is split into
+# characters, and without other merges no longer pieces arise.
+_NO_MERGES = "<no> <merges>"
+
+
 def add_tokenizer(
     writer: "GGUFWriter", folder: Path, tokenizer: "PreTrainedTokenizerFast", vocabulary: int
 ) -> None:
@@ -48,7 +53,8 @@ def add_tokenizer(
         types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    merges = [" ".join(merge) for merge in content["model"]["merges"]]
+    writer.add_token_merges(merges or [_NO_MERGES])
 
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -100,11 +106,11 @@ def _pre_tokenizer_name(folder: Path, content: JsonObject) -> str:
     # llama.cpp does not normalise. Text is almost always in NFC already.
     is_normalised = (content["normalizer"] or {"type": "NFC"})["type"] == "NFC"
     is_byte_level = steps[-1].get("type") == "ByteLevel" and not steps[-1]["add_prefix_space"]
-    if model["type"] != "BPE" or not model["merges"] or not is_byte_level or not is_normalised:
+    if model["type"] != "BPE" or not is_byte_level or not is_normalised:
         raise UserError(
-            f"--to_gguf: the tokenizer of {folder} is not a byte-level BPE with merges. For "
-            "SentencePiece, try llama.cpp's convert_hf_to_gguf.py; a model trained from scratch "
-            "can use --tokenizer bpe:N."
+            f"--to_gguf: the tokenizer of {folder} is not a byte-level BPE. For SentencePiece, try "
+            "llama.cpp's convert_hf_to_gguf.py; a model trained from scratch can use --tokenizer "
+            "bpe:N."
         )
 
     patterns = tuple(pattern for step in steps for pattern in _patterns_of(step))

@@ -78,14 +78,16 @@ PRE_TOKENIZERS = {
 }
 
 
-def tokenizer_of(name: str, pre_tokenizer: Any = None) -> PreTrainedTokenizerFast:
+def tokenizer_of(
+    name: str, pre_tokenizer: Any = None, tokens: int = 400
+) -> PreTrainedTokenizerFast:
     """Return a small BPE tokenizer with the pre-tokenizer that llama.cpp calls `name`."""
     is_llama3 = name == "llama-bpe"
     tokenizer = Tokenizer(models.BPE(ignore_merges=is_llama3))
     tokenizer.pre_tokenizer = pre_tokenizer or PRE_TOKENIZERS[name]
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=tokens,
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -139,8 +141,8 @@ CONFIGS = {
     "gpt2": (GPT2Config(**GPT2_SIZES, bos_token_id=0, eos_token_id=0), "gpt-2"),
     "lfm2": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "gpt-2"),
 }
-# The models of recipes/gpt.py.
-OURS = ("our gpt2", "our lfm2")
+# The models of recipes/gpt.py, and the tokens that their tokenizers have: bytes have no merges.
+OURS = {"our gpt2": 257, "our lfm2": 400}
 
 
 def write_folder(
@@ -148,9 +150,8 @@ def write_folder(
 ) -> Path:
     """Write a model folder with random weights that are large enough to make up its mind."""
     torch.manual_seed(3)
-    config, pre_tokenizer = CONFIGS.get(name, (None, "gpt-2"))
-    tokenizer = tokenizer_of(pre_tokenizer)
-    if config is None:
+    if name in OURS:
+        tokenizer = tokenizer_of("gpt-2", tokens=OURS[name])
         settings = lt.GPTConfig(
             n_layer=4, n_head=2, n_embd=32, block_size=256, architecture=name.split()[1]
         )
@@ -159,6 +160,8 @@ def write_folder(
         write_model(folder, ours.files(tokenizer, "text"), ours.state_dict())
         return folder
 
+    config, pre_tokenizer = CONFIGS[name]
+    tokenizer = tokenizer_of(pre_tokenizer)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     randomize(model)
     model.save_pretrained(folder)
