@@ -121,7 +121,7 @@ def random_base_tensors(
     outside = _names_within(model.state_dict(), outside_text)
     if not outside:
         return None
-    published = _published(model, {name: model.state_dict()[name] for name in outside})
+    published = published(model, {name: model.state_dict()[name] for name in outside})
     return BaseTensors(
         names=frozenset(published),
         read=functools.partial(_initialise, model, outside, seed),
@@ -139,15 +139,20 @@ def _initialise(model: "PreTrainedModel", names: Collection[str], seed: int) -> 
     values.update(
         (name, tensor) for name, tensor in random_weights(model, seed, modules) if name in names
     )
-    return _published(model, values)
+    return published(model, values)
 
 
-def _published(model: "PreTrainedModel", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def published(model: "PreTrainedModel", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of published checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
     published: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return published
+
+
+def refers_to_base(folder: Path) -> bool:
+    """Return whether a folder is of a checkpoint that does not hold all tensors of its model."""
+    return (folder / BASE_FILE).exists() and not is_adapter(folder)
 
 
 def _complete_base(name: str) -> str:
@@ -159,7 +164,7 @@ def _complete_base(name: str) -> str:
         UserError: if that base has other weights now.
     """
     folder = Path(name)
-    if is_adapter(folder) or not (folder / BASE_FILE).exists():
+    if not refers_to_base(folder):
         return name
 
     base = read_object(folder / BASE_FILE)

@@ -4,17 +4,26 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
-from llmtrain.models.base_tensors import BASE_FILE, BaseTensors
+from llmtrain.models.base_tensors import (
+    BASE_FILE,
+    BaseTensors,
+    published,
+    stored_base_tensors,
+)
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
-from llmtrain.models.hub_models import causal_lm_classes
+from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
+from llmtrain.models.towers import outside_text_tower
+from llmtrain.models.weight_loading import stored_tensors
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
@@ -135,16 +144,12 @@ class ModelFiles:
 
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a checkpoint to those of a finished model."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         if self.architecture is None:
             return tensors
         from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
-        converted: dict[str, Tensor] = revert_weight_conversion(
-            self.architecture,
-            {name: tensor for name, tensor in tensors.items() if name not in from_base},
-        )
-        return converted | {name: tensors[name] for name in tensors if name in from_base}
+        own = {name: tensor for name, tensor in tensors.items() if name not in from_base}
+        others = {name: tensor for name, tensor in tensors.items() if name in from_base}
+        return published(self.architecture, own) | others
 
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
@@ -178,7 +183,7 @@ class ModelFiles:
         if self.base:
             base_name = self.base
             if Path(self.base).exists():
-                base_name = _folder_name(Path(self.base))
+                base_name = folder_name(Path(self.base))
             else:
                 hub_line = f"base_model: {self.base}\n"
             origin = f"Fine-tuned from {base_name}"
@@ -280,6 +285,50 @@ def copy_processor(base: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
+def write_complete(checkpoint: Path, folder: Path) -> None:
+    """Write the model of a checkpoint that does not hold all tensors, with those of its base.
+
+    Args:
+        checkpoint: the model folder of the checkpoint.
+        folder: the folder to write, which exists.
+
+    Raises:
+        UserError: if the base cannot be read, or has other weights now.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+
+    model_config = transformers.AutoConfig.from_pretrained(checkpoint)
+    is_reward_model = gives_scores(read_object(checkpoint / "config.json"))
+    model_class: Any = auto_class(model_config)
+    if is_reward_model:
+        model_class = transformers.AutoModelForSequenceClassification
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = model_class.from_config(model_config)
+    model.tie_weights()
+
+    base_tensors = stored_base_tensors(
+        model,
+        outside_text_tower(model),
+        str(checkpoint),
+        is_reward_model=is_reward_model,
+    )
+    tensors = {}
+    for stored in stored_tensors(model, checkpoint):
+        file = safe_open(stored.path, "pt")
+        tensors[stored.name] = file.get_tensor(stored.key)  # type: ignore[no-untyped-call]
+    tensors = published(model, tensors)
+    if base_tensors is not None and base_tensors.folder is not None:
+        tensors.update(base_tensors.read())
+        copy_processor(base_tensors.folder, folder)
+
+    for path in checkpoint.iterdir():
+        is_weights = path.name.startswith(ModelFiles.weights_name.removesuffix(".safetensors"))
+        if not is_weights and path.name != BASE_FILE:
+            shutil.copyfile(path, folder / path.name)
+    save_file(tensors, folder / ModelFiles.weights_name, {"format": "pt"})
+
+
 def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
     if (folder / "adapter_config.json").exists():
@@ -305,7 +354,7 @@ def _auto_class(config: JsonObject) -> str:
     return names[1] if names is not None else "AutoModelForCausalLM"
 
 
-def _folder_name(folder: Path) -> str:
+def folder_name(folder: Path) -> str:
     """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
     path = folder.resolve()
     return path.parent.name if path.name == "model" else path.name

@@ -101,7 +101,7 @@ def test_a_multimodal_model_is_trained_on_text_by_two_processes(
 @long_form
 @pytest.mark.parametrize("base", CLASSES, indirect=True)
 def test_every_multimodal_class_is_the_same_run_on_one_process_and_on_two(
-    train: Callable[..., Path], base: Path, capfd: pytest.CaptureFixture
+    train: Callable[..., Path], base: Path, tmp_path: Path
 ) -> None:
     alone = train("alone")
     ddp = train("ddp", launcher=torchrun(2))
@@ -115,8 +115,10 @@ def test_every_multimodal_class_is_the_same_run_on_one_process_and_on_two(
     checkpoint = fsdp / "checkpoints/step-00000001/model"
     held = {name for name, _ in read_tensors(checkpoint)}
     assert not any("vision" in name or "visual" in name for name in held)
-    from_checkpoint = train("from-checkpoint", "--model_name_or_path", str(checkpoint))
-    check_result(from_checkpoint, base)
+    check_result(train("from-checkpoint", "--model_name_or_path", str(checkpoint)), base)
+    exported = tmp_path / "exported/model"
+    run([f"{BIN}/llmtrain", "export", str(checkpoint), "--to", str(exported)]).assert_ok()
+    check_result(exported.parent, base)
 
     # A run that was interrupted ends in the same weights.
     finished = dict(read_tensors(fsdp / "model"))
@@ -141,4 +143,5 @@ def test_every_multimodal_class_takes_an_adapter_and_preferences_and_its_result_
 
     preferred = train("preferred", recipe=PREFERENCE)
     check_result(preferred, base)
-    run([f"{BIN}/llmtrain", "generate", str(preferred), "--prompt", "a", "--max_new_tokens", "2"])
+    flags = ["--prompt", "a", "--max_new_tokens", "2"]
+    run([f"{BIN}/llmtrain", "generate", str(preferred), *flags]).assert_ok()
