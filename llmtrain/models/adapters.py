@@ -83,7 +83,8 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")))
+        commit = read_object(adapter / ORIGIN_FILE).get("commit") or "main"
+        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)

@@ -36,6 +36,7 @@ def add_lora(
     seed: int,
     new_tokens: Sequence[int],
     left_out: Sequence[str] = (),
+    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -46,6 +47,7 @@ def add_lora(
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
         left_out: names of modules that get no matrices, such as a vision tower.
+        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -97,7 +99,9 @@ def add_lora(
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
     adapted.peft_config["default"] = replace(
-        adapted.peft_config["default"], base_model_name_or_path=base
+        adapted.peft_config["default"],
+        base_model_name_or_path=base,
+        revision=base_commit,
     )
     return adapted
 

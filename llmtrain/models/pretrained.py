@@ -146,12 +146,18 @@ def load_model(
     name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}
     if name:
-        origin = origin_of(name)
+        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     if lora is not None and name is not None:
         adapted = add_lora(
-            model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
+            model,
+            lora,
+            name,
+            seed,
+            new_tokens=rows.new_tokens,
+            left_out=outside_text,
+            base_commit=origin.get("commit"),
         )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
@@ -287,7 +293,7 @@ class _InitialWeights:
         name = config.model_name_or_path
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name) if name else None
+        self._folder = local_folder(name, config.model_revision) if name else None
         self._dtype = dtype
         self._seed = seed
         self._is_reward_model = is_reward_model
