@@ -220,6 +220,13 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device h100-80gb",
         ],
     ),
+    "ready-configs.md": (
+        "models of the hub, as in test_ready_configs.py with tiny ones",
+        [
+            "accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/finetune.py --config recipes/configs/qwen3-0.6b-lora.yaml",
+            "accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/finetune.py --config recipes/configs/qwen3-0.6b-lora.yaml --dataset chats.jsonl --max_train_samples 1000",
+        ],
+    ),
     "sweeps.md": (
         "two long runs, as in inspecting-runs.md",
         [
@@ -422,6 +429,7 @@ def test_every_command_has_flags_that_exist(
     monkeypatch.chdir(tmp_path)
     for name in ("my.yaml", "small.yaml"):
         (tmp_path / name).write_text("n_layer: 1\n")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for command in [*commands(page), *commands_not_run(page)]:
         if any(part in command for part in ENDS_EARLY):
             continue

@@ -82,7 +82,8 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")))
+        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
+        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -134,6 +135,8 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = str(adapted.peft_config["default"].base_model_name_or_path)
+    revision = read_object(adapter / BASE_FILE).get("commit") or "main"
+    base_folder = local_folder(base, revision)
     merged: PreTrainedModel = adapted.merge_and_unload()
 
     files = ModelFiles(
@@ -142,15 +145,15 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         trained_on="the data of its adapter",
         base=base,
         architecture=merged,
-        base_tensors=stored_base_tensors(merged, [], base, is_reward_model=False),
-        base_dtypes=stored_dtypes(local_folder(base)),
+        base_tensors=stored_base_tensors(merged, [], base, revision, is_reward_model=False),
+        base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
     check_range(adapter, weights)
     # The names of these weights are those of published models already.
     merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
-    copy_processor(local_folder(base), folder)
+    copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)

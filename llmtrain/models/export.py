@@ -311,6 +311,7 @@ def write_complete(checkpoint: Path, folder: Path) -> None:
         model,
         outside_text_tower(model),
         str(checkpoint),
+        revision="main",
         is_reward_model=is_reward_model,
     )
     tensors = {}

@@ -121,7 +121,7 @@ def load_model(
     _check_flags(config, lora, is_reward_model)
 
     name = config.model_name_or_path
-    base_dtypes = stored_dtypes(local_folder(name)) if name else None
+    base_dtypes = stored_dtypes(local_folder(name, config.model_revision)) if name else None
     dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
     model = build_model(
         config,
@@ -151,7 +151,7 @@ def load_model(
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         if name is not None:
-            load_buffers(model.train(False), local_folder(name))
+            load_buffers(model.train(False), local_folder(name, config.model_revision))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
         # Another copy, because one that has loaded weights remembers the names of the last ones.
         architecture = copy.deepcopy(model)
@@ -159,14 +159,21 @@ def load_model(
 
     origin: JsonObject = {"random weights": config.from_config}
     if name:
-        origin = origin_of(name)
+        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if lora is None:
         files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
     elif name is not None:
-        adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
+        adapted = add_lora(
+            model,
+            lora,
+            name,
+            seed,
+            new_tokens=rows.new_tokens,
+            base_commit=origin.get("commit"),
+        )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -349,7 +356,7 @@ class _InitialWeights:
         name = config.model_name_or_path
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name) if name else None
+        self._folder = local_folder(name, config.model_revision) if name else None
         self._dtype = dtype
         self._seed = seed
         self._is_reward_model = is_reward_model
@@ -497,8 +504,15 @@ def _base_tensors(
     name = config.model_name_or_path
     if name is None:
         return random_base_tensors(copy.deepcopy(model), outside_text, seed)
-    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
-    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    tensors = stored_base_tensors(
+        model,
+        outside_text,
+        name,
+        config.model_revision,
+        is_reward_model=is_reward_model,
+    )
+    folder = local_folder(name, config.model_revision)
+    has_processor = bool([*folder.glob(PROCESSOR_FILES)])
     if outside_text and not has_processor:
         note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
     return tensors
