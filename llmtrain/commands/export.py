@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",
+    "llmtrain export runs/finetune --ollama --to model",
 )
 
 # Logits may differ by this share of the largest logit, in float32.
@@ -28,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
+        "--ollama",
+        action="store_true",
+        help="write a Modelfile beside the model, for `ollama create`",
+    )
+    parser.add_argument(
         "--to",
         metavar="FOLDER",
         help="folder to write to (default: RUN/merged with --merge, otherwise RUN/export)",
@@ -41,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.models.adapters import write_merged
     from llmtrain.models.export import how_to_load
     from llmtrain.models.generation import largest_logit_difference
+    from llmtrain.models.ollama import write_modelfile
 
     model = Path(arguments.model)
     if not model.is_dir():
@@ -60,13 +68,17 @@ def run(arguments: argparse.Namespace) -> None:
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
 
-    result: dict[str, str | float] = {"model": str(target)}
+    result: JsonObject = {"model": str(target)}
+    notes: list[str] = []
     outcome = ""
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working)
         else:
             shutil.copytree(source, working, dirs_exist_ok=True)
+        if arguments.ollama:
+            notes = write_modelfile(working)
+            result["notes"] = notes
 
         if arguments.check:
             difference, largest = largest_logit_difference(str(source), str(working))
@@ -82,6 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+        for note in notes:
+            print(f"note: {note}")
 
 
 def _checkpoint_of(source: Path) -> Path | None:
