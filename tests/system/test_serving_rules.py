@@ -1,6 +1,6 @@
-"""The rules by which vLLM 0.33 and SGLang 0.5 read a folder hold for finished models, merged ones and adapters.
+"""Other tools read finished models, merged ones and adapters as they are meant.
 
-Neither is installed beside this package: they need other versions of torch and transformers. The
+The rules of vLLM 0.33 and SGLang 0.5.23 are applied here. Neither is installed beside this package: they need other versions of torch and transformers. The
 rules are those of their source files, which the comments name.
 """
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Lfm2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Lfm2Config, pipeline
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from llmtrain.cli import main
-from llmtrain.models.generation import TextModel
+from llmtrain.models.generation import Sampling, TextModel
 from tests.forked import run_forked
 from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, read_json, write_chats
 
@@ -192,3 +193,57 @@ def test_an_adapter_is_served_beside_its_base_unless_it_brings_tokens(
 
     rows = "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
     assert refusals(folders["adapter with new tokens"]) == [rows]
+
+
+def test_export_writes_a_modelfile_and_says_what_ollama_cannot_do(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def export(name: str, *flags: str) -> str:
+        target = ["--to", str(tmp_path / name)]
+        main(["export", str(folders[name].parent), "--ollama", *flags, *target])
+        return capsys.readouterr().out
+
+    # Ollama's names in config.json leave the model as it is.
+    assert "its logits differ by 0 " in export("llama", "--check")
+    modelfile = (tmp_path / "llama" / "Modelfile").read_text()
+    assert modelfile.startswith('FROM .\nTEMPLATE """')
+    assert "PARAMETER repeat_penalty 1.1\n" in modelfile
+
+    assert "\nnote: Ollama cannot import this model" in export("gpt2")
+    modelfile = (tmp_path / "gpt2" / "Modelfile").read_text()
+    assert modelfile == (
+        'FROM ./model.gguf\nPARAMETER stop "<|endoftext|>"\nPARAMETER num_ctx 64\n'
+    )
+    with pytest.raises(SystemExit):
+        export("adapter")
+    assert "this is an adapter; add --merge" in capsys.readouterr().err
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_pipeline_writes_what_generate_writes(folders: dict[str, Path]) -> None:
+    chat = [{"role": "user", "content": "ab"}]
+    pipe = pipeline("text-generation", model=str(folders["merged"]))
+    (result,) = pipe(
+        chat, max_new_tokens=12, do_sample=False, repetition_penalty=1.0, return_tensors=True
+    )
+    ours = TextModel(str(folders["merged"]))
+    prompt = ours.chat_prompt(chat)
+    ids = result["generated_token_ids"]
+    assert ids[: len(prompt)] == prompt
+    text = pipe.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
+    # The model has learnt little, so its bytes need not make a whole character.
+    expected = "".join(ours.stream(prompt, Sampling(max_new_tokens=12, temperature=0)))
+    assert text.rstrip("\N{REPLACEMENT CHARACTER}") == expected
+
+
+def test_lm_eval_loads_a_folder_itself_and_scores_with_our_logits(
+    folders: dict[str, Path],
+) -> None:
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    loaded = huggingface.HFLM(pretrained=str(folders["merged"]), device="cpu")
+    ours = TextModel(str(folders["merged"]))
+    ids = torch.tensor([ours.chat_prompt([{"role": "user", "content": "ab"}])])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded._model_call(ids), ours.model(ids).logits)
+    assert loaded.tok_encode("ab") == ours.tokenizer.encode("ab")
+    assert loaded.max_length == ours.context
