@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
 
 from llmtrain.cli import main
+from llmtrain.data import tokenizer as tok
+from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
 from llmtrain.models.generation import TextModel, tokenizer_of
@@ -79,6 +82,7 @@ def finished(conversations: Path) -> Path:
     """The finished model of a run that has learnt to answer, and to end its answer."""
     folder = conversations.with_name("run")
     flags = ["--block_size", "128", "--max_steps", "100", "--learning_rate", "1e-2"]
+    flags += ["--eval_dataset", str(conversations)]
     train(FINETUNE, folder, conversations, *SMALL_LLAMA, *flags)
     return folder / "model"
 
@@ -129,17 +133,26 @@ def test_grpo_begins_with_the_model_the_tokens_and_the_stops_of_the_run(
     flags = ["--model", str(finished), "--output_dir", str(saved), "--temperature", "2"]
     trainer = grpo["make_trainer"](flags)
 
-    # Each row of the run is the prompt that GRPO makes, and the answer with the token that ends it.
-    ours = TextModel(str(finished))
-    trained_rows = {}
+    # The rows of the run, made again from its flags: the prompts that GRPO makes, with the answers.
+    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 128)
+    set_template(tokenizer, None)
+    answers = {}
+    nll = 0.0
     for chat in chats(grpo):
-        (row,) = Renderer(ours.tokenizer)(Conversation(chat, None)).sequences
-        question = tuple(row.ids[~row.loss_mask].tolist())
-        trained_rows[question] = row.ids[row.loss_mask].tolist()
-        ids = torch.tensor([row.ids.tolist()])
+        (row,) = Renderer(tokenizer)(Conversation(chat, None)).sequences
+        ids = torch.tensor(row.ids.tolist())
+        targets = torch.tensor(row.loss_mask.tolist())
+        answers[tuple(ids[~targets].tolist())] = ids[targets].tolist()
         with torch.no_grad():
-            assert torch.equal(trainer.model(ids).logits, ours.model(ids).logits)
-    (end,) = {answer[-1] for answer in trained_rows.values()}
+            logits = trainer.model(ids[None]).logits[0, :-1][targets[1:]]
+        nll += float(F.cross_entropy(logits, ids[targets], reduction="sum"))
+
+    # The model is the one that the run evaluated at its end.
+    targets_in_all = sum(len(answer) for answer in answers.values())
+    losses = series(finished.parent, "eval/loss")
+    assert nll / targets_in_all == pytest.approx(losses[max(losses)], rel=1e-5)
+    ours = TextModel(str(finished))
+    (end,) = {answer[-1] for answer in answers.values()}
     assert end != ours.tokenizer.eos_token_id
     assert set(trainer.eos_token_ids) == ours.stop_token_ids == {end, ours.tokenizer.eos_token_id}
     pad = trainer.processing_class.pad_token_id
@@ -155,7 +168,7 @@ def test_grpo_begins_with_the_model_the_tokens_and_the_stops_of_the_run(
         for prompt, output in zip(prompts.tolist(), outputs.tolist(), strict=True):
             answer = output[len(prompt) :]
             question = tuple(prompt[next(i for i, token in enumerate(prompt) if token != pad) :])
-            assert question in trained_rows
+            assert question in answers
             if end in answer:
                 ended += 1
                 assert set(answer[answer.index(end) + 1 :]) <= {pad}
@@ -165,13 +178,13 @@ def test_grpo_begins_with_the_model_the_tokens_and_the_stops_of_the_run(
     theirs = TextModel(str(saved))
     assert theirs.stop_token_ids == ours.stop_token_ids
     assert theirs.tokenizer.chat_template == ours.tokenizer.chat_template
-    assert theirs.chat_prompt(chats(grpo)[0][:1]) in [list(question) for question in trained_rows]
+    assert theirs.chat_prompt(chats(grpo)[0][:1]) in [list(question) for question in answers]
     before = ours.model.state_dict()
     after = theirs.model.state_dict()
     assert before.keys() == after.keys()
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
-    assert accuracy(saved, grpo, tmp_path) == 1.0
+    assert accuracy(saved, grpo, tmp_path) == expected_accuracy(theirs, grpo) > 0.25
     main(["generate", str(saved), "--prompt", "What", "--max_new_tokens", "3"])
     assert capsys.readouterr().out.startswith("What")
 
@@ -187,9 +200,27 @@ def accuracy(model: Path, grpo: dict[str, Any], folder: Path) -> float:
     (folder / "capitals.yaml").write_text(TASK.format(data=folder / "capitals.jsonl"))
     command = [*PYTHON, "llmtrain/__main__.py", "eval", str(model), "--tasks", "capitals"]
     flags = ["--include_path", str(folder), "--apply_chat_template", "--json"]
-    ended = run_forked([*command, *flags]).assert_ok()
+    ended = run_forked([*command, *flags], timeout=240).assert_ok()
     (result,) = json.loads(ended.out)
     return float(result["value"])
+
+
+def expected_accuracy(model: TextModel, grpo: dict[str, Any]) -> float:
+    """Return in how many questions the right capital has the largest probability."""
+    capitals = list(grpo["CAPITALS"].values())
+
+    def likelihood(prompt: list[int], capital: str) -> float:
+        answer = model.tokenizer.encode(capital)
+        with torch.no_grad():
+            logits = model.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        return -float(F.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+
+    right = 0
+    for i, chat in enumerate(chats(grpo)):
+        prompt = model.chat_prompt(chat[:1])
+        scores = [likelihood(prompt, capital) for capital in capitals]
+        right += scores.index(max(scores)) == i
+    return right / len(capitals)
 
 
 @long_form
@@ -215,7 +246,14 @@ def test_a_lora_run_is_handed_over_merged_or_through_peft_and_comes_back(
     trainer.save_model()
 
     pairs = write_pairs(tmp_path / "pairs.jsonl")
-    start = ["--model_name_or_path", str(tmp_path / "grpo"), "--max_steps", "2"]
+    start = [
+        "--model_name_or_path",
+        str(tmp_path / "grpo"),
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+    ]
     train(PREFERENCE, tmp_path / "dpo", pairs, *start, "--max_length", "128")
     assert len(series(tmp_path / "dpo", "train/loss")) == 2
 
