@@ -213,7 +213,8 @@ def write_modelfile(folder: Path) -> list[str]:
 
     for token_id in sorted(_stop_token_ids(tokenizer, generation)):
         lines.append(f'PARAMETER stop "{tokenizer.decode([token_id])}"')
-    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    text_config = config.get("text_config", config)
+    positions = text_config.get("max_position_embeddings") or text_config.get("n_positions")
     if positions:
         lines.append(f"PARAMETER num_ctx {min(positions, _LONGEST_CONTEXT)}")
     for key, parameter in _SAMPLING.items():

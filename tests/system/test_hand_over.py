@@ -24,7 +24,6 @@ from tests.launching import (
     PREFERENCE,
     PYTHON,
     ROOT,
-    SMALL_LLAMA,
     long_form,
     series,
     write_pairs,
@@ -81,9 +80,10 @@ def conversations(grpo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 def finished(conversations: Path) -> Path:
     """The finished model of a run that has learnt to answer, and to end its answer."""
     folder = conversations.with_name("run")
-    flags = ["--block_size", "128", "--max_steps", "100", "--learning_rate", "1e-2"]
-    flags += ["--eval_dataset", str(conversations)]
-    train(FINETUNE, folder, conversations, *SMALL_LLAMA, *flags)
+    shape = "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8"
+    flags = ["--config_overrides", shape, "--tokenizer", "byte", "--max_length", "128"]
+    flags += ["--max_steps", "100", "--eval_dataset", str(conversations)]
+    train(FINETUNE, folder, conversations, *flags)
     return folder / "model"
 
 

@@ -47,7 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[s
     built["llama"] = train("llama", FINETUNE, chats, *SMALL_LLAMA, *of_64)
 
     # Published checkpoints come with settings for sampling.
-    settings = read_json(built["llama"] / "generation_config.json") | SAMPLING
+    settings = read_json(built["llama"] / "generation_config.json")
+    settings |= {"do_sample": True, **SAMPLING}
     (built["llama"] / "generation_config.json").write_text(json.dumps(settings))
     lora = ["--lora_r", "4", *of_64]
     start = ["--model_name_or_path", str(built["llama"])]
@@ -78,10 +79,14 @@ def test_servers_read_the_folder_as_the_run_has_left_it(
 
     # vLLM: sampling_params.py, update_from_generation_config, and the tokenizer's own token.
     # SGLang: srt/configs/model_config.py, _get_hf_eos_token_id.
-    ours = TextModel(str(folder)).stop_token_ids
+    ends = {"<|endoftext|>"}
+    if name in ("llama", "merged"):
+        ends.add("<|im_end|>")
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in ends}
+    assert TextModel(str(folder)).stop_token_ids == expected
     stops = token_ids(generation.get("eos_token_id"))
-    assert stops | {tokenizer.eos_token_id} == ours
-    assert stops | token_ids(config.eos_token_id) == ours
+    assert stops | {tokenizer.eos_token_id} == expected
+    assert stops | token_ids(config.eos_token_id) == expected
 
     # vLLM: config/model.py, get_diff_sampling_param; SGLang: get_default_sampling_params.
     sampling = {key: generation[key] for key in [*SAMPLING, "min_p"] if key in generation}
@@ -129,6 +134,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, str]]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dictionary
+                assert key not in tensors
                 dtype = str(file.get_tensor(key).dtype).removeprefix("torch.")
                 tensors[key] = (path.name, dtype)
     return tensors
