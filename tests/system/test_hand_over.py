@@ -185,6 +185,7 @@ def test_grpo_begins_with_the_model_the_tokens_and_the_stops_of_the_run(
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
     assert accuracy(saved, grpo, tmp_path) == expected_accuracy(theirs, grpo) > 0.25
+    capsys.readouterr()  # the log of the trainer
     main(["generate", str(saved), "--prompt", "What", "--max_new_tokens", "3"])
     assert capsys.readouterr().out.startswith("What")
 
