@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
-from llmtrain.models.generation import TextModel, tokenizer_of
+from llmtrain.models.generation import TextModel
 from tests.forked import run_forked
 from tests.launching import (
     FINETUNE,
@@ -274,5 +275,10 @@ def test_a_lora_run_is_handed_over_merged_or_through_peft_and_comes_back(
         assert torch.equal(trainer.model(ids).logits, expected)
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))
-    main(["export", str(tmp_path / "adapter"), "--merge", "--check", "--to", str(tmp_path / "end")])
-    assert tokenizer_of(str(tmp_path / "end")).chat_template is not None
+    settings = tmp_path / "adapter" / "generation_config.json"
+    assert not settings.exists()
+    shutil.copy(adapter / "generation_config.json", settings)
+    end = str(tmp_path / "end")
+    main(["export", str(tmp_path / "adapter"), "--merge", "--check", "--to", end])
+    assert TextModel(end).stop_token_ids == TextModel(str(merged)).stop_token_ids
+    assert TextModel(end).tokenizer.chat_template == TextModel(str(merged)).tokenizer.chat_template
