@@ -232,11 +232,18 @@ def _import_problem(config: JsonObject) -> str | None:
         return f"it does not know {architecture}"
     if architecture == "Lfm2ForCausalLM" and not config.get("tie_word_embeddings", True):
         return "it knows LFM2 only with a head that is tied to the embeddings"
-    rope = config.get("rope_parameters") or {}
-    for layer_type, settings in rope.items():
-        if isinstance(settings, dict) and settings.get("rope_type", "default") != "default":
-            return f"it does not read the scaling of rotary positions for {layer_type}"
+    known_types = ("default", "llama3") if architecture == "LlamaForCausalLM" else ("default",)
+    for rope in _rotary_positions(config).values():
+        is_partial = rope.get("partial_rotary_factor", 1.0) != 1.0
+        if is_partial or rope.get("rope_type", "default") not in known_types:
+            return "it does not read how this one scales rotary positions"
     return None
+
+
+def _rotary_positions(config: JsonObject) -> dict[str, JsonObject]:
+    """Return the settings of rotary positions by the type of the layers."""
+    rope = config.get("rope_parameters") or {}
+    return {"full_attention": rope} if "rope_theta" in rope else rope
 
 
 def _with_older_names(config: JsonObject) -> JsonObject:
@@ -244,12 +251,12 @@ def _with_older_names(config: JsonObject) -> JsonObject:
 
     transformers 5 writes ``rope_parameters``. It reads the older names, too.
     """
-    rope = config.get("rope_parameters") or {}
-    if "rope_theta" not in rope:
-        return config
-    config = {**config, "rope_theta": rope["rope_theta"]}
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
+    config = dict(config)
+    for layer_type, rope in _rotary_positions(config).items():
+        is_sliding = layer_type == "sliding_attention"
+        config["rope_local_base_freq" if is_sliding else "rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
     return config
 
 

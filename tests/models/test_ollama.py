@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template, template_text
@@ -83,12 +83,15 @@ def test_a_template_whose_turns_depend_on_others_is_not_translated(template: str
     assert turn_format(make(template)) is None
 
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A finished llama with the shipped template, and with rotary positions unlike the default."""
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
     set_template(tokenizer, "chatml")
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, **LLAMA3}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -124,7 +127,7 @@ def test_a_modelfile_has_the_template_the_stops_and_the_settings(folder: Path) -
     # Ollama reads the older names, and transformers the same model as before.
     config = read_json(folder / "config.json")
     assert config["rope_theta"] == 5e5
-    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
     assert LlamaConfig.from_pretrained(folder).rope_parameters == before.rope_parameters
 
 
@@ -138,6 +141,22 @@ def test_a_model_that_ollama_cannot_import_gets_a_modelfile_for_its_gguf(folder:
     change(folder / "config.json", architectures=["Lfm2ForCausalLM"], tie_word_embeddings=False)
     (note,) = write_modelfile(folder)
     assert "a head that is tied to the embeddings" in note
+
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    change(folder / "config.json", architectures=["LlamaForCausalLM"], rope_parameters=rope)
+    (note,) = write_modelfile(folder)
+    assert "how this one scales rotary positions" in note
+
+
+def test_gemma_3_has_two_kinds_of_rotary_positions(folder: Path) -> None:
+    rope = {"full_attention": 2e6, "sliding_attention": 3e4}
+    parameters = {key: {"rope_type": "default", "rope_theta": rope[key]} for key in rope}
+    config = Gemma3TextConfig(rope_parameters=parameters, architectures=["Gemma3ForCausalLM"])
+    config.save_pretrained(folder)
+    assert write_modelfile(folder) == []
+    written = read_json(folder / "config.json")
+    assert (written["rope_theta"], written["rope_local_base_freq"]) == (2e6, 3e4)
+    assert Gemma3TextConfig.from_pretrained(folder).rope_parameters == config.rope_parameters
 
 
 def test_another_template_goes_where_ollama_finds_jinja(folder: Path) -> None:
