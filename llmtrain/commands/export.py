@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,7 @@ EXAMPLES = (
     "llmtrain export runs/finetune --merge --to merged",
     "llmtrain export runs/gpt --dtype bfloat16",
     "llmtrain export runs/finetune --to_gguf --to model.gguf",
+    "llmtrain export runs/finetune --ollama --to model",
 )
 
 # The dtypes that --dtype names. This module imports torch only when it runs.
@@ -55,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write one GGUF file, which llama.cpp and Ollama read (needs llmtrain[gguf])",
     )
     parser.add_argument(
+        "--ollama",
+        action="store_true",
+        help="write a Modelfile beside the model, for `ollama create`",
+    )
+    parser.add_argument(
         "--to",
         metavar="FOLDER",
         help="folder or GGUF file to write (default: RUN/merged with --merge, otherwise "
@@ -66,9 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
     from llmtrain.model_folders import is_adapter, model_folder
-    from llmtrain.models.dtypes import stored_dtypes
     from llmtrain.models.export import how_to_load
-    from llmtrain.models.generation import largest_logit_difference
+    from llmtrain.models.ollama import write_modelfile
 
     model = Path(arguments.model)
     if not model.is_dir():
@@ -90,27 +96,24 @@ def run(arguments: argparse.Namespace) -> None:
         _export_gguf(arguments, source, target)
         return
 
-    result: dict[str, str | float] = {"model": str(target)}
+    result: JsonObject = {"model": str(target)}
+    notes: list[str] = []
     outcome = ""
     with new_folder(target) as working:
         _write_folder(arguments, source, working)
+        if arguments.ollama:
+            notes = write_modelfile(working)
+            result["notes"] = notes
         if arguments.check:
-            difference, largest = largest_logit_difference(str(source), str(working))
-            tolerance = _TOLERANCE
-            if arguments.merge or arguments.dtype:
-                tolerance = _tolerance_of(stored_dtypes(working).main)
-            is_same = difference <= tolerance * largest  # False for NaN
-            if not is_same:
-                raise UserError(
-                    f"{source}: the logits of its export differ by {difference:.2g} (the largest "
-                    f"is {largest:.2g}), so it was removed; leave --check out to keep it."
-                )
+            difference, largest = _logit_difference(arguments, source, working)
             result |= {"logits_differ_by": difference, "largest_logit": largest}
             outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     if arguments.json:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+        for note in notes:
+            print(f"note: {note}")
 
 
 def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:
@@ -140,6 +143,31 @@ def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> 
         shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
+def _logit_difference(
+    arguments: argparse.Namespace, source: Path, folder: Path
+) -> tuple[float, float]:
+    """Return by how much the logits of an export differ from the original's, and the largest logit.
+
+    Raises:
+        UserError: if they differ by more than rounding explains.
+    """
+    from llmtrain.errors import UserError
+    from llmtrain.models.dtypes import stored_dtypes
+    from llmtrain.models.generation import largest_logit_difference
+
+    difference, largest = largest_logit_difference(str(source), str(folder))
+    tolerance = _TOLERANCE
+    if arguments.merge or arguments.dtype:
+        tolerance = _tolerance_of(stored_dtypes(folder).main)
+    is_same = difference <= tolerance * largest  # False for NaN
+    if not is_same:
+        raise UserError(
+            f"{source}: the logits of its export differ by {difference:.2g} (the largest is "
+            f"{largest:.2g}), so it was removed; leave --check out to keep it."
+        )
+    return difference, largest
+
+
 def _tolerance_of(dtype: "torch.dtype") -> float:
     """Return the share of the largest logit by which weights of a dtype may change logits."""
     import torch
@@ -157,6 +185,10 @@ def _export_gguf(arguments: argparse.Namespace, source: Path, target: Path) -> N
 
     if arguments.check:
         raise UserError("--check loads a folder with transformers; leave it out with --to_gguf.")
+    if arguments.ollama:
+        raise UserError(
+            "--ollama writes a Modelfile beside a model folder; leave it out with --to_gguf."
+        )
     if is_adapter(source) and not arguments.merge:
         raise UserError(f"--to_gguf: {source} is an adapter; add --merge.")
 
