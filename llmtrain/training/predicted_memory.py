@@ -325,8 +325,10 @@ class Memory:
         largest_gradient = 0.0
         for unit in self.units:
             unit_parameters = [by_name[name] for name in unit.names]
-            element_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
-            weights = sum(p.numel() for p in unit_parameters) * element_bytes
+            weights = sum(
+                p.numel() * (_BF16_BYTES if unit.is_bf16 else p.element_bytes)
+                for p in unit_parameters
+            )
             if unit.stays_gathered:
                 staying += weights
             else:
