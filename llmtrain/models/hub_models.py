@@ -1,5 +1,6 @@
 """Models in a folder or on the hub: loading one, its files, and its commit."""
 
+import contextlib
 import hashlib
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -60,7 +61,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     Raises:
         UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -71,14 +72,17 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     revision = str(options.get("revision", "main"))
     refuse_pickles(name, revision)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-        name,
-        trust_remote_code=options["trust_remote_code"],
-        revision=revision,
-    )
-    if "attn_implementation" not in options:
-        refuse_hub_attention(model_config, name)
-    model_class = auto_class(model_config)
+    model_class: Any = AutoModelForCausalLM
+    # An adapter has no configuration of a model. Of others, loading reports what is wrong.
+    with contextlib.suppress(OSError, ValueError):
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name,
+            trust_remote_code=options["trust_remote_code"],
+            revision=revision,
+        )
+        model_class = auto_class(model_config)
+        if "attn_implementation" not in options:
+            refuse_hub_attention(model_config, name)
     return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
 
 
