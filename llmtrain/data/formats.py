@@ -288,6 +288,7 @@ def conversation_of(
             assistant.
     """
     record = without_none(record, everywhere=has_artificial_nulls)
+    _check_that_no_image_is_lost(record)
     if is_format_detected:
         _check_that_only_fits(record, format)
     return CONVERSATION_FORMATS[format].read(record)
@@ -307,6 +308,7 @@ def preference_of(
         BadRecord: if the record is not preference data, or if its answers cannot be compared.
     """
     record = without_none(record, everywhere=has_artificial_nulls)
+    _check_that_no_image_is_lost(record)
     is_pair = "chosen" in record or "rejected" in record
     if is_pair and "completion" in record and "label" in record:
         raise BadRecord(
@@ -319,6 +321,16 @@ def preference_of(
             "the record has one answer with a label, but this loss compares two answers"
         )
     return preference
+
+
+def _check_that_no_image_is_lost(record: Fields) -> None:
+    """Raise :class:`BadRecord` if a record has images, in the fields that TRL reads them from."""
+    for field in ("image", "images"):
+        if record.get(field):
+            raise BadRecord(
+                f"the record has the field {field}, and models are trained on text alone; leave "
+                f"such records out, or remove the field to train on their text"
+            )
 
 
 def _check_that_only_fits(record: Fields, format: str) -> None:

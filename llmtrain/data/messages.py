@@ -102,7 +102,7 @@ def _message(raw: object, number: int) -> Message:
     if content is None and tool_calls:
         content = ""  # more templates accept empty content than none
     if not isinstance(content, str):
-        raise BadRecord(f"{place}: its content is not text")
+        raise BadRecord(f"{place}: its content is not text{_other_kind(content)}")
     message["content"] = content
 
     if message["role"] == "assistant" and not tool_calls and not content.strip():
@@ -182,6 +182,15 @@ def _joined(content: object) -> object:
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return content
     return "".join(field_of(part, "text", str) for part in content)
+
+
+def _other_kind(content: object) -> str:
+    """Return the kind of the first part of a content that is not text, for a message."""
+    parts = content if isinstance(content, list) else []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") not in ("text", None):
+            return f" alone: it has a part of the type {part['type']!r:.40}"
+    return ""
 
 
 def check_weights_of_turns(messages: list[Message]) -> None:

@@ -415,7 +415,12 @@ def test_fields_that_parquet_fills_with_none_are_absent(tmp_path):
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
             "messages",
-            "message 1 .*content is not text",
+            r"message 1 \(user\): its content is not text alone: it has a part of the type 'image'",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "images": ["cat.png"]},
+            "messages",
+            "the record has the field images, and models are trained on text alone",
         ),
         (
             {"messages": [{"role": "user", "content": ["a"]}, ASSISTANT]},
