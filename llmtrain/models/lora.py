@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import write_json
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
-from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
+from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
+from llmtrain.models.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     import peft
@@ -93,13 +94,105 @@ def add_lora(
     _check_module_targets(model, module_targets)
 
     _initialise(model, seed)
+    _set_base(adapted, base)
+    return adapted
+
+
+def load_lora(
+    model: "PreTrainedModel", adapter: Path, base: str, new_tokens: Sequence[int]
+) -> "PeftModel":
+    """Add a stored adapter to a model, in place, to train it further, and freeze everything else.
+
+    The adapter's settings stay. Its tensors become the initial values, in float32, and are real
+    also if the model is on the meta device.
+
+    Args:
+        model: the base model.
+        adapter: the folder of the adapter.
+        base: the folder or hub name of the base's weights.
+        new_tokens: tokens that the base has no embeddings for. The adapter must have them.
+
+    Returns:
+        peft's view of the model, which can save the adapter.
+
+    Raises:
+        UserError: if this is no LoRA adapter, or if it does not fit the model.
+    """
+    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
+        import peft
+        from safetensors.torch import load_file
+
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        _check_adapter_settings(adapter, settings)
+        settings.inference_mode = False
+        with warnings.catch_warnings():
+            ignore_peft_warnings()
+            adapted = peft.get_peft_model(model, settings)
+            tensors = _without_base(adapted, load_file(adapter / ADAPTER_WEIGHTS))
+            _make_real(adapted)
+            result = peft.set_peft_model_state_dict(adapted, tensors)
+
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    mismatched = sorted(trained.intersection(result.missing_keys).union(result.unexpected_keys))
+    if mismatched:
+        raise UserError(
+            f"{adapter} does not fit {base}: only one of them has {mismatched[0]}; set "
+            "base_model_name_or_path in adapter_config.json to the model that it was trained on."
+        )
+    has_rows = isinstance(model.get_input_embeddings(), peft.utils.AuxiliaryTrainingWrapper)
+    if new_tokens and not has_rows:
+        raise UserError(
+            f"--continue_adapter: {adapter} does not train the embeddings of {len(new_tokens)} "
+            "tokens that its base lacks; leave the flag out to merge it into its base."
+        )
+    _set_base(adapted, base)
+    return adapted
+
+
+def _check_adapter_settings(adapter: Path, settings: "peft.PeftConfig") -> None:
+    """Raise :class:`UserError` if an adapter is not LoRA on the weights of its base."""
+    import peft
+
+    if not isinstance(settings, peft.LoraConfig):
+        raise UserError(
+            f"--continue_adapter: {adapter} is a {settings.peft_type.value} adapter, and only LoRA "
+            "adapters can be trained further."
+        )
+    start = settings.init_lora_weights
+    if start not in (True, False, "gaussian", "orthogonal", "eva"):
+        raise UserError(
+            f"--continue_adapter: {adapter} was initialised with {start}, which changed the "
+            "weights of its base; convert it to plain LoRA first (path_initial_model_for_weight_"
+            "conversion of peft)."
+        )
+
+
+def _without_base(adapted: "PeftModel", stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's file without those of its base.
+
+    peft also stores the weights of an embedding or a head that has LoRA's matrices.
+    """
+    parameters = adapted.named_parameters(remove_duplicate=False)  # tied ones have two names
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    return {name: tensor for name, tensor in stored.items() if name not in frozen}
+
+
+def _make_real(model: nn.Module) -> None:
+    """Allocate memory for the trained parameters that are on the meta device, in place."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_meta:
+            real = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="cpu"))
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+
+
+def _set_base(adapted: "PeftModel", base: str) -> None:
+    """Let an adapter's settings name the base."""
     if Path(base).is_dir():
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
     adapted.peft_config["default"] = replace(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
-    return adapted
 
 
 def _without(excluded: str | None, names: list[str]) -> list[str]:
@@ -254,22 +347,27 @@ def _initialise(model: nn.Module, seed: int) -> None:
 
 
 def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
-    """Yield weights, and after those of a layer with DoRA the initial magnitudes of its rows.
+    """Return weights, and after those of a layer with DoRA the initial magnitudes of its rows.
 
-    The magnitudes are the norms of the rows of the frozen weight.
+    The magnitudes are the norms of the rows of the frozen weight. Those of an adapter that is
+    trained further have their values already.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "lora_magnitude_vector", None)
-    }
-    for name, weight in weights:
-        yield name, weight
-        layer_name = name.removesuffix(".base_layer.weight")
-        if layer_name in layers and layer_name != name:
-            rows = weight.T if layers[layer_name].fan_in_fan_out else weight
-            magnitudes = torch.linalg.norm(rows, dim=1).to(weight.dtype)
-            yield f"{layer_name}.lora_magnitude_vector.default.weight", magnitudes
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        vectors = getattr(module, "lora_magnitude_vector", None)
+        if vectors and vectors["default"].weight.is_meta:
+            layers[name] = module
+
+    def stream() -> Weights:
+        for name, weight in weights:
+            yield name, weight
+            layer_name = name.removesuffix(".base_layer.weight")
+            if layer_name in layers and layer_name != name:
+                rows = weight.T if layers[layer_name].fan_in_fan_out else weight
+                magnitudes = torch.linalg.norm(rows, dim=1).to(weight.dtype)
+                yield f"{layer_name}.lora_magnitude_vector.default.weight", magnitudes
+
+    return stream()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +382,7 @@ class AdapterFiles(ModelFiles):
     adapted: "PeftModel"
     origin: JsonObject
 
-    weights_name: ClassVar[str] = "adapter_model.safetensors"
+    weights_name: ClassVar[str] = ADAPTER_WEIGHTS
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "peft"
 

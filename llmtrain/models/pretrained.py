@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -19,15 +20,17 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
+from llmtrain.models.adapters import adapter_origin, check_base, has_token_rows
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
-from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
+from llmtrain.models.lora import AdapterFiles, add_lora, load_lora, with_magnitudes
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
@@ -109,17 +112,20 @@ def load_model(
             it if packed documents would attend to each other.
     """
     config.resolve_runs()
-    if lora is not None and not lora.lora_r:
-        lora = None
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
+    if lora is not None and not lora.lora_r:
+        lora = None
+    adapter = config.adapter
+    has_adapter = lora is not None or adapter is not None
+    config = config.of_base()
 
-    dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if has_adapter and precision == "bf16" else torch.float32
     model = build_model(
         config,
         rows.tokenizer,
         dtype,
-        is_frozen=lora is not None,
+        is_frozen=has_adapter,
         is_reward_model=is_reward_model,
     )
     text_config = model.config.get_text_config()
@@ -134,9 +140,10 @@ def load_model(
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
-    if initial_weights is not None and rows.new_tokens:
+    new_tokens = rows.new_tokens if adapter is None else _tokens_of_adapter(model, rows)
+    if initial_weights is not None and (new_tokens or (adapter and has_token_rows(adapter))):
         initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, seed)
+    _fit_vocabulary(model, config, rows, new_tokens, seed)
     outside_text = _freeze_outside_text(model)
     if config.freeze is not None:
         _freeze(model, config.freeze)
@@ -149,10 +156,15 @@ def load_model(
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
-    if lora is not None and name is not None:
-        adapted = add_lora(
-            model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
-        )
+    if name is not None and has_adapter:
+        if adapter is not None:
+            check_base(adapter, name, origin)
+            adapted = load_lora(model, adapter, name, new_tokens)
+        else:
+            assert lora is not None
+            adapted = add_lora(
+                model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
+            )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -172,7 +184,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(model, config, lora, origin, outside_text),
+        start=_start(config, lora, adapter, origin, outside_text),
         check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -208,16 +220,28 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: 
         raise UserError(
             "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama."
         )
-    if lora and name is None:
+    changed = [] if lora is None else lora.changed_flags()
+    if config.continue_adapter and changed:
+        raise UserError(
+            f"--continue_adapter cannot be combined with --{changed[0]}: the adapter has its own "
+            "rank and modules; leave one of them out."
+        )
+    if config.continue_adapter and config.freeze:
+        raise UserError(
+            "--continue_adapter cannot be combined with --freeze: everything but the adapter is "
+            "frozen; leave one of them out."
+        )
+    has_lora = lora is not None and lora.lora_r > 0
+    if has_lora and name is None:
         raise UserError(
             "--lora_r needs --model_name_or_path: an adapter of random weights would be of no use."
         )
-    if lora and config.freeze:
+    if has_lora and config.freeze:
         raise UserError(
             "--freeze cannot be combined with --lora_r: LoRA freezes everything but its own "
             "matrices; leave one of them out."
         )
-    if lora and is_reward_model:
+    if has_lora and is_reward_model:
         raise UserError(
             "--loss_type reward cannot be combined with --lora_r: a reward model has a new head, "
             "which LoRA would not save; leave --lora_r out."
@@ -367,9 +391,9 @@ def _model_files(
 
 
 def _start(
-    model: "PreTrainedModel",
     config: ModelConfig,
     lora: LoraConfig | None,
+    adapter: Path | None,
     origin: JsonObject,
     outside_text: list[str],
 ) -> JsonObject:
@@ -377,6 +401,8 @@ def _start(
 
     That is where the initial weights come from, and which of them are trained.
     """
+    if adapter is not None:
+        origin = {**origin, "adapter": adapter_origin(adapter)}
     start: JsonObject = {
         "weights": origin,
         "lora": asdict(lora) if lora else None,
@@ -389,10 +415,38 @@ def _start(
     return start
 
 
+def _tokens_of_adapter(model: "PreTrainedModel", rows: PreparedRows) -> list[int]:
+    """Return the tokens that an adapter has embeddings for, and its base has not.
+
+    Raises:
+        UserError: if a chat template has added more tokens.
+    """
+    if rows.new_tokens:
+        raise UserError(
+            "--continue_adapter: the chat template has tokens that the adapter has no rows for; "
+            "leave --chat_template out, or merge the adapter with llmtrain export --merge."
+        )
+    if rows.tokenizer is None:
+        return []
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    return [*range(len(embeddings.weight), max(rows.tokenizer.get_vocab().values()) + 1)]
+
+
 def _fit_vocabulary(
-    model: "PreTrainedModel", config: ModelConfig, rows: PreparedRows, seed: int
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    new_tokens: Collection[int],
+    seed: int,
 ) -> None:
     """Add embeddings for tokens that a chat template has added.
+
+    Args:
+        model: the model, which is changed.
+        config: which model, for the error message.
+        rows: the rows to train on.
+        new_tokens: the tokens that may get new embeddings.
+        seed: of these embeddings.
 
     Raises:
         UserError: if other tokens of the tokenizer, or of rows without one, have no embedding.
@@ -408,7 +462,7 @@ def _fit_vocabulary(
         return
     needed_size = max(rows.tokenizer.get_vocab().values()) + 1
     missing_tokens = set(range(size, needed_size))
-    if not missing_tokens <= set(rows.new_tokens):
+    if not missing_tokens <= set(new_tokens):
         name = config.model_name_or_path or config.from_config
         raise UserError(
             f"the tokenizer has {needed_size:,} tokens and {name} a vocabulary of {size:,}; "
