@@ -15,6 +15,7 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
+from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# The file in an adapter's folder that identifies the weights of its base. Their name alone does
-# not: it may refer to other weights later.
-ORIGIN_FILE = "base.json"
 # The file in a merged model's folder that identifies the adapter.
 _MERGED_FROM = "merged_from.json"
 
@@ -74,8 +72,8 @@ def merged_model(adapter: Path) -> str:
             )
     say(
         "merged",
-        f"{adapter} is an adapter, so its merged model is used: {target} (--continue_adapter trains "
-        "the adapter itself)",
+        f"{adapter} is an adapter, so its merged model is used: {target} "
+        "(--continue_adapter trains the adapter itself)",
     )
     return str(target)
 
@@ -191,7 +189,7 @@ def _separate_adapted_embeddings(adapted: "PeftModel") -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    model: PreTrainedModel = adapted.get_base_model()
+    model = cast("PreTrainedModel", adapted.get_base_model())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
         if isinstance(module, LoraLayer):
             layer = cast(nn.Embedding | nn.Linear, module.base_layer)
@@ -242,13 +240,15 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
 
 def _recorded_origin(adapter: Path) -> JsonObject:
     """Return what identifies the weights that an adapter was trained on; empty if unknown."""
-    path = adapter / ORIGIN_FILE
+    path = adapter / BASE_FILE
     return cast(JsonObject, json.loads(path.read_text())) if path.exists() else {}
 
 
-def has_token_rows(adapter: Path) -> bool:
-    """Return whether an adapter has rows of the embeddings, for some tokens."""
-    return bool(read_object(adapter / "adapter_config.json").get("trainable_token_indices"))
+def has_token_rows(adapter: Path | None) -> bool:
+    """Return whether there is an adapter with rows of the embeddings, for some tokens."""
+    return adapter is not None and bool(
+        read_object(adapter / "adapter_config.json").get("trainable_token_indices")
+    )
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":

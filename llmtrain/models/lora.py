@@ -4,12 +4,11 @@ peft adds them to the model.
 """
 
 import copy
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,8 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import write_json
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
-from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
+from llmtrain.models.adapters import ignore_peft_warnings
+from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora_config import LoraConfig
@@ -36,7 +36,6 @@ def add_lora(
     base: str,
     seed: int,
     new_tokens: Sequence[int],
-    left_out: Sequence[str] = (),
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -46,7 +45,6 @@ def add_lora(
         base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
-        left_out: names of modules that get no matrices, such as a vision tower.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -61,9 +59,8 @@ def add_lora(
 
     targets = config.lora_target_modules
     is_all_linear = targets == ["all-linear"]
-    excluded = "|".join(rf"{re.escape(name)}(\..*)?" for name in left_out) or None
-    linear_layers = _without(excluded, _linear_layers(model))
-    expert_names = _without(excluded, _expert_parameter_names(model))
+    linear_layers = _linear_layers(model)
+    expert_names = _expert_parameter_names(model)
     expert_targets = [name for name in expert_names if is_all_linear or _is_target(name, targets)]
     _check_expert_targets(model, config, expert_targets)
 
@@ -72,7 +69,6 @@ def add_lora(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if is_all_linear else module_targets,
-        exclude_modules=excluded,
         target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
@@ -127,10 +123,10 @@ def load_lora(
         settings.inference_mode = False
         with warnings.catch_warnings():
             ignore_peft_warnings()
-            adapted = peft.get_peft_model(model, settings)
+            adapted: PeftModel = peft.get_peft_model(model, settings)
             tensors = _without_base(adapted, load_file(adapter / ADAPTER_WEIGHTS))
             _make_real(adapted)
-            result = peft.set_peft_model_state_dict(adapted, tensors)
+            result: Any = peft.set_peft_model_state_dict(adapted, tensors)
 
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     mismatched = sorted(trained.intersection(result.missing_keys).union(result.unexpected_keys))
@@ -154,9 +150,10 @@ def _check_adapter_settings(adapter: Path, settings: "peft.PeftConfig") -> None:
     import peft
 
     if not isinstance(settings, peft.LoraConfig):
+        kind = peft.PeftType(settings.peft_type).value
         raise UserError(
-            f"--continue_adapter: {adapter} is a {settings.peft_type.value} adapter, and only LoRA "
-            "adapters can be trained further."
+            f"--continue_adapter: {adapter} is a {kind} adapter, and only LoRA adapters can be "
+            "trained further."
         )
     start = settings.init_lora_weights
     if start not in (True, False, "gaussian", "orthogonal", "eva"):
@@ -193,13 +190,6 @@ def _set_base(adapted: "PeftModel", base: str) -> None:
     adapted.peft_config["default"] = replace(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
-
-
-def _without(excluded: str | None, names: list[str]) -> list[str]:
-    """Return the names that a regular expression does not match."""
-    if excluded is None:
-        return names
-    return [name for name in names if not re.fullmatch(excluded, name)]
 
 
 def _linear_layers(model: "PreTrainedModel") -> list[str]:
@@ -389,7 +379,7 @@ class AdapterFiles(ModelFiles):
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
-        write_json(folder / ORIGIN_FILE, self.origin, durable=False)
+        write_json(folder / BASE_FILE, self.origin, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the adapter's tensors by peft's names."""

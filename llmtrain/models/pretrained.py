@@ -6,7 +6,7 @@ It comes from a folder, from the hub, or from a configuration with random weight
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import nn
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
@@ -23,10 +23,15 @@ from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import adapter_origin, check_base, has_token_rows
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
+from llmtrain.models.base_tensors import (
+    BaseTensors,
+    random_base_tensors,
+    stored_base_tensors,
+)
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.expert_objective import ExpertObjective
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, load_lora, with_magnitudes
@@ -35,8 +40,8 @@ from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
-from llmtrain.models.towers import outside_text_tower
-from llmtrain.models.weight_loading import random_weights, stored_weights
+from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
     from transformers import (
@@ -136,35 +141,36 @@ def load_model(
         has_preference=preference is not None,
     )
 
+    # The modules that text does not pass through are not loaded.
+    outside_text = outside_text_tower(model)
+    base_tensors: BaseTensors | None = None
+    if not has_adapter:
+        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
+    _remove_outside_text(model, outside_text)
+
     # The initial weights are made for the model as it is now. It changes below.
+    new_tokens = rows.new_tokens if adapter is None else _tokens_of_adapter(model, rows)
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
-    new_tokens = rows.new_tokens if adapter is None else _tokens_of_adapter(model, rows)
-    if initial_weights is not None and (new_tokens or (adapter and has_token_rows(adapter))):
-        initial_weights.load_embeddings(model)
+        if new_tokens or has_token_rows(adapter):
+            initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, new_tokens, seed)
-    outside_text = _freeze_outside_text(model)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
 
     name = config.model_name_or_path
-    origin: JsonObject = {"random weights": config.from_config}
-    if name:
-        origin = origin_of(name)
+    origin: JsonObject = origin_of(name) if name else {"random weights": config.from_config}
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss)
-    if name is not None and has_adapter:
-        if adapter is not None:
-            check_base(adapter, name, origin)
-            adapted = load_lora(model, adapter, name, new_tokens)
-        else:
-            assert lora is not None
-            adapted = add_lora(
-                model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
-            )
+    files = _model_files(model, name, rows, loss, base_tensors)
+    if name is not None and adapter is not None:
+        check_base(adapter, name, origin)
+        adapted = load_lora(model, adapter, name, new_tokens)
+        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
+    elif name is not None and lora is not None:
+        adapted = add_lora(model, lora, name, seed, new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -184,7 +190,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(config, lora, adapter, origin, outside_text),
+        start=_start(config, lora, adapter, origin, [*outside_text]),
         check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -289,6 +295,8 @@ def _set_balance_weight(
 class _InitialWeights:
     """The initial weights of a model on the meta device: stored ones, or random ones.
 
+    The stored buffers of the model, which are small, are loaded at once.
+
     This remembers the model as it was built. Later it may get new embeddings, and LoRA renames
     parameters of the layers that it wraps.
 
@@ -309,6 +317,8 @@ class _InitialWeights:
         is_reward_model: bool,
     ) -> None:
         name = config.model_name_or_path
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name))
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
         self._folder = local_folder(name) if name else None
@@ -362,7 +372,11 @@ class _InitialWeights:
 
 
 def _model_files(
-    model: "PreTrainedModel", name: str | None, rows: PreparedRows, loss: str
+    model: "PreTrainedModel",
+    name: str | None,
+    rows: PreparedRows,
+    loss: str,
+    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -371,6 +385,7 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
+        base_tensors: what the finished model gets from its base.
     """
     config = {
         **model.config.to_dict(),
@@ -387,6 +402,7 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
+        base_tensors=base_tensors,
     )
 
 
@@ -479,20 +495,41 @@ def _fit_vocabulary(
         )
 
 
-def _freeze_outside_text(model: "PreTrainedModel") -> list[str]:
-    """Freeze the modules that text does not pass through, and return their names."""
-    modules = outside_text_tower(model)
-    if not modules:
-        return []
+def _base_tensors(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    outside_text: Collection[str],
+    seed: int,
+    is_reward_model: bool,
+) -> BaseTensors | None:
+    """Return what the finished model gets from its base, or from random initial values."""
+    name = config.model_name_or_path
+    if name is None:
+        return random_base_tensors(copy.deepcopy(model), outside_text, seed)
+    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
+    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    if outside_text and not has_processor:
+        note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
+    return tensors
 
-    count = 0
-    for names in modules.values():
-        for name in names:
-            parameter = model.get_parameter(name)
-            count += parameter.numel()
-            parameter.requires_grad_(False)
-    say("frozen", f"{count:,} parameters outside the text tower: {', '.join(modules)}")
-    return [*modules]
+
+def _remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, Sequence[str]]) -> None:
+    """Remove the modules that text does not pass through, and log them.
+
+    Args:
+        model: the model.
+        modules: the names of their parameters by the name of the module.
+    """
+    if not modules:
+        return
+
+    parameters = [parameter for names in modules.values() for parameter in names]
+    count = sum(model.get_parameter(parameter).numel() for parameter in parameters)
+    say(
+        "text only",
+        f"{count:,} parameters are not loaded, as no text meets them: {', '.join(modules)}",
+    )
+    remove_modules(model, modules)
 
 
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:

@@ -17,14 +17,18 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from llmtrain.errors import first_line
 from llmtrain.models import packing_support
 from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.probe import leaks, probe, shares_prompts
 from tests.models.miniatures import miniatures
 
@@ -59,8 +63,15 @@ class UntriedError(Exception):
 def types_of_classes() -> dict[str, list[str]]:
     """Return the model types that each causal LM of transformers is the class of."""
     types: dict[str, list[str]] = {}
-    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        types.setdefault(class_name, []).append(model_type)
+    for model_type in [
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ]:
+        names = causal_lm_classes(model_type)
+        assert names is not None
+        class_name, _ = names
+        if model_type not in types.setdefault(class_name, []):
+            types[class_name].append(model_type)
     return types
 
 
@@ -128,7 +139,7 @@ def build_on_meta_device(config: PreTrainedConfig) -> nn.Module:
 def _build(config: PreTrainedConfig) -> PreTrainedModel:
     logging.set_verbosity_error()
     config = copy.deepcopy(config)  # a model changes the configuration that it is built from
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return auto_class(config).from_config(config, dtype=torch.float32)
 
 
 def main() -> None:
