@@ -16,8 +16,8 @@ from llmtrain.files import digest, new_folder, read_hashed, read_object, write_j
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.export import ModelFiles
-from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
+from llmtrain.models.export import ModelFiles, folder_config, gives_scores
+from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
 
 if TYPE_CHECKING:
@@ -271,7 +271,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         origin = _recorded_origin(folder)
         if "sha256" in origin:  # a commit is loaded as it was
             check_base(folder, base, origin_of(base))
-        model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
+        load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
+        model = load(base, dtype=dtype, revision=origin.get("commit") or "main")
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.

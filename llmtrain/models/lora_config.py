@@ -28,6 +28,12 @@ class LoraConfig(Config):
         "all-linear: every linear layer except the output head",
         hidden=True,
     )
+    lora_modules_to_save: list[str] = flag(
+        [],
+        "modules that are trained in full beside the matrices, given by the end of their names, "
+        "such as embed_tokens lm_head",
+        hidden=True,
+    )
     lora_dropout: float = flag(
         0.0,
         "dropout probability on the inputs of the LoRA matrices",
@@ -41,10 +47,19 @@ class LoraConfig(Config):
         hidden=True,
     )
 
+    use_rslora: bool = flag(
+        False,
+        "scale the adapter by alpha / sqrt(r) instead of alpha / r, for high ranks (Kalajdzievski "
+        "2023, arXiv:2312.03732)",
+        hidden=True,
+    )
+
     def __post_init__(self) -> None:
         require_at_least(self, 0, "lora_r")
-        if not self.lora_r and (self.lora_dropout or self.use_dora):
-            raise UserError("--lora_dropout and --use_dora need --lora_r.")
+        if not self.lora_r:
+            for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
+                if getattr(self, name):
+                    raise UserError(f"--{name} needs --lora_r.")
         if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
             raise UserError(
                 "--lora_target_modules: all-linear already means every module; leave the other "

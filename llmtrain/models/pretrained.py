@@ -30,11 +30,12 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
-from llmtrain.models.lora import AdapterFiles, add_lora, load_lora, with_magnitudes
+from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
@@ -149,7 +150,9 @@ def load_model(
     _remove_outside_text(model, outside_text)
 
     # The initial weights are made for the model as it is now. It changes below.
-    new_tokens = rows.new_tokens if adapter is None else _tokens_of_adapter(model, rows)
+    new_tokens = rows.new_tokens
+    if adapter is not None:
+        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
@@ -167,10 +170,10 @@ def load_model(
     files = _model_files(model, name, rows, loss, base_tensors)
     if name is not None and adapter is not None:
         check_base(adapter, name, origin)
-        adapted = load_lora(model, adapter, name, new_tokens)
+        adapted = load_lora(model, adapter, name, new_tokens, is_reward_model)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
     elif name is not None and lora is not None:
-        adapted = add_lora(model, lora, name, seed, new_tokens)
+        adapted = add_lora(model, lora, name, seed, new_tokens, is_reward_model)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -246,11 +249,6 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: 
         raise UserError(
             "--freeze cannot be combined with --lora_r: LoRA freezes everything but its own "
             "matrices; leave one of them out."
-        )
-    if has_lora and is_reward_model:
-        raise UserError(
-            "--loss_type reward cannot be combined with --lora_r: a reward model has a new head, "
-            "which LoRA would not save; leave --lora_r out."
         )
 
 
@@ -356,7 +354,7 @@ class _InitialWeights:
             if parameter.is_meta and parameter in self._original_names
         }
         renamed = ((new_names[key], weight) for key, weight in self._weights() if key in new_names)
-        return with_magnitudes(trained, renamed)
+        return with_adapter_weights(trained, renamed)
 
     def _weights(self, modules: Collection[nn.Module] = ()) -> Weights:
         """Return the weights of the original model, or of some of its modules."""
@@ -429,23 +427,6 @@ def _start(
     if outside_text:
         start["outside_text"] = outside_text
     return start
-
-
-def _tokens_of_adapter(model: "PreTrainedModel", rows: PreparedRows) -> list[int]:
-    """Return the tokens that an adapter has embeddings for, and its base has not.
-
-    Raises:
-        UserError: if a chat template has added more tokens.
-    """
-    if rows.new_tokens:
-        raise UserError(
-            "--continue_adapter: the chat template has tokens that the adapter has no rows for; "
-            "leave --chat_template out, or merge the adapter with llmtrain export --merge."
-        )
-    if rows.tokenizer is None:
-        return []
-    embeddings = cast(nn.Embedding, model.get_input_embeddings())
-    return [*range(len(embeddings.weight), max(rows.tokenizer.get_vocab().values()) + 1)]
 
 
 def _fit_vocabulary(

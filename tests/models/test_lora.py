@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -439,7 +440,13 @@ def test_the_weights_of_experts_can_be_named(adapt):
             {"lora_target_modules": ["all-linear", "q_proj"]},
             r"all-linear already means every module",
         ),
-        ({"lora_r": 0, "use_dora": True}, r"--use_dora need --lora_r"),
+        ({"lora_r": 0, "use_dora": True}, r"--use_dora needs --lora_r"),
+        ({"lora_r": 0, "lora_modules_to_save": ["lm_head"]}, r"to_save needs --lora_r"),
+        ({"lora_modules_to_save": ["lm_hed"]}, r"to_save: no module is called lm_hed"),
+        (
+            {"kind": "tied", "lora_modules_to_save": ["embed_tokens"]},
+            r"embedding and the head of this model share",
+        ),
         ({"lora_r": -1}, r"--lora_r -1"),
         ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
         ({"lora_alpha": 0}, r"--lora_alpha 0"),
@@ -570,6 +577,8 @@ def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
         "lora_target_modules": ["all-linear"],
         "lora_dropout": 0.0,
         "use_dora": False,
+        "use_rslora": False,
+        "lora_modules_to_save": [],
     }
     assert bundle.start.keys() == {"weights", "lora", "freeze"}
 
@@ -758,3 +767,46 @@ def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):
     )
     with pytest.raises(UserError, match=r"round them .*--continue_adapter, .* export .* --merge"):
         ModelConfig(str(folder), max_length=64).fit_max_length()
+
+
+# --- modules that are trained in full beside the matrices
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_modules_beside_an_adapter_are_trained_from_the_weights_of_its_base(
+    bases, accelerator, precision, grown, tmp_path
+):
+    tokenizer = chatting() if grown else words()
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    names = ["embed_tokens", "lm_head", "model.norm"]
+    lora = LoraConfig(lora_r=4, use_rslora=True, lora_modules_to_save=names)
+    rows = SomeRows(tokenizer, stop_token_ids=(), new_tokens=[257, 258] if grown else [])
+    config = ModelConfig(str(bases("untied")), max_length=64)
+    bundle = place(accelerator, load_model(config, lora, rows, 3, precision))
+    model = bundle.model
+    copies = {name: p for name, p in model.named_parameters() if ".modules_to_save." in name}
+    assert len(copies) == 3
+    for name, parameter in copies.items():
+        original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
+        assert (parameter.dtype, parameter.requires_grad) == (torch.float32, True)
+        assert torch.equal(parameter.to(original.dtype), original)
+        assert not original.requires_grad
+    assert model.head_is_linear
+    if precision == "bf16":
+        return
+
+    before = {name: parameter.clone() for name, parameter in copies.items()}
+    train_a_little(model, ids)
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in copies.items())
+    expected = logits(model, ids)
+    folder = stored(bundle, tmp_path / "model")
+    keys = load_file(folder / "adapter_model.safetensors").keys()
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.norm.weight"} < keys
+    assert torch.equal(logits(TextModel(str(folder)).model, ids), expected)
+    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
+    rows = SomeRows(AutoTokenizer.from_pretrained(folder))
+    again = place(accelerator, load_model(config, None, rows, 3, "no"))
+    assert torch.equal(logits(again.model, ids), expected)
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
+    torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)
