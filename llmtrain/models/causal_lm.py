@@ -452,9 +452,9 @@ def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         linear = cast(nn.Linear, head)
         return linear.weight, linear.bias
 
-    copies = getattr(head, "modules_to_save", None)
+    copies: nn.ModuleDict | None = getattr(head, "modules_to_save", None)
     if copies is not None:
-        return linear_parts(copies[head.active_adapters[0]])
+        return linear_parts(copies["default"])
 
     token_adapter = getattr(head, "token_adapter", None)
     original = getattr(head, "original_module", None)

@@ -114,7 +114,7 @@ def set_base(adapted: "PeftModel", base: str) -> None:
     if Path(base).is_dir():
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
-    settings = adapted.peft_config["default"]
+    settings = cast("peft.LoraConfig", adapted.peft_config["default"])
     # peft names the head of a reward model again each time.
     modules = [*dict.fromkeys(settings.modules_to_save or ())] or None
     adapted.peft_config["default"] = replace(
