@@ -216,8 +216,9 @@ def _token_rows(
     if not new_tokens:
         return None
     embeddings: list[nn.Module] = [model.get_input_embeddings()]
-    if not model.config.get_text_config().tie_word_embeddings:
-        embeddings.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call] # None: a reward model
+    if head is not None and not model.config.get_text_config().tie_word_embeddings:
+        embeddings.append(head)
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     rows = {names[embedding]: list(new_tokens) for embedding in embeddings}
     return {name: tokens for name, tokens in rows.items() if name not in trained_modules} or None

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
 from llmtrain.record.tensor_files import read_tensors
 from tests.forked import run_forked
@@ -88,3 +90,22 @@ def test_preferences_are_compared_with_the_adapter_before_training(
     assert losses[1] == pytest.approx(math.log(2), abs=1e-6), "policy and reference are the same"
     assert losses[2] != pytest.approx(math.log(2), abs=1e-3)
     assert not [*folder.rglob("merged*")]
+
+
+def test_a_reward_model_is_trained_as_an_adapter_with_its_head(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Sharded in bfloat16, with rows for the tokens of a template, and merged."""
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 16)
+    flags = ["--model_name_or_path", str(folder / "base"), "--lora_r", "2", "--max_steps", "2"]
+    flags += ["--loss_type", "reward", "--chat_template", "chatml", *FLAGS]
+    flags += ["--dataset", str(pairs), "--output_dir", str(tmp_path / "run")]
+    run_forked([*accelerate("fsdp2"), PREFERENCE, *flags]).assert_ok()
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "model", num_labels=1
+    )
+    main(["export", str(tmp_path / "run"), "--merge"])
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "merged")
+    ids = torch.arange(200, 259)[None]
+    scores = [model.eval()(ids).logits for model in (adapted, merged)]
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-5)
