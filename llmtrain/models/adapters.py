@@ -15,10 +15,12 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
-from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.export import ModelFiles, folder_config, gives_scores
+from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
+from llmtrain.models.dtypes import check_range, stored_dtypes
+from llmtrain.models.export import ModelFiles, copy_processor, folder_config, gives_scores
 from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
+from llmtrain.models.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -106,7 +108,8 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")))
+        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
+        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -144,14 +147,15 @@ def adapter_origin(adapter: Path) -> str:
     return digest({"weights": _identity_of(adapter), "settings": settings})
 
 
-def write_merged(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base, and write the resulting model in float32.
+def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
+    """Merge an adapter into its base, and write the resulting model.
 
-    It computes the same logits.
+    They are merged in float32, and rounded once. Except for that it computes the same logits.
 
     Args:
         adapter: the folder of the adapter.
         folder: the folder to write.
+        dtype: of the weights. ``auto`` stands for the dtypes in which the base is stored.
 
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
@@ -163,7 +167,8 @@ def write_merged(adapter: Path, folder: Path) -> None:
             "PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
         )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
-    base = adapted.peft_config["default"].base_model_name_or_path
+    base = str(adapted.peft_config["default"].base_model_name_or_path)
+    base_folder = local_folder(base, base_revision(adapter))
     _separate_adapted_embeddings(adapted)
     with warnings.catch_warnings():
         ignore_peft_warnings()
@@ -174,9 +179,22 @@ def write_merged(adapter: Path, folder: Path) -> None:
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
-    )
+        architecture=merged,
+        base_tensors=stored_base_tensors(
+            merged,
+            [],
+            base,
+            base_revision(adapter),
+            is_reward_model=gives_scores(folder_config(adapter)),
+        ),
+        base_dtypes=stored_dtypes(base_folder),
+    ).finished(dtype)
+    weights = files.export_tensors(merged)
+    check_range(adapter, weights)
+    # The names of these weights are those of published models already.
+    merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
-    merged.save_pretrained(folder)
+    copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
@@ -238,6 +256,11 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
         )
 
 
+def base_revision(adapter: Path) -> str:
+    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded."""
+    return str(_recorded_origin(adapter).get("commit") or "main")
+
+
 def _recorded_origin(adapter: Path) -> JsonObject:
     """Return what identifies the weights that an adapter was trained on; empty if unknown."""
     path = adapter / BASE_FILE
@@ -249,6 +272,13 @@ def has_token_rows(adapter: Path | None) -> bool:
     return adapter is not None and bool(
         read_object(adapter / "adapter_config.json").get("trainable_token_indices")
     )
+
+
+def trains_whole_modules(lora: LoraConfig | None, adapter: Path | None) -> bool:
+    """Return whether an adapter, new or stored, has modules that are trained in full."""
+    if adapter is None:
+        return lora is not None and bool(lora.lora_modules_to_save)
+    return bool(read_object(adapter / "adapter_config.json").get("modules_to_save"))
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
@@ -272,7 +302,7 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         if "sha256" in origin:  # a commit is loaded as it was
             check_base(folder, base, origin_of(base))
         load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
-        model = load(base, dtype=dtype, revision=origin.get("commit") or "main")
+        model = load(base, dtype=dtype, revision=base_revision(folder))
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.

@@ -135,6 +135,11 @@ class ModelConfig(Config):
         "modules, instead of merging it",
         group="LoRA",
     )
+    model_revision: str = flag(
+        "main",
+        "branch, tag or commit of the hub model in --model_name_or_path, also for its tokenizer",
+        hidden=True,
+    )
     from_config: str | None = flag(
         None,
         "start from random weights instead: a model type such as llama, qwen3 or gpt2 (a small "
@@ -240,10 +245,40 @@ class ModelConfig(Config):
         A program may set these fields after the config is made, so those who read them call this.
         """
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
+        self._check_revision()
         # Only a folder takes the time to import the types of transformers.
         is_folder = self.from_config is not None and Path(self.from_config).is_dir()
         if is_folder and not _is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
+
+    def _check_revision(self) -> None:
+        """Raise :class:`UserError` for the revision of something else than a model of the hub."""
+        if self.model_revision == "main":
+            return
+        name = self.model_name_or_path
+        if name is not None and Path(name).is_dir():
+            raise UserError(
+                f"--model_revision {self.model_revision} is for models of the hub, and "
+                f"--model_name_or_path {name} is a folder; leave it out."
+            )
+        if name is None and self.from_config:
+            raise UserError(
+                f"--model_revision {self.model_revision} belongs to --model_name_or_path, not to "
+                "--from_config; leave it out."
+            )
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The model's own tokenizer, as ``--tokenizer`` names it; ``None`` without a model.
+
+        An adapter has its own, unless another program has saved it alone.
+        """
+        adapter = self.adapter
+        if adapter is not None and not (adapter / "tokenizer_config.json").exists():
+            return self.of_base().tokenizer_name
+        if self.model_name_or_path is None or self.model_revision == "main":
+            return self.model_name_or_path
+        return f"{self.model_name_or_path}@{self.model_revision}"
 
     @property
     def row_length(self) -> int:
@@ -269,7 +304,11 @@ class ModelConfig(Config):
         if name is None:
             return None
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                name,
+                revision=self.model_revision,
+                trust_remote_code=self.trust_remote_code,
+            )
             positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         except Exception:  # loading the model will report what is wrong with it
             return None
@@ -300,7 +339,11 @@ class ModelConfig(Config):
             config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
             return config_class
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                name,
+                revision=self.model_revision,
+                trust_remote_code=self.trust_remote_code,
+            )
         except Exception:  # loading the model will report what is wrong with it
             return None
         return type(config)
@@ -344,23 +387,13 @@ class ModelConfig(Config):
         adapter = self.adapter
         if adapter is None:
             return self
-        from llmtrain.models.adapters import base_of
+        from llmtrain.models.adapters import base_of, base_revision
 
         config = copy.copy(self)
         config.model_name_or_path = base_of(adapter)
+        config.model_revision = base_revision(adapter)
         config.continue_adapter = False
         return config
-
-    @property
-    def tokenizer(self) -> str | None:
-        """The folder or hub name of the model's tokenizer; ``None`` for random weights.
-
-        An adapter has its own, unless another program has saved it alone.
-        """
-        adapter = self.adapter
-        if adapter is None or (adapter / "tokenizer_config.json").exists():
-            return self.model_name_or_path
-        return self.of_base().model_name_or_path
 
     def _merge_adapter(self) -> None:
         """Let ``model_name_or_path`` name the merged model, if it names an adapter."""

@@ -51,6 +51,7 @@ def load_lora(
     base: str,
     new_tokens: Sequence[int],
     is_reward_model: bool = False,
+    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add a stored adapter to a model, in place, to train it further, and freeze everything else.
 
@@ -63,6 +64,7 @@ def load_lora(
         base: the folder or hub name of the base's weights.
         new_tokens: tokens that the base has no embeddings for. The adapter must have them.
         is_reward_model: whether the model scores answers.
+        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -98,7 +100,7 @@ def load_lora(
             f"--continue_adapter: {adapter} does not train the embeddings of {len(new_tokens)} "
             "tokens that its base lacks; leave the flag out to merge it into its base."
         )
-    set_base(adapted, base)
+    set_base(adapted, base, base_commit)
     return adapted
 
 

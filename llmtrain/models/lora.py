@@ -38,6 +38,7 @@ def add_lora(
     seed: int,
     new_tokens: Sequence[int],
     is_reward_model: bool = False,
+    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -51,6 +52,7 @@ def add_lora(
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
         is_reward_model: whether the model scores answers.
+        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -100,16 +102,17 @@ def add_lora(
 
     _initialise(model, seed)
     train_in_float32(model)
-    set_base(adapted, base)
+    set_base(adapted, base, base_commit)
     return adapted
 
 
-def set_base(adapted: "PeftModel", base: str) -> None:
+def set_base(adapted: "PeftModel", base: str, base_commit: str | None) -> None:
     """Let an adapter's settings name its base.
 
     Args:
         adapted: peft's view of the model.
         base: the folder or hub name of the base's weights.
+        base_commit: the commit of the base on the hub; ``None`` for a folder.
     """
     if Path(base).is_dir():
         # Absolute, because the adapter may be loaded from another working directory.
@@ -118,7 +121,10 @@ def set_base(adapted: "PeftModel", base: str) -> None:
     # peft names the head of a reward model again each time.
     modules = [*dict.fromkeys(settings.modules_to_save or ())] or None
     adapted.peft_config["default"] = replace(
-        settings, base_model_name_or_path=base, modules_to_save=modules
+        settings,
+        base_model_name_or_path=base,
+        revision=base_commit,
+        modules_to_save=modules,
     )
 
 
@@ -349,7 +355,7 @@ class AdapterFiles(ModelFiles):
         tensors = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
         return cast(dict[str, Tensor], tensors)
 
-    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
         return tensors
 

@@ -7,9 +7,9 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,12 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
-from llmtrain.models.adapters import adapter_origin, check_base, has_token_rows
+from llmtrain.models.adapters import (
+    adapter_origin,
+    check_base,
+    has_token_rows,
+    trains_whole_modules,
+)
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.base_tensors import (
@@ -31,6 +36,7 @@ from llmtrain.models.base_tensors import (
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
+from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
@@ -45,6 +51,7 @@ from llmtrain.models.towers import outside_text_tower, remove_modules
 from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import (
         GenerationConfig,
         PreTrainedConfig,
@@ -100,7 +107,7 @@ def load_model(
     quantized model is loaded here, and ``weights`` is ``None``.
 
     Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
-    LoRA run is bfloat16 if ``precision`` is bf16.
+    LoRA run keeps the dtype in which it is stored, or is bfloat16 if ``precision`` is bf16.
 
     Args:
         config: which model, and how it is used.
@@ -126,7 +133,12 @@ def load_model(
     has_adapter = lora is not None or adapter is not None
     config = config.of_base()
 
-    dtype = torch.bfloat16 if has_adapter and precision == "bf16" else torch.float32
+    name = config.model_name_or_path
+    base_dtypes = stored_dtypes(local_folder(name, config.model_revision)) if name else None
+    dtype = torch.float32
+    if has_adapter and base_dtypes is not None:
+        trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
+        dtype = _frozen_dtype(base_dtypes.main, precision, trains_modules)
     model = build_model(
         config,
         rows.tokenizer,
@@ -149,31 +161,28 @@ def load_model(
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
     _remove_outside_text(model, outside_text)
 
-    # The initial weights are made for the model as it is now. It changes below.
-    new_tokens = rows.new_tokens
-    if adapter is not None:
-        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
+    # The names of published tensors, and the initial weights, are those of the model as it is now.
+    # It changes below.
+    architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
-        if new_tokens or has_token_rows(adapter):
-            initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, new_tokens, seed)
-    if config.freeze is not None:
-        _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # Another copy, because one that has loaded weights remembers the names of the last ones.
+        architecture = copy.deepcopy(model)
+    new_tokens = _change_as_configured(model, config, rows, adapter, initial_weights, seed)
 
-    name = config.model_name_or_path
-    origin: JsonObject = origin_of(name) if name else {"random weights": config.from_config}
+    origin: JsonObject = {"random weights": config.from_config}
+    if name:
+        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss, base_tensors)
-    if name is not None and adapter is not None:
-        check_base(adapter, name, origin)
-        adapted = load_lora(model, adapter, name, new_tokens, is_reward_model)
-        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
-    elif name is not None and lora is not None:
-        adapted = add_lora(model, lora, name, seed, new_tokens, is_reward_model)
+    files = _model_files(model, name, rows, loss)
+    files = replace(files, architecture=architecture, base_tensors=base_tensors)
+    if name is None or not has_adapter:
+        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
+    else:
+        adapted = _add_adapter(
+            model, lora, adapter, name, origin, new_tokens, seed, is_reward_model
+        )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -198,6 +207,88 @@ def load_model(
         objective=objective,
         prepare_batch=prepare_batch,
     )
+
+
+def _change_as_configured(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    adapter: Path | None,
+    initial_weights: "_InitialWeights | None",
+    seed: int,
+) -> list[int]:
+    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing.
+
+    Returns:
+        The tokens that the model had no embeddings for.
+    """
+    new_tokens = rows.new_tokens
+    if adapter is not None:
+        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
+    if initial_weights is not None and (new_tokens or has_token_rows(adapter)):
+        initial_weights.load_embeddings(model)
+    _fit_vocabulary(model, config, rows, new_tokens, seed)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return new_tokens
+
+
+def _add_adapter(
+    model: "PreTrainedModel",
+    lora: LoraConfig | None,
+    adapter: Path | None,
+    base: str,
+    origin: JsonObject,
+    new_tokens: list[int],
+    seed: int,
+    is_reward_model: bool,
+) -> "PeftModel":
+    """Add a new adapter to a model, or the stored one that is trained further."""
+    options: dict[str, Any] = {
+        "base": base,
+        "new_tokens": new_tokens,
+        "is_reward_model": is_reward_model,
+        "base_commit": origin.get("commit"),
+    }
+    if adapter is not None:
+        check_base(adapter, base, origin)
+        return load_lora(model, adapter, **options)
+    assert lora is not None
+    return add_lora(model, lora, seed=seed, **options)
+
+
+def _base_dtypes(
+    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
+) -> StoredDtypes | None:
+    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+
+    These may be in another folder, if the run starts from a checkpoint.
+    """
+    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+        return dtypes
+    untrained = stored_dtypes(base_tensors.folder).by_name
+    return replace(dtypes, by_name={**untrained, **dtypes.by_name})
+
+
+def _frozen_dtype(stored: torch.dtype, precision: str, trains_modules: bool) -> torch.dtype:
+    """Return the dtype of a frozen base.
+
+    Args:
+        stored: the dtype of its files.
+        precision: Accelerate's mixed precision.
+        trains_modules: whether modules beside it are trained in full, in float32.
+    """
+    if precision == "bf16":
+        return torch.bfloat16
+    if precision == "no" and trains_modules:
+        return torch.float32  # without autocast, a product takes no inputs of two dtypes
+    if stored == torch.float16 and precision != "fp16":
+        # Its activations and their gradients would be float16, too. Small gradients become 0 there
+        # without a loss scale, which only the precision fp16 has.
+        return torch.float32
+    return stored
 
 
 def _objective(
@@ -316,10 +407,10 @@ class _InitialWeights:
     ) -> None:
         name = config.model_name_or_path
         if name is not None:
-            load_buffers(model.train(False), local_folder(name))
+            load_buffers(model.train(False), local_folder(name, config.model_revision))
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name) if name else None
+        self._folder = local_folder(name, config.model_revision) if name else None
         self._dtype = dtype
         self._seed = seed
         self._is_reward_model = is_reward_model
@@ -374,7 +465,6 @@ def _model_files(
     name: str | None,
     rows: PreparedRows,
     loss: str,
-    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -383,13 +473,9 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
-        base_tensors: what the finished model gets from its base.
     """
-    config = {
-        **model.config.to_dict(),
-        "architectures": [type(model).__name__],
-        "dtype": "float32",
-    }
+    config = with_dtype(model.config.to_dict(), torch.float32)
+    config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
 
@@ -400,7 +486,6 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
-        base_tensors=base_tensors,
     )
 
 
@@ -487,8 +572,15 @@ def _base_tensors(
     name = config.model_name_or_path
     if name is None:
         return random_base_tensors(copy.deepcopy(model), outside_text, seed)
-    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
-    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    tensors = stored_base_tensors(
+        model,
+        outside_text,
+        name,
+        config.model_revision,
+        is_reward_model=is_reward_model,
+    )
+    folder = local_folder(name, config.model_revision)
+    has_processor = bool([*folder.glob(PROCESSOR_FILES)])
     if outside_text and not has_processor:
         note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
     return tensors

@@ -36,7 +36,7 @@ def tokenize_for_model(
     if preference is not None:
         preference.check_family(base)
     if not data.tokenizer:
-        data.tokenizer = model.tokenizer or "bpe:2048"
+        data.tokenizer = model.tokenizer_name or "bpe:2048"
 
     is_reward_model = preference is not None and preference.is_reward_model
     chat.resolve_packing(packing_support(base, is_reward_model=is_reward_model))
