@@ -1,5 +1,6 @@
 """Models in a folder or on the hub: loading one, its files, and its commit."""
 
+import contextlib
 import hashlib
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -77,7 +78,7 @@ def load_reward_model(name: str, **options: object) -> "PreTrainedModel":
 
 def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTrainedModel":
     """Load a model with a class, or with that of its causal LM."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -88,15 +89,18 @@ def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTraine
     revision = str(options.get("revision", "main"))
     refuse_pickles(name, revision)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-        name,
-        trust_remote_code=options["trust_remote_code"],
-        revision=revision,
-    )
-    if "attn_implementation" not in options:
-        refuse_hub_attention(model_config, name)
-    if model_class is None:
-        model_class = auto_class(model_config)
+    # An adapter has no configuration of a model. Of others, loading reports what is wrong.
+    own_class: Any = AutoModelForCausalLM
+    with contextlib.suppress(OSError, ValueError):
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name,
+            trust_remote_code=options["trust_remote_code"],
+            revision=revision,
+        )
+        own_class = auto_class(model_config)
+        if "attn_implementation" not in options:
+            refuse_hub_attention(model_config, name)
+    model_class = model_class or own_class
     return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
 
 
