@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.interfaces.schedule import Schedule as Schedule
     from llmtrain.launching.process import launch as launch
     from llmtrain.models.config import GPTConfig as GPTConfig
-    from llmtrain.models.config import LoraConfig as LoraConfig
     from llmtrain.models.config import ModelConfig as ModelConfig
     from llmtrain.models.gpt import GPT as GPT
     from llmtrain.models.gpt_family import build_gpt as build_gpt
+    from llmtrain.models.lora_config import LoraConfig as LoraConfig
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.preference import Answers as Answers
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
@@ -79,10 +79,10 @@ _MODULES = {
     "Schedule": "llmtrain.interfaces.schedule",
     "launch": "llmtrain.launching.process",
     "GPTConfig": "llmtrain.models.config",
-    "LoraConfig": "llmtrain.models.config",
     "ModelConfig": "llmtrain.models.config",
     "GPT": "llmtrain.models.gpt",
     "build_gpt": "llmtrain.models.gpt_family",
+    "LoraConfig": "llmtrain.models.lora_config",
     "summed_nll": "llmtrain.models.loss",
     "Answers": "llmtrain.models.preference",
     "PreferenceLoss": "llmtrain.models.preference",

@@ -45,9 +45,10 @@ DEFAULTS = Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     if settings.model.model_name_or_path:
+        has_adapter = settings.lora.lora_r > 0 or settings.model.continue_adapter
         settings.optim.set_default(
             "learning_rate",
-            2e-4 if settings.lora.lora_r > 0 else 2e-5,
+            2e-4 if has_adapter else 2e-5,
             "default for a pretrained model",
         )
     settings.default_epochs(3.0)

@@ -48,9 +48,10 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     By default the model is that of the newest fine-tuning run next to the run folder.
     """
     settings.default_epochs(1.0)
+    has_adapter = settings.lora.lora_r > 0 or settings.model.continue_adapter
     settings.optim.set_default(
         "learning_rate",
-        settings.preference.default_learning_rate(has_adapter=settings.lora.lora_r > 0),
+        settings.preference.default_learning_rate(has_adapter=has_adapter),
         f"default for {settings.preference.loss_flags}",
     )
     model = settings.model

@@ -50,6 +50,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "llmtrain export": ("system/test_finetune.py", '"export"'),
     "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"2,4,8"'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
+    "--continue_adapter": ("system/test_adapters.py", '"--continue_adapter"'),
     "--config small.yaml": ("test_pages.py", '"small.yaml"'),
     "accelerate launch --max_restarts": ("system/test_faults.py", '"--max_restarts"'),
     "def sums()": ("system/test_own_recipe.py", "own-recipe.md"),

@@ -12,13 +12,15 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import new_folder, read_hashed, read_object, write_json
+from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
+from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
-from llmtrain.models.export import ModelFiles, copy_processor
-from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
-from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
+from llmtrain.models.export import ModelFiles, copy_processor, folder_config, gives_scores
+from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
+from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
+from llmtrain.models.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,10 +31,13 @@ _MERGED_FROM = "merged_from.json"
 
 
 def ignore_peft_warnings() -> None:
-    """Ignore two warnings of peft that do not concern the user."""
+    """Ignore warnings of peft that do not concern the user."""
     # The ranks of fused weights match no module, because they are the ranks of parameters.
     warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    # An embedding and a head that share weights are separated before an adapter of one is merged.
+    warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)
+    warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
 
 
 def merged_model(adapter: Path) -> str:
@@ -46,8 +51,16 @@ def merged_model(adapter: Path) -> str:
         ``llmtrain export --merge`` writes it, too.
 
     Raises:
-        UserError: if that folder holds something else, or if the adapter cannot be loaded.
+        UserError: if that folder holds something else, if the adapter cannot be loaded, or if the
+            merged model would compute something else than the adapter with its base.
     """
+    base = base_of(adapter)
+    if _is_quantized(base):
+        raise UserError(
+            f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
+            "again: train the adapter itself with --continue_adapter, or write the rounded model "
+            f"with llmtrain export {adapter} --merge, and name that."
+        )
     target = merged_folder(adapter)
     # The processes of a machine come here at the same time.
     with filelock.FileLock(target.with_name(f".lock-{target.name}")):
@@ -59,8 +72,21 @@ def merged_model(adapter: Path) -> str:
                 f"{target} exists and was not merged from {adapter}; delete it, or name a merged "
                 "model."
             )
-    say("merged", f"{adapter} is an adapter, so its merged model is used: {target}")
+    say(
+        "merged",
+        f"{adapter} is an adapter, so its merged model is used: {target} "
+        "(--continue_adapter trains the adapter itself)",
+    )
     return str(target)
+
+
+def _is_quantized(name: str) -> bool:
+    """Return whether the weights of a model are stored quantized."""
+    from transformers import AutoConfig
+
+    with as_user_error(f"{name}: its configuration could not be loaded"):
+        config = AutoConfig.from_pretrained(name, **DATA_ONLY)
+    return getattr(config, "quantization_config", None) is not None
 
 
 def write_outline(adapter: Path, folder: Path) -> str:
@@ -111,7 +137,14 @@ def merged_folder(adapter: Path) -> Path:
 
 def _identity_of(adapter: Path) -> dict[str, object]:
     """Identify an adapter by a hash of its weights."""
-    return {**read_hashed(adapter / "adapter_model.safetensors")}
+    return {**read_hashed(adapter / ADAPTER_WEIGHTS)}
+
+
+def adapter_origin(adapter: Path) -> str:
+    """Return a hash of an adapter's weights and settings, wherever its base is."""
+    settings = read_object(adapter / "adapter_config.json")
+    settings.pop("base_model_name_or_path", None)
+    return digest({"weights": _identity_of(adapter), "settings": settings})
 
 
 def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
@@ -135,9 +168,11 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = str(adapted.peft_config["default"].base_model_name_or_path)
-    revision = read_object(adapter / BASE_FILE).get("commit") or "main"
-    base_folder = local_folder(base, revision)
-    merged: PreTrainedModel = adapted.merge_and_unload()
+    base_folder = local_folder(base, base_revision(adapter))
+    _separate_adapted_embeddings(adapted)
+    with warnings.catch_warnings():
+        ignore_peft_warnings()
+        merged: PreTrainedModel = adapted.merge_and_unload()
 
     files = ModelFiles(
         config=merged.config.to_dict(),
@@ -145,7 +180,13 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         trained_on="the data of its adapter",
         base=base,
         architecture=merged,
-        base_tensors=stored_base_tensors(merged, [], base, revision, is_reward_model=False),
+        base_tensors=stored_base_tensors(
+            merged,
+            [],
+            base,
+            base_revision(adapter),
+            is_reward_model=gives_scores(folder_config(adapter)),
+        ),
         base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
@@ -157,6 +198,87 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
+
+
+def _separate_adapted_embeddings(adapted: "PeftModel") -> None:
+    """Give an embedding or a head with LoRA's matrices weights of its own.
+
+    If both share their weights, merging would add the matrices of one to the other.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    model = cast("PreTrainedModel", adapted.get_base_model())
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
+        if isinstance(module, LoraLayer):
+            layer = cast(nn.Embedding | nn.Linear, module.base_layer)
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def base_of(adapter: Path) -> str:
+    """Return the folder or hub name of an adapter's base model.
+
+    Args:
+        adapter: the folder of the adapter.
+
+    Raises:
+        UserError: if the adapter is a pickle, or names no base.
+    """
+    refuse_pickles(str(adapter))
+    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
+        from peft import PeftConfig
+
+        base = str(PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path or "")
+    if not base:
+        raise UserError(
+            f"{adapter} does not name the model that it adapts; set base_model_name_or_path in "
+            "adapter_config.json."
+        )
+    return base
+
+
+def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
+    """Check that an adapter was trained on the weights that its base has now.
+
+    An adapter of another program does not say which weights these are.
+
+    Args:
+        adapter: the folder of the adapter.
+        base: the folder or hub name of the base.
+        origin: identifies the weights that the base has now.
+
+    Raises:
+        UserError: if they are other weights.
+    """
+    recorded = _recorded_origin(adapter)
+    if recorded and recorded != origin:
+        raise UserError(
+            f"{adapter} is an adapter of other weights than {base} holds now; put those back."
+        )
+
+
+def base_revision(adapter: Path) -> str:
+    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded."""
+    return str(_recorded_origin(adapter).get("commit") or "main")
+
+
+def _recorded_origin(adapter: Path) -> JsonObject:
+    """Return what identifies the weights that an adapter was trained on; empty if unknown."""
+    path = adapter / BASE_FILE
+    return cast(JsonObject, json.loads(path.read_text())) if path.exists() else {}
+
+
+def has_token_rows(adapter: Path | None) -> bool:
+    """Return whether there is an adapter with rows of the embeddings, for some tokens."""
+    return adapter is not None and bool(
+        read_object(adapter / "adapter_config.json").get("trainable_token_indices")
+    )
+
+
+def trains_whole_modules(lora: LoraConfig | None, adapter: Path | None) -> bool:
+    """Return whether an adapter, new or stored, has modules that are trained in full."""
+    if adapter is None:
+        return lora is not None and bool(lora.lora_modules_to_save)
+    return bool(read_object(adapter / "adapter_config.json").get("modules_to_save"))
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
@@ -171,26 +293,16 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         UserError: if the base is not the one that the adapter was trained on, if one of them cannot
             be loaded, or if the adapter is a pickle.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
     folder = Path(name)
-    refuse_pickles(name)
+    base = base_of(folder)
     with as_user_error(f"{folder}: its adapter could not be loaded", first_line):
-        base = str(PeftConfig.from_pretrained(name).base_model_name_or_path or "")
-        if not base:
-            raise UserError(
-                f"{folder} does not name the model that it adapts; set base_model_name_or_path in "
-                "adapter_config.json."
-            )
-        origin = {}
-        if (folder / BASE_FILE).exists():
-            origin = json.loads((folder / BASE_FILE).read_text())
-        if "sha256" in origin and origin_of(base) != origin:
-            raise UserError(
-                f"{folder} is an adapter of other weights than {base} holds now; put those back."
-            )
-
-        model = load_causal_lm(base, dtype=dtype, revision=origin.get("commit") or "main")
+        origin = _recorded_origin(folder)
+        if "sha256" in origin:  # a commit is loaded as it was
+            check_base(folder, base, origin_of(base))
+        load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
+        model = load(base, dtype=dtype, revision=base_revision(folder))
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.

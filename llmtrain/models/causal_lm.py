@@ -444,13 +444,17 @@ def sliding_window(model: CausalLM) -> int | None:
 def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Return weight [V, C] and bias [V] of a linear head; ``None`` for any other head.
 
-    With LoRA, peft can train the rows of some tokens in an adapter next to a frozen head. Then the
-    weight that is returned is the frozen one with those rows replaced.
+    With LoRA, peft can train a copy of the head, or the rows of some tokens next to a frozen head.
+    Then the weight that is returned is the copy's, or the frozen one with those rows replaced.
     """
     class_before = getattr(head, "own_class", type(head))  # before it became a LossHead
     if class_before is nn.Linear:
         linear = cast(nn.Linear, head)
         return linear.weight, linear.bias
+
+    copies: nn.ModuleDict | None = getattr(head, "modules_to_save", None)
+    if copies is not None:
+        return linear_parts(copies["default"])
 
     token_adapter = getattr(head, "token_adapter", None)
     original = getattr(head, "original_module", None)

@@ -1,9 +1,10 @@
-"""Settings of this package's GPT, of Hugging Face models and of LoRA.
+"""Settings of this package's GPT and of Hugging Face models.
 
 :func:`llmtrain.config.flags.flag` explains ``affects`` and its values.
 """
 
 import contextlib
+import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,13 @@ class ModelConfig(Config):
     model_name_or_path: str | None = flag(
         None,
         "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name; a "
-        "LoRA adapter is merged into its base first",
+        "LoRA adapter is merged into its base first, unless --continue_adapter is given",
+    )
+    continue_adapter: bool = flag(
+        False,
+        "train the LoRA adapter of --model_name_or_path itself further, with its own rank and "
+        "modules, instead of merging it",
+        group="LoRA",
     )
     model_revision: str = flag(
         "main",
@@ -205,6 +212,11 @@ class ModelConfig(Config):
             raise UserError(
                 f"--freeze '{self.freeze}' is not a regular expression: {error}."
             ) from None
+        if self.continue_adapter and not self.model_name_or_path:
+            raise UserError(
+                "--continue_adapter needs --model_name_or_path: the run or the folder of the "
+                "adapter to train further."
+            )
         if self.config_overrides and self.model_name_or_path:
             raise UserError(
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
@@ -257,7 +269,13 @@ class ModelConfig(Config):
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The model's own tokenizer, as ``--tokenizer`` names it; ``None`` without a model."""
+        """The model's own tokenizer, as ``--tokenizer`` names it; ``None`` without a model.
+
+        An adapter has its own, unless another program has saved it alone.
+        """
+        adapter = self.adapter
+        if adapter is not None and not (adapter / "tokenizer_config.json").exists():
+            return self.of_base().tokenizer_name
         if self.model_name_or_path is None or self.model_revision == "main":
             return self.model_name_or_path
         return f"{self.model_name_or_path}@{self.model_revision}"
@@ -335,15 +353,47 @@ class ModelConfig(Config):
 
         The name of a run becomes that of its model folder.
 
-        If the model is an adapter, it is merged into its base first, and the merged model is used.
+        If the model is an adapter, it is merged into its base first, and the merged model is used,
+        unless the adapter itself is trained further.
         """
         self.resolve_runs()
-        self._merge_adapter()
+        if not self.continue_adapter:
+            self._merge_adapter()
         if self.max_length == "auto":
             return
-        positions = self.max_positions()
+        positions = self.of_base().max_positions()
         if positions and positions < self.max_length:
             self.set_default("max_length", positions, f"a model with {positions} positions")
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapter to train further, if there is one.
+
+        Raises:
+            UserError: if the model is not an adapter.
+        """
+        if not self.continue_adapter:
+            return None
+        folder = Path(str(self.model_name_or_path))
+        if not is_adapter(folder):
+            raise UserError(
+                f"--continue_adapter: {folder} is not the folder of an adapter; leave the flag out "
+                "to train this model, or use --lora_r for a new adapter of it."
+            )
+        return folder
+
+    def of_base(self) -> "ModelConfig":
+        """Return a config that names the base of the adapter to train further, if there is one."""
+        adapter = self.adapter
+        if adapter is None:
+            return self
+        from llmtrain.models.adapters import base_of, base_revision
+
+        config = copy.copy(self)
+        config.model_name_or_path = base_of(adapter)
+        config.model_revision = base_revision(adapter)
+        config.continue_adapter = False
+        return config
 
     def _merge_adapter(self) -> None:
         """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
@@ -376,55 +426,3 @@ def parse_overrides(text: str) -> dict[str, object]:
     if not is_valid:
         raise UserError(f"--config_overrides {text}: write key=value,key=value.")
     return cast(dict[str, object], yaml.safe_load(mapping))
-
-
-@dataclass
-class LoraConfig(Config):
-    """LoRA, an adapter that is trained instead of the model (Hu et al. 2021, arXiv:2106.09685).
-
-    Each field is a flag.
-    """
-
-    group: ClassVar[str] = "LoRA"
-    affects: ClassVar[str] = "model"
-
-    lora_r: int = flag(
-        0,
-        "train a LoRA adapter of this rank instead of the model; 0: train the model itself",
-    )
-    lora_alpha: int = flag(32, "scale of the adapter: its output is multiplied by alpha / r")
-    lora_target_modules: list[str] = flag(
-        ["all-linear"],
-        "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
-        "all-linear: every linear layer except the output head",
-        hidden=True,
-    )
-    lora_dropout: float = flag(
-        0.0,
-        "dropout probability on the inputs of the LoRA matrices",
-        affects="pass",
-        hidden=True,
-    )
-    use_dora: bool = flag(
-        False,
-        "DoRA: train the magnitude of each weight vector separately from its direction (Liu et al. "
-        "2024, arXiv:2402.09353)",
-        hidden=True,
-    )
-
-    def __post_init__(self) -> None:
-        require_at_least(self, 0, "lora_r")
-        if not self.lora_r and (self.lora_dropout or self.use_dora):
-            raise UserError("--lora_dropout and --use_dora need --lora_r.")
-        if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
-            raise UserError(
-                "--lora_target_modules: all-linear already means every module; leave the other "
-                "names out."
-            )
-        if self.lora_alpha <= 0:
-            raise UserError(f"--lora_alpha {self.lora_alpha} is out of range: it must be above 0.")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(
-                f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and "
-                "below 1."
-            )

@@ -13,6 +13,7 @@ from torch import Size, Tensor, nn
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
+from llmtrain.model_folders import is_adapter
 from llmtrain.models.base_tensors import (
     BASE_FILE,
     BaseTensors,
@@ -220,10 +221,10 @@ class ModelFiles:
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
         if gives_scores(self.config):
-            code += scoring_code(self.tokenizer, self._stop_token_ids())
+            code += scoring_code(self.tokenizer, self.stop_token_ids())
         return code
 
-    def _stop_token_ids(self) -> list[int]:
+    def stop_token_ids(self) -> list[int]:
         """Return the tokens at which an answer ends, by ``generation_config.json``."""
         stop_token_ids = self.generation.get("eos_token_id")
         if stop_token_ids is None:
@@ -332,9 +333,9 @@ def write_complete(checkpoint: Path, folder: Path) -> None:
 
 def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
-    if (folder / "adapter_config.json").exists():
-        return "peft: AutoPeftModelForCausalLM.from_pretrained"
-    config = read_object(folder / "config.json")
+    config = folder_config(folder)
+    if is_adapter(folder):
+        return f"peft: {auto_peft_class(config)}.from_pretrained"
     module_class = module_class_of(config)
     if module_class:
         weights = folder / ModuleFiles.weights_name
@@ -365,7 +366,29 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
+def folder_config(folder: Path) -> JsonObject:
+    """Return ``config.json`` of a model folder, or ``adapter_config.json`` of an adapter's."""
+    name = "adapter_config.json" if is_adapter(folder) else "config.json"
+    return read_object(folder / name)
+
+
+def auto_peft_class(config: JsonObject) -> str:
+    """Return the class of peft that loads an adapter with its base.
+
+    Args:
+        config: the adapter's, or that of its model.
+    """
+    kind = "SequenceClassification" if gives_scores(config) else "CausalLM"
+    return f"AutoPeftModelFor{kind}"
+
+
 def gives_scores(config: JsonObject) -> bool:
-    """Return whether ``config.json`` is of a reward model, which scores answers and writes none."""
+    """Return whether a model is a reward model, which scores answers and writes none.
+
+    Args:
+        config: ``config.json``, or ``adapter_config.json`` of an adapter.
+    """
     architectures = config.get("architectures") or ()
-    return "ForSequenceClassification" in "".join(architectures)
+    return config.get("task_type") == "SEQ_CLS" or (
+        "ForSequenceClassification" in "".join(architectures)
+    )

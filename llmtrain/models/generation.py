@@ -12,7 +12,7 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object
 from llmtrain.model_folders import holds_model, is_adapter
 from llmtrain.models.adapters import adapted_model
-from llmtrain.models.export import gives_scores, how_to_load, module_class_of
+from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_models import load_causal_lm
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 
@@ -71,7 +71,7 @@ class TextModel:
         if folder.is_dir() and not holds_model(folder):
             raise UserError(f"{name} holds no model (no config.json).")
         # If `name` is a hub name, there is no such file, and read_object returns an empty object.
-        config = read_object(folder / "config.json")
+        config = folder_config(folder)
         if module_class_of(config):
             raise UserError(
                 f"{name} holds the weights of {module_class_of(config)}, a torch module that only "

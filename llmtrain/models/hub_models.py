@@ -61,6 +61,23 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     Raises:
         UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
+    return _load(name, None, options)
+
+
+def load_reward_model(name: str, **options: object) -> "PreTrainedModel":
+    """Load a model as one that scores texts; see :func:`load_causal_lm`.
+
+    Its head is random if the files do not have it.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # it warns about the random head
+    return _load(name, AutoModelForSequenceClassification, {"num_labels": 1, **options})
+
+
+def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTrainedModel":
+    """Load a model with a class, or with that of its causal LM."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -72,17 +89,18 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     revision = str(options.get("revision", "main"))
     refuse_pickles(name, revision)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    model_class: Any = AutoModelForCausalLM
     # An adapter has no configuration of a model. Of others, loading reports what is wrong.
+    own_class: Any = AutoModelForCausalLM
     with contextlib.suppress(OSError, ValueError):
         model_config: PreTrainedConfig = AutoConfig.from_pretrained(
             name,
             trust_remote_code=options["trust_remote_code"],
             revision=revision,
         )
-        model_class = auto_class(model_config)
+        own_class = auto_class(model_config)
         if "attn_implementation" not in options:
             refuse_hub_attention(model_config, name)
+    model_class = model_class or own_class
     return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
 
 

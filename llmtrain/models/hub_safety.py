@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # For every `from_pretrained`: without it, transformers asks on the terminal whether to run code.
 DATA_ONLY = {"trust_remote_code": False}
 
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# The file with the weights of an adapter, as peft calls it.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -56,7 +57,7 @@ def refuse_pickles(name: str, revision: str = "main") -> None:
         _refuse_pickled_adapter_of_hub(name, revision)
         return
 
-    weights = _ADAPTER_WEIGHTS if is_adapter(folder) else "*.safetensors"
+    weights = ADAPTER_WEIGHTS if is_adapter(folder) else "*.safetensors"
     if any(folder.glob(weights)):
         return
     for path in sorted(folder.iterdir()):
@@ -75,7 +76,7 @@ def _refuse_pickled_adapter_of_hub(name: str, revision: str) -> None:
         if find_adapter_config_file(name, revision=revision) is None:
             return
         try:
-            hf_hub_download(name, _ADAPTER_WEIGHTS, revision=revision)
+            hf_hub_download(name, ADAPTER_WEIGHTS, revision=revision)
         except EntryNotFoundError:  # also if the hub cannot be reached and the cache lacks the file
             raise _pickled(name, "adapter_model.bin") from None
 

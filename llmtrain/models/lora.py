@@ -20,8 +20,10 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.config import LoraConfig
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import ModelFiles, auto_peft_class, gives_scores
+from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
+from llmtrain.models.lora_config import LoraConfig
+from llmtrain.models.reward_card import scoring_code
 
 if TYPE_CHECKING:
     import peft
@@ -35,9 +37,13 @@ def add_lora(
     base: str,
     seed: int,
     new_tokens: Sequence[int],
+    is_reward_model: bool = False,
     base_commit: str | None = None,
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
+
+    The modules of ``--lora_modules_to_save`` are trained in full, and so is the head of a reward
+    model: peft copies them.
 
     Args:
         model: the base model.
@@ -45,6 +51,7 @@ def add_lora(
         base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
+        is_reward_model: whether the model scores answers.
         base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
@@ -58,6 +65,7 @@ def add_lora(
     except ImportError:
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
 
+    _check_modules_to_save(model, config)
     targets = config.lora_target_modules
     is_all_linear = targets == ["all-linear"]
     linear_layers = _linear_layers(model)
@@ -73,8 +81,10 @@ def add_lora(
         target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
-        trainable_token_indices=_token_rows(model, new_tokens),
-        task_type="CAUSAL_LM",
+        use_rslora=config.use_rslora,
+        modules_to_save=[*config.lora_modules_to_save] or None,
+        trainable_token_indices=_token_rows(model, new_tokens, config.lora_modules_to_save),
+        task_type="SEQ_CLS" if is_reward_model else "CAUSAL_LM",
     )
     try:
         with warnings.catch_warnings():
@@ -86,20 +96,36 @@ def add_lora(
                 parameters = [*expert_targets, *(f"{name}.weight" for name in lost_layers)]
                 settings = replace(settings, target_parameters=parameters)
             adapted: PeftModel = peft.get_peft_model(model, settings)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
     _check_module_targets(model, module_targets)
 
     _initialise(model, seed)
+    train_in_float32(model)
+    set_base(adapted, base, base_commit)
+    return adapted
+
+
+def set_base(adapted: "PeftModel", base: str, base_commit: str | None) -> None:
+    """Let an adapter's settings name its base.
+
+    Args:
+        adapted: peft's view of the model.
+        base: the folder or hub name of the base's weights.
+        base_commit: the commit of the base on the hub; ``None`` for a folder.
+    """
     if Path(base).is_dir():
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
+    settings = cast("peft.LoraConfig", adapted.peft_config["default"])
+    # peft names the head of a reward model again each time.
+    modules = [*dict.fromkeys(settings.modules_to_save or ())] or None
     adapted.peft_config["default"] = replace(
-        adapted.peft_config["default"],
+        settings,
         base_model_name_or_path=base,
         revision=base_commit,
+        modules_to_save=modules,
     )
-    return adapted
 
 
 def _linear_layers(model: "PreTrainedModel") -> list[str]:
@@ -163,15 +189,45 @@ def _module_targets(
     return modules
 
 
-def _token_rows(model: "PreTrainedModel", new_tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """Return the rows that new tokens have in each embedding, by the name of its module."""
+def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None:
+    """Raise :class:`UserError` if a module of ``--lora_modules_to_save`` cannot be copied."""
+    modules = dict(model.named_modules())
+    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[no-untyped-call]
+    for target in config.lora_modules_to_save:
+        matching = [module for name, module in modules.items() if name.endswith(target)]
+        if not matching:
+            raise UserError(f"--lora_modules_to_save: no module is called {target}.")
+        is_tied = model.config.get_text_config().tie_word_embeddings
+        if is_tied and embeddings.intersection(matching):
+            raise UserError(
+                f"--lora_modules_to_save {target}: the embedding and the head of this model share "
+                "their weights, and a copy of one would part them; leave it out."
+            )
+
+
+def train_in_float32(model: nn.Module) -> None:
+    """Make the trained parameters float32, in place, also if the base has fewer bits."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))  # type: ignore[no-untyped-call]
+
+
+def _token_rows(
+    model: "PreTrainedModel", new_tokens: Sequence[int], trained_modules: Sequence[str]
+) -> dict[str, list[int]] | None:
+    """Return the rows that new tokens have in each embedding, by the name of its module.
+
+    An embedding that is trained in full is left out.
+    """
     if not new_tokens:
         return None
     embeddings: list[nn.Module] = [model.get_input_embeddings()]
-    if not model.config.get_text_config().tie_word_embeddings:
-        embeddings.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call] # None: a reward model
+    if head is not None and not model.config.get_text_config().tie_word_embeddings:
+        embeddings.append(head)
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    return {names[embedding]: list(new_tokens) for embedding in embeddings}
+    rows = {names[embedding]: list(new_tokens) for embedding in embeddings}
+    return {name: tokens for name, tokens in rows.items() if name not in trained_modules} or None
 
 
 def _lost_layers(
@@ -246,23 +302,29 @@ def _initialise(model: nn.Module, seed: int) -> None:
         layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 
-def with_magnitudes(model: nn.Module, weights: Weights) -> Weights:
-    """Yield weights, and after those of a layer with DoRA the initial magnitudes of its rows.
+def with_adapter_weights(model: nn.Module, weights: Weights) -> Weights:
+    """Return weights, and initial values of an adapter's parameters that follow from them.
 
-    The magnitudes are the norms of the rows of the frozen weight.
+    After the weight of a layer with DoRA come the magnitudes of its rows, which are their norms.
+    The parameters of a module that is trained in full come twice, also for its copy. Parameters of
+    an adapter that is trained further have their values already.
     """
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "lora_magnitude_vector", None)
-    }
-    for name, weight in weights:
-        yield name, weight
-        layer_name = name.removesuffix(".base_layer.weight")
-        if layer_name in layers and layer_name != name:
-            rows = weight.T if layers[layer_name].fan_in_fan_out else weight
-            magnitudes = torch.linalg.norm(rows, dim=1).to(weight.dtype)
-            yield f"{layer_name}.lora_magnitude_vector.default.weight", magnitudes
+    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    layers = dict(model.named_modules())
+
+    def stream() -> Weights:
+        for name, weight in weights:
+            yield name, weight
+            copy_name = name.replace(".original_module.", ".modules_to_save.default.")
+            if copy_name != name and copy_name in empty:
+                yield copy_name, weight
+            layer_name = name.removesuffix(".base_layer.weight")
+            magnitudes_name = f"{layer_name}.lora_magnitude_vector.default.weight"
+            if magnitudes_name in empty:
+                rows = weight.T if layers[layer_name].fan_in_fan_out else weight
+                yield magnitudes_name, torch.linalg.norm(rows, dim=1).to(weight.dtype)
+
+    return stream()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +339,7 @@ class AdapterFiles(ModelFiles):
     adapted: "PeftModel"
     origin: JsonObject
 
-    weights_name: ClassVar[str] = "adapter_model.safetensors"
+    weights_name: ClassVar[str] = ADAPTER_WEIGHTS
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "peft"
 
@@ -298,12 +360,18 @@ class AdapterFiles(ModelFiles):
         return tensors
 
     def loading_code(self) -> str:
-        """Return Python code that loads the adapter and its base."""
-        return (
-            "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-            "model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)\n"
+        """Return Python code that loads the adapter and its base. A reward model also scores."""
+        auto_class = auto_peft_class(self.config)
+        is_reward_model = gives_scores(self.config)
+        options = ", num_labels=1" if is_reward_model else ""
+        code = (
+            f"from peft import {auto_class}\nfrom transformers import AutoTokenizer\n\n"
+            f"model = {auto_class}.from_pretrained(FOLDER{options})\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
+        if is_reward_model and self.tokenizer is not None:
+            code += scoring_code(self.tokenizer, self.stop_token_ids())
+        return code
 
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""

@@ -8,7 +8,8 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -19,6 +20,12 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
+from llmtrain.models.adapters import (
+    adapter_origin,
+    check_base,
+    has_token_rows,
+    trains_whole_modules,
+)
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.base_tensors import (
@@ -27,13 +34,15 @@ from llmtrain.models.base_tensors import (
     stored_base_tensors,
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
-from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
+from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
@@ -42,6 +51,7 @@ from llmtrain.models.towers import outside_text_tower, remove_modules
 from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import (
         GenerationConfig,
         PreTrainedConfig,
@@ -115,19 +125,25 @@ def load_model(
             it if packed documents would attend to each other.
     """
     config.resolve_runs()
-    if lora is not None and not lora.lora_r:
-        lora = None
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
+    if lora is not None and not lora.lora_r:
+        lora = None
+    adapter = config.adapter
+    has_adapter = lora is not None or adapter is not None
+    config = config.of_base()
 
     name = config.model_name_or_path
     base_dtypes = stored_dtypes(local_folder(name, config.model_revision)) if name else None
-    dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
+    dtype = torch.float32
+    if has_adapter and base_dtypes is not None:
+        trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
+        dtype = _frozen_dtype(base_dtypes.main, precision, trains_modules)
     model = build_model(
         config,
         rows.tokenizer,
         dtype,
-        is_frozen=lora is not None,
+        is_frozen=has_adapter,
         is_reward_model=is_reward_model,
     )
     text_config = model.config.get_text_config()
@@ -141,7 +157,7 @@ def load_model(
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
     base_tensors: BaseTensors | None = None
-    if lora is None:
+    if not has_adapter:
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
     _remove_outside_text(model, outside_text)
 
@@ -150,12 +166,10 @@ def load_model(
     architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
-        if name is not None:
-            load_buffers(model.train(False), local_folder(name, config.model_revision))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
         # Another copy, because one that has loaded weights remembers the names of the last ones.
         architecture = copy.deepcopy(model)
-    _change_as_configured(model, config, rows, initial_weights, seed)
+    new_tokens = _change_as_configured(model, config, rows, adapter, initial_weights, seed)
 
     origin: JsonObject = {"random weights": config.from_config}
     if name:
@@ -163,16 +177,11 @@ def load_model(
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
-    if lora is None:
+    if name is None or not has_adapter:
         files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
-    elif name is not None:
-        adapted = add_lora(
-            model,
-            lora,
-            name,
-            seed,
-            new_tokens=rows.new_tokens,
-            base_commit=origin.get("commit"),
+    else:
+        adapted = _add_adapter(
+            model, lora, adapter, name, origin, new_tokens, seed, is_reward_model
         )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
@@ -193,7 +202,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(config, lora, origin, [*outside_text]),
+        start=_start(config, lora, adapter, origin, [*outside_text]),
         check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -204,17 +213,50 @@ def _change_as_configured(
     model: "PreTrainedModel",
     config: ModelConfig,
     rows: PreparedRows,
+    adapter: Path | None,
     initial_weights: "_InitialWeights | None",
     seed: int,
-) -> None:
-    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing."""
-    if initial_weights is not None and rows.new_tokens:
+) -> list[int]:
+    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing.
+
+    Returns:
+        The tokens that the model had no embeddings for.
+    """
+    new_tokens = rows.new_tokens
+    if adapter is not None:
+        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
+    if initial_weights is not None and (new_tokens or has_token_rows(adapter)):
         initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, seed)
+    _fit_vocabulary(model, config, rows, new_tokens, seed)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
+    return new_tokens
+
+
+def _add_adapter(
+    model: "PreTrainedModel",
+    lora: LoraConfig | None,
+    adapter: Path | None,
+    base: str,
+    origin: JsonObject,
+    new_tokens: list[int],
+    seed: int,
+    is_reward_model: bool,
+) -> "PeftModel":
+    """Add a new adapter to a model, or the stored one that is trained further."""
+    options: dict[str, Any] = {
+        "base": base,
+        "new_tokens": new_tokens,
+        "is_reward_model": is_reward_model,
+        "base_commit": origin.get("commit"),
+    }
+    if adapter is not None:
+        check_base(adapter, base, origin)
+        return load_lora(model, adapter, **options)
+    assert lora is not None
+    return add_lora(model, lora, seed=seed, **options)
 
 
 def _base_dtypes(
@@ -230,22 +272,23 @@ def _base_dtypes(
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
-def _parameter_dtype(frozen: StoredDtypes | None, precision: str) -> torch.dtype:
-    """Return the dtype of a model's parameters.
+def _frozen_dtype(stored: torch.dtype, precision: str, trains_modules: bool) -> torch.dtype:
+    """Return the dtype of a frozen base.
 
     Args:
-        frozen: the dtypes of the base of an adapter; ``None`` if the model itself is trained.
+        stored: the dtype of its files.
         precision: Accelerate's mixed precision.
+        trains_modules: whether modules beside it are trained in full, in float32.
     """
-    if frozen is None:
-        return torch.float32
     if precision == "bf16":
         return torch.bfloat16
-    if frozen.main == torch.float16 and precision != "fp16":
+    if precision == "no" and trains_modules:
+        return torch.float32  # without autocast, a product takes no inputs of two dtypes
+    if stored == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.
         return torch.float32
-    return frozen.main
+    return stored
 
 
 def _objective(
@@ -277,19 +320,26 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: 
         raise UserError(
             "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama."
         )
-    if lora and name is None:
+    changed = [] if lora is None else lora.changed_flags()
+    if config.continue_adapter and changed:
+        raise UserError(
+            f"--continue_adapter cannot be combined with --{changed[0]}: the adapter has its own "
+            "rank and modules; leave one of them out."
+        )
+    if config.continue_adapter and config.freeze:
+        raise UserError(
+            "--continue_adapter cannot be combined with --freeze: everything but the adapter is "
+            "frozen; leave one of them out."
+        )
+    has_lora = lora is not None and lora.lora_r > 0
+    if has_lora and name is None:
         raise UserError(
             "--lora_r needs --model_name_or_path: an adapter of random weights would be of no use."
         )
-    if lora and config.freeze:
+    if has_lora and config.freeze:
         raise UserError(
             "--freeze cannot be combined with --lora_r: LoRA freezes everything but its own "
             "matrices; leave one of them out."
-        )
-    if lora and is_reward_model:
-        raise UserError(
-            "--loss_type reward cannot be combined with --lora_r: a reward model has a new head, "
-            "which LoRA would not save; leave --lora_r out."
         )
 
 
@@ -334,6 +384,8 @@ def _set_balance_weight(
 class _InitialWeights:
     """The initial weights of a model on the meta device: stored ones, or random ones.
 
+    The stored buffers of the model, which are small, are loaded at once.
+
     This remembers the model as it was built. Later it may get new embeddings, and LoRA renames
     parameters of the layers that it wraps.
 
@@ -354,6 +406,8 @@ class _InitialWeights:
         is_reward_model: bool,
     ) -> None:
         name = config.model_name_or_path
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name, config.model_revision))
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
         self._folder = local_folder(name, config.model_revision) if name else None
@@ -391,7 +445,7 @@ class _InitialWeights:
             if parameter.is_meta and parameter in self._original_names
         }
         renamed = ((new_names[key], weight) for key, weight in self._weights() if key in new_names)
-        return with_magnitudes(trained, renamed)
+        return with_adapter_weights(trained, renamed)
 
     def _weights(self, modules: Collection[nn.Module] = ()) -> Weights:
         """Return the weights of the original model, or of some of its modules."""
@@ -438,6 +492,7 @@ def _model_files(
 def _start(
     config: ModelConfig,
     lora: LoraConfig | None,
+    adapter: Path | None,
     origin: JsonObject,
     outside_text: list[str],
 ) -> JsonObject:
@@ -445,6 +500,8 @@ def _start(
 
     That is where the initial weights come from, and which of them are trained.
     """
+    if adapter is not None:
+        origin = {**origin, "adapter": adapter_origin(adapter)}
     start: JsonObject = {
         "weights": origin,
         "lora": asdict(lora) if lora else None,
@@ -458,9 +515,20 @@ def _start(
 
 
 def _fit_vocabulary(
-    model: "PreTrainedModel", config: ModelConfig, rows: PreparedRows, seed: int
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    new_tokens: Collection[int],
+    seed: int,
 ) -> None:
     """Add embeddings for tokens that a chat template has added.
+
+    Args:
+        model: the model, which is changed.
+        config: which model, for the error message.
+        rows: the rows to train on.
+        new_tokens: the tokens that may get new embeddings.
+        seed: of these embeddings.
 
     Raises:
         UserError: if other tokens of the tokenizer, or of rows without one, have no embedding.
@@ -476,7 +544,7 @@ def _fit_vocabulary(
         return
     needed_size = max(rows.tokenizer.get_vocab().values()) + 1
     missing_tokens = set(range(size, needed_size))
-    if not missing_tokens <= set(rows.new_tokens):
+    if not missing_tokens <= set(new_tokens):
         name = config.model_name_or_path or config.from_config
         raise UserError(
             f"the tokenizer has {needed_size:,} tokens and {name} a vocabulary of {size:,}; "

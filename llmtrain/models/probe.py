@@ -367,6 +367,7 @@ def _most_positions(model: CausalLM) -> int:
 def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
     """Turn off autocast in the block, to try a model. Its rounding would hide differences.
 
+    A model that is bfloat16 in parts keeps it, because its modules have inputs of both dtypes.
     torch's generators are left as they were.
 
     Args:
@@ -380,6 +381,8 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()
     takes_half_precision_only = (model.config._attn_implementation or "").startswith("flash")
+    # The frozen base of an adapter may have modules beside it that are trained in float32.
+    is_half_precision = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     devices = [model.device] if model.device.type == "cuda" else []
     model.train(in_training)
     try:
@@ -387,7 +390,11 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
         with (
             torch.random.fork_rng(devices),
             torch.set_grad_enabled(in_training),
-            torch.autocast(model.device.type, torch.bfloat16, enabled=takes_half_precision_only),
+            torch.autocast(
+                model.device.type,
+                torch.bfloat16,
+                enabled=takes_half_precision_only or is_half_precision,
+            ),
         ):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError) as error:

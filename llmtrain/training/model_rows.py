@@ -32,20 +32,21 @@ def tokenize_for_model(
             trained.
     """
     model.fit_max_length()
+    base = model.of_base()
     if preference is not None:
-        preference.check_family(model)
+        preference.check_family(base)
     if not data.tokenizer:
         data.tokenizer = model.tokenizer_name or "bpe:2048"
 
     is_reward_model = preference is not None and preference.is_reward_model
-    chat.resolve_packing(packing_support(model, is_reward_model=is_reward_model))
+    chat.resolve_packing(packing_support(base, is_reward_model=is_reward_model))
     rows = tokenize(
         data,
         model.max_length,
         chat=chat,
         trust_remote_code=model.trust_remote_code,
         unpaired=preference is not None and preference.is_unpaired,
-        max_positions=model.max_positions(),
+        max_positions=base.max_positions(),
     )
     model.max_length = rows.metadata.block_size
     return rows

@@ -8,8 +8,7 @@ from pathlib import Path
 from llmtrain.console import note
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line
-from llmtrain.files import read_object
-from llmtrain.models.export import gives_scores, how_to_load, module_class_of
+from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.curve import loss_curve
 from llmtrain.parallel.engine import Engine
@@ -123,7 +122,7 @@ def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
 
 def _writes_text(model_folder: Path) -> bool:
     """Return whether the model in a folder is a language model of transformers with a tokenizer."""
-    config = read_object(model_folder / "config.json")
+    config = folder_config(model_folder)
     if gives_scores(config) or module_class_of(config):
         return False
     return (model_folder / "tokenizer_config.json").exists()

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.dtypes import DTYPES, stored_dtypes, with_dtype
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model

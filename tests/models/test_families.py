@@ -28,10 +28,11 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, count_targets
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import add_lora
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe_output

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,9 +24,11 @@ from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.adapters import merged_folder, merged_model, write_merged
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
+from llmtrain.models.hub_models import origin_of
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
@@ -79,7 +84,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def base(kind: str) -> Path:
         if kind not in made:
             family = kind if kind in WITH_EXPERTS else "llama"
-            overrides = f"num_hidden_layers=2,hidden_size=64,tie_word_embeddings={str(kind == 'tied').lower()}"
+            layers = 3 if kind == "deeper" else 2
+            width = 96 if kind == "wider" else 64
+            tied = str(kind == "tied").lower()
+            overrides = f"num_hidden_layers={layers},hidden_size={width},tie_word_embeddings={tied}"
             torch.manual_seed(len(made))
             config = configuration_of(
                 ModelConfig(from_config=family, config_overrides=overrides, max_length=64), words()
@@ -432,7 +440,13 @@ def test_the_weights_of_experts_can_be_named(adapt):
             {"lora_target_modules": ["all-linear", "q_proj"]},
             r"all-linear already means every module",
         ),
-        ({"lora_r": 0, "use_dora": True}, r"--use_dora need --lora_r"),
+        ({"lora_r": 0, "use_dora": True}, r"--use_dora needs --lora_r"),
+        ({"lora_r": 0, "lora_modules_to_save": ["lm_head"]}, r"to_save needs --lora_r"),
+        ({"lora_modules_to_save": ["lm_hed"]}, r"to_save: no module is called lm_hed"),
+        (
+            {"kind": "tied", "lora_modules_to_save": ["embed_tokens"]},
+            r"embedding and the head of this model share",
+        ),
         ({"lora_r": -1}, r"--lora_r -1"),
         ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
         ({"lora_alpha": 0}, r"--lora_alpha 0"),
@@ -563,6 +577,8 @@ def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
         "lora_target_modules": ["all-linear"],
         "lora_dropout": 0.0,
         "use_dora": False,
+        "use_rslora": False,
+        "lora_modules_to_save": [],
     }
     assert bundle.start.keys() == {"weights", "lora", "freeze"}
 
@@ -592,3 +608,205 @@ class Saying:
 
     def __call__(self, *_, **__) -> "Saying":
         return self
+
+
+# --- an adapter that is trained further
+
+
+def stored(bundle: ModelBundle, folder: Path) -> Path:
+    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
+    return folder
+
+
+def gradients(model: torch.nn.Module, ids: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model.train()(ids, ids).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("untied", {}),
+        ("tied", {"use_dora": True, "lora_alpha": 5}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+        ("untied", {"lora_target_modules": ["q_proj", "lm_head"]}),
+    ],
+)
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_an_adapter_goes_on_as_its_run_would(adapt, accelerator, kind, settings, grown, tmp_path):
+    if grown and "lm_head" in str(settings):
+        pytest.skip("a head that has rows of its own to train takes no adapter")
+    tokenizer = chatting() if grown else words()
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    bundle = adapt(kind, tokenizer, **settings)
+    train_a_little(bundle.model, ids)
+    folder = stored(bundle, tmp_path / "model")
+
+    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
+    rows = SomeRows(tokenizer, stop_token_ids=(), new_tokens=[])
+    again = place(accelerator, load_model(config, LoraConfig(), rows, 3, "no"))
+    expected = bundle.files.tensors(bundle.model)
+    tensors = again.files.tensors(again.model)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    assert torch.equal(logits(again.model, ids), logits(bundle.model, ids))
+    expected_gradients = gradients(bundle.model, ids)
+    assert gradients(again.model, ids).keys() == expected_gradients.keys()
+    for name, gradient in gradients(again.model, ids).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-6, atol=1e-9)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing was merged"
+
+    train_a_little(again.model, ids)
+    train_a_little(bundle.model, ids)
+    further = stored(again, tmp_path / "further")
+    torch.testing.assert_close(
+        logits(TextModel(str(further)).model, ids), logits(bundle.model, ids), rtol=0, atol=1e-6
+    )
+
+
+@pytest.fixture
+def own_peft(bases, tmp_path) -> Callable[..., Path]:
+    """An adapter that stock peft has made and saved alone, with values that are not zero."""
+
+    def save(kind: str = "untied", dtype: torch.dtype = torch.float32, **settings) -> Path:
+        base = AutoModelForCausalLM.from_pretrained(bases(kind))
+        chosen = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        adapted = peft.get_peft_model(base, peft.LoraConfig(**chosen | settings))
+        torch.manual_seed(1)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        adapted.to(dtype).save_pretrained(tmp_path / "peft")
+        return tmp_path / "peft"
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("untied", {"use_rslora": True, "bias": "lora_only"}),
+        ("untied", {"dtype": torch.bfloat16, "rank_pattern": {"1.self_attn.q_proj": 5}}),
+        ("untied", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+        ("tied", {"target_modules": ["q_proj", "lm_head"]}),
+        ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    ],
+)
+def test_an_adapter_of_stock_peft_goes_on_and_merges(
+    own_peft, accelerator, kind, settings, tmp_path
+):
+    folder = own_peft(kind, **settings)
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
+    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
+    bundle = load(accelerator, config)
+    torch.testing.assert_close(logits(bundle.model), expected, rtol=0, atol=1e-6)
+    assert not any(p.requires_grad and p.dtype != torch.float32 for p in bundle.model.parameters())
+
+    train_a_little(bundle.model)
+    saved = stored(bundle, tmp_path / "saved")
+    words().save_pretrained(folder)
+    for adapter in (folder, saved):
+        expected = logits(AutoPeftModelForCausalLM.from_pretrained(adapter))
+        merged = AutoModelForCausalLM.from_pretrained(merged_model(adapter))
+        torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
+    again = load(accelerator, ModelConfig(str(tmp_path / "saved-merged"), max_length=64))
+    torch.testing.assert_close(logits(again.model), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "lora", "message"),
+    [
+        ({}, {}, {"lora_r": 4}, "cannot be combined with --lora_r: the adapter has its own"),
+        ({}, {}, {"lora_alpha": 4}, "cannot be combined with --lora_alpha"),
+        ({}, {"freeze": "norm"}, {}, "cannot be combined with --freeze"),
+        ({"base": "another"}, {}, {}, "is an adapter of other weights than"),
+        ({"base": "deeper"}, {}, {}, "does not fit .*: only one of them has base_model"),
+        ({"base": "wider"}, {}, {}, "could not be loaded: .*: size mismatch for"),
+        ({"init_lora_weights": "pissa"}, {}, {}, "initialised with pissa, which changed"),
+        ({"peft_type": "IA3"}, {}, {}, "is a IA3 adapter, and only LoRA"),
+    ],
+)
+def test_an_adapter_that_cannot_go_on_is_one_line(
+    own_peft, bases, accelerator, change, flags, lora, message
+):
+    folder = own_peft()
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    if "base" in change:
+        if change["base"] == "another":
+            (folder / "base.json").write_text(json.dumps(origin_of(str(bases("untied")))))
+        change = {"base_model_name_or_path": str(bases(change["base"]))}
+    path.write_text(json.dumps({**settings, **change}))
+    config = ModelConfig(str(folder), max_length=64, continue_adapter=True, **flags)
+    with pytest.raises(UserError, match=message) as caught:
+        load(accelerator, config, LoraConfig(**lora))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_goes_on_only_if_it_is_one(bases, own_peft, accelerator):
+    with pytest.raises(UserError, match="--continue_adapter needs --model_name_or_path"):
+        ModelConfig(from_config="llama", continue_adapter=True)
+    with pytest.raises(UserError, match=r"is not the folder of an adapter; leave the flag out"):
+        ModelConfig(str(bases("untied")), continue_adapter=True).fit_max_length()
+    config = ModelConfig(str(own_peft()), max_length=64, continue_adapter=True)
+    with pytest.raises(UserError, match="the chat template has tokens that the adapter has no"):
+        load(accelerator, config, tokenizer=chatting())
+
+
+def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):
+    folder = own_peft()
+    base = shutil.copytree(bases("untied"), tmp_path / "quantized")
+    settings = json.loads((base / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(settings))
+    path = folder / "adapter_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(base)})
+    )
+    with pytest.raises(UserError, match=r"round them .*--continue_adapter, .* export .* --merge"):
+        ModelConfig(str(folder), max_length=64).fit_max_length()
+
+
+# --- modules that are trained in full beside the matrices
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
+def test_modules_beside_an_adapter_are_trained_from_the_weights_of_its_base(
+    bases, accelerator, precision, grown, tmp_path
+):
+    tokenizer = chatting() if grown else words()
+    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
+    names = ["embed_tokens", "lm_head", "model.norm"]
+    lora = LoraConfig(lora_r=4, use_rslora=True, lora_modules_to_save=names)
+    rows = SomeRows(tokenizer, stop_token_ids=(), new_tokens=[257, 258] if grown else [])
+    config = ModelConfig(str(bases("untied")), max_length=64)
+    bundle = place(accelerator, load_model(config, lora, rows, 3, precision))
+    model = bundle.model
+    copies = {name: p for name, p in model.named_parameters() if ".modules_to_save." in name}
+    assert len(copies) == 3
+    for name, parameter in copies.items():
+        original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
+        assert (parameter.dtype, parameter.requires_grad) == (torch.float32, True)
+        assert torch.equal(parameter.to(original.dtype), original)
+        assert not original.requires_grad
+    assert model.head_is_linear
+    if precision == "bf16":
+        return
+
+    before = {name: parameter.clone() for name, parameter in copies.items()}
+    train_a_little(model, ids)
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in copies.items())
+    expected = logits(model, ids)
+    folder = stored(bundle, tmp_path / "model")
+    keys = load_file(folder / "adapter_model.safetensors").keys()
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.norm.weight"} < keys
+    assert torch.equal(logits(TextModel(str(folder)).model, ids), expected)
+    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
+    rows = SomeRows(AutoTokenizer.from_pretrained(folder))
+    again = place(accelerator, load_model(config, None, rows, 3, "no"))
+    assert torch.equal(logits(again.model, ids), expected)
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
+    torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)

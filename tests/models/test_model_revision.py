@@ -13,7 +13,8 @@ from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.tokenizer import as_pretrained, stop_token_ids_of, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import adapted_model, write_outline
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.record.saver import write_model
 from llmtrain.training.model_rows import tokenize_for_model

@@ -15,9 +15,10 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import pretrained
 from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.generation import TextModel
 from llmtrain.models.hub_models import origin_of
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
 from llmtrain.parallel.placement import place

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import AutoPeftModelForSequenceClassification
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
@@ -23,8 +24,11 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.models.adapters import write_merged
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.export import how_to_load
+from llmtrain.models.generation import TextModel
 from llmtrain.models.preference import Answers
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_losses import orpo
@@ -139,9 +143,10 @@ def load(words: Any, accelerator) -> Callable[..., ModelBundle]:
         stand_in.is_packed = "position_ids" in columns
         overrides = {"config_overrides": OVERRIDES, "max_length": BLOCK, "from_config": family}
         preference = config_of(loss)
+        lora = settings.pop("lora", None)
         config = ModelConfig(**(overrides | settings))
         return place(
-            accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
+            accelerator, load_model(config, lora, stand_in, 3, "no", preference=preference)
         )
 
     return load
@@ -451,6 +456,58 @@ def test_a_reward_model_is_transformers_own_and_scores_as_it_did_here(load, tmp_
             torch.testing.assert_close(
                 theirs(ids).logits[0, 0], scores[row, 2 * at + which], rtol=1e-4, atol=1e-5
             )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_an_adapter_of_a_reward_model_has_its_head(family: str, load, words, tmp_path) -> None:
+    pairs = some_pairs(4)
+    rows = rows_of(pairs, tmp_path, "one prompt")
+    base = load(rows, family)
+    write_model(tmp_path / "base", base.files, base.files.export_tensors(base.model))
+    name = {"model_name_or_path": str(tmp_path / "base"), "from_config": None}
+    name["config_overrides"] = None
+    bundle = load(rows, loss="reward", lora=lt.LoraConfig(lora_r=2), **name)
+    head = bundle.model.get_submodule("score")
+    assert head.weight.requires_grad
+    before = head.weight.clone()
+    train_scores(bundle, rows)
+    assert not torch.equal(head.weight, before)
+    scores = values_of(rows, bundle, micro_batch=4)
+
+    folder = tmp_path / "model"
+    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
+    assert how_to_load(folder) == "peft: AutoPeftModelForSequenceClassification.from_pretrained"
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    write_merged(folder, tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
+    assert type(merged).__name__.endswith("ForSequenceClassification")
+    for row, at, number in pairs_in_rows(rows, pairs):
+        for which in (0, 1):
+            ids = torch.tensor([pairs[number][0] + pairs[number][1 + which]])
+            score = scores[row, 2 * at + which]
+            for model in (theirs, merged):
+                torch.testing.assert_close(model(ids).logits[0, 0], score, rtol=1e-4, atol=1e-5)
+
+    name["model_name_or_path"] = str(folder)
+    again = load(rows, loss="reward", continue_adapter=True, **name)
+    assert torch.equal(values_of(rows, again, micro_batch=4), scores)
+    assert again.files.adapted.peft_config["default"].modules_to_save == ["classifier", "score"]
+    with pytest.raises(UserError, match="is an adapter of a reward model, which this run does not"):
+        load(rows, loss="sigmoid", continue_adapter=True, **name)
+    with pytest.raises(UserError, match="is a reward model, which scores answers"):
+        TextModel(str(folder))
+
+
+def train_scores(bundle: ModelBundle, rows: TokenRows) -> None:
+    """Train a reward model for two steps."""
+    trained = [p for p in bundle.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for _ in range(2):
+        for batch in batches_of(rows, bundle, micro_batch=4):
+            scores = bundle.model(**batch, compute=bundle.objective.reference)
+            scores[:, ::2].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_a_family_without_a_scoring_class_is_refused_by_name(load, tmp_path: Path) -> None:

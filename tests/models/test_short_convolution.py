@@ -15,8 +15,9 @@ from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models import short_convolution
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
-from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.config import ModelConfig
 from llmtrain.models.documents import Documents
+from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe
 from llmtrain.parallel.placement import place

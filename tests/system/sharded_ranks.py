@@ -88,7 +88,11 @@ def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
         rank = 1  # of one row, some ranks hold nothing
     elif "lora" in rest or "dora" in rest:
         rank = 3
-    lora = LoraConfig(lora_r=rank, use_dora="dora" in rest)
+    lora = LoraConfig(
+        lora_r=rank,
+        use_dora="dora" in rest,
+        lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"] if "saved" in rest else [],
+    )
     settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
     if rest:
         settings = {

@@ -51,6 +51,7 @@ MORE = [
     "base-dora/1",
     "tied-lora-grown/1",
     "base-dora-grown/1",
+    "base-lora-saved/1",
 ]
 MORE += [
     "tied-full-again/4",
@@ -65,6 +66,7 @@ SHORT = {
     "FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]
 }
 SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "half-lora/1", "lfm2-muon/1"]
+SHORT["FSDP2 2"] += ["base-lora-saved/1"]
 # With norms inside heads, with outputs that are joined, and with fused heads.
 JOINED = ["qwen3/1", "phi3/1", "gpt_neox/1"]
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}

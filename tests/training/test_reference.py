@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.models.adapters import merged_model
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
 from tests.launching import write_pairs
 
@@ -239,3 +243,35 @@ def test_other_rows_have_other_numbers(asking, rows, kept) -> None:
     asking.reference()
     assert asking.asked > 0
     assert len(list(kept.iterdir())) == 4
+
+
+def test_an_adapter_that_goes_on_is_compared_with_itself(accelerator, rows, kept, tmp_path) -> None:
+    """Its base, and a full copy of the model with the adapter merged into it, are other models."""
+    config = ModelConfig(from_config="llama", config_overrides=SMALL, max_length=64)
+    base_bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
+    base = tmp_path / "base"
+    write_model(base, base_bundle.files, base_bundle.files.export_tensors(base_bundle.model))
+    adapters = []
+    for seed in range(2):
+        settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+        torch.manual_seed(seed)
+        for parameter in adapted.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3 * parameter.requires_grad)
+        adapted.save_pretrained(tmp_path / f"adapter-{seed}")
+        rows.tokenizer.save_pretrained(tmp_path / f"adapter-{seed}")
+        adapters.append(tmp_path / f"adapter-{seed}")
+
+    def reference(name: str, **settings: Any) -> np.ndarray:
+        model = ModelConfig(name, max_length=64, **settings)
+        preference = PreferenceConfig(loss_type=["sigmoid"])
+        bundle = load_model(model, None, rows, 0, "no", preference=preference)
+        ranks = Ranks(accelerator)
+        return _reference_of(with_reference(ranks, 0, rows, place(accelerator, bundle)).train)
+
+    of_base = reference(str(base))
+    for adapter in adapters:
+        own = reference(str(adapter), continue_adapter=True)
+        of_copy = reference(merged_model(adapter))
+        np.testing.assert_allclose(own, of_copy, atol=2e-4)
+        assert np.abs(own - of_base).max() > 1

@@ -1,0 +1,79 @@
+"""Settings of LoRA."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from llmtrain.config.flags import Config, flag, flags_of, require_at_least
+from llmtrain.errors import UserError
+
+
+@dataclass
+class LoraConfig(Config):
+    """LoRA, an adapter that is trained instead of the model (Hu et al. 2021, arXiv:2106.09685).
+
+    Each field is a flag.
+    """
+
+    group: ClassVar[str] = "LoRA"
+    affects: ClassVar[str] = "model"
+
+    lora_r: int = flag(
+        0,
+        "train a LoRA adapter of this rank instead of the model; 0: train the model itself",
+    )
+    lora_alpha: int = flag(32, "scale of the adapter: its output is multiplied by alpha / r")
+    lora_target_modules: list[str] = flag(
+        ["all-linear"],
+        "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
+        "all-linear: every linear layer except the output head",
+        hidden=True,
+    )
+    lora_modules_to_save: list[str] = flag(
+        [],
+        "modules that are trained in full beside the matrices, given by the end of their names, "
+        "such as embed_tokens lm_head",
+        hidden=True,
+    )
+    lora_dropout: float = flag(
+        0.0,
+        "dropout probability on the inputs of the LoRA matrices",
+        affects="pass",
+        hidden=True,
+    )
+    use_dora: bool = flag(
+        False,
+        "DoRA: train the magnitude of each weight vector separately from its direction (Liu et al. "
+        "2024, arXiv:2402.09353)",
+        hidden=True,
+    )
+
+    use_rslora: bool = flag(
+        False,
+        "scale the adapter by alpha / sqrt(r) instead of alpha / r, for high ranks (Kalajdzievski "
+        "2023, arXiv:2312.03732)",
+        hidden=True,
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 0, "lora_r")
+        if not self.lora_r:
+            for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
+                if getattr(self, name):
+                    raise UserError(f"--{name} needs --lora_r.")
+        if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
+            raise UserError(
+                "--lora_target_modules: all-linear already means every module; leave the other "
+                "names out."
+            )
+        if self.lora_alpha <= 0:
+            raise UserError(f"--lora_alpha {self.lora_alpha} is out of range: it must be above 0.")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(
+                f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and "
+                "below 1."
+            )
+
+    def changed_flags(self) -> list[str]:
+        """Return the names of the flags that differ from their defaults."""
+        defaults = type(self)()
+        return [name for name in flags_of(self) if getattr(self, name) != getattr(defaults, name)]
