@@ -121,8 +121,7 @@ def load_model(
     _check_flags(config, lora, is_reward_model)
 
     name = config.model_name_or_path
-    base_dtypes = stored_dtypes(local_folder(name)) if name else None
-    dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
+    dtype = _parameter_dtype(name if lora is not None else None, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -165,7 +164,7 @@ def load_model(
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss, base_tensors)
     if lora is None:
-        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
+        files = replace(files, base_dtypes=_base_dtypes(name, base_tensors))
     elif name is not None:
         adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
@@ -194,35 +193,37 @@ def load_model(
     )
 
 
-def _base_dtypes(
-    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
-) -> StoredDtypes | None:
-    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+def _base_dtypes(name: str | None, base_tensors: BaseTensors | None) -> StoredDtypes | None:
+    """Return the dtypes of a base, with those of the tensors that a run does not train.
 
     These may be in another folder, if the run starts from a checkpoint.
     """
-    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+    if name is None:
+        return None
+    dtypes = stored_dtypes(local_folder(name))
+    if base_tensors is None or base_tensors.folder is None:
         return dtypes
     untrained = stored_dtypes(base_tensors.folder).by_name
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
-def _parameter_dtype(frozen: StoredDtypes | None, precision: str) -> torch.dtype:
+def _parameter_dtype(frozen_base: str | None, precision: str) -> torch.dtype:
     """Return the dtype of a model's parameters.
 
     Args:
-        frozen: the dtypes of the base of an adapter; ``None`` if the model itself is trained.
+        frozen_base: the base of an adapter; ``None`` if the model itself is trained.
         precision: Accelerate's mixed precision.
     """
-    if frozen is None:
+    if frozen_base is None:
         return torch.float32
     if precision == "bf16":
         return torch.bfloat16
-    if frozen.main == torch.float16 and precision != "fp16":
+    stored = stored_dtypes(local_folder(frozen_base)).main
+    if stored == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.
         return torch.float32
-    return frozen.main
+    return stored
 
 
 def _objective(
