@@ -14,9 +14,9 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, write_json
 from llmtrain.model_folders import is_of_checkpoint
-from llmtrain.models.base_tensors import BASE_FILE
+from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import ModelFiles, copy_processor
 from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 
@@ -82,7 +82,8 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")))
+        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
+        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -134,6 +135,8 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     base = str(adapted.peft_config["default"].base_model_name_or_path)
+    revision = read_object(adapter / BASE_FILE).get("commit") or "main"
+    base_folder = local_folder(base, revision)
     merged: PreTrainedModel = adapted.merge_and_unload()
 
     files = ModelFiles(
@@ -141,13 +144,16 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
-        base_dtypes=stored_dtypes(local_folder(base)),
+        architecture=merged,
+        base_tensors=stored_base_tensors(merged, [], base, revision, is_reward_model=False),
+        base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
     check_range(adapter, weights)
     # The names of these weights are those of published models already.
     merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
+    copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)

@@ -121,7 +121,7 @@ def load_model(
     _check_flags(config, lora, is_reward_model)
 
     name = config.model_name_or_path
-    dtype = _parameter_dtype(name if lora is not None else None, precision)
+    dtype = _parameter_dtype(config, lora, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -144,29 +144,35 @@ def load_model(
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
     _remove_outside_text(model, outside_text)
 
-    # The initial weights are made for the model as it is now. It changes below.
+    # The names of published tensors, and the initial weights, are those of the model as it is now.
+    # It changes below.
+    architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
-        if config.model_name_or_path is not None:
-            load_buffers(model.train(False), local_folder(config.model_name_or_path))
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name, config.model_revision))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
-    if initial_weights is not None and rows.new_tokens:
-        initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, seed)
-    if config.freeze is not None:
-        _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # Another copy, because one that has loaded weights remembers the names of the last ones.
+        architecture = copy.deepcopy(model)
+    _change_as_configured(model, config, rows, initial_weights, seed)
 
     origin: JsonObject = {"random weights": config.from_config}
     if name:
-        origin = origin_of(name)
+        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss, base_tensors)
+    files = _model_files(model, name, rows, loss)
+    files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if lora is None:
-        files = replace(files, base_dtypes=_base_dtypes(name, base_tensors))
+        files = replace(files, base_dtypes=_base_dtypes(config, base_tensors))
     elif name is not None:
-        adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
+        adapted = add_lora(
+            model,
+            lora,
+            name,
+            seed,
+            new_tokens=rows.new_tokens,
+            base_commit=origin.get("commit"),
+        )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -193,32 +199,45 @@ def load_model(
     )
 
 
-def _base_dtypes(name: str | None, base_tensors: BaseTensors | None) -> StoredDtypes | None:
+def _change_as_configured(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    initial_weights: "_InitialWeights | None",
+    seed: int,
+) -> None:
+    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing."""
+    if initial_weights is not None and rows.new_tokens:
+        initial_weights.load_embeddings(model)
+    _fit_vocabulary(model, config, rows, seed)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _base_dtypes(config: ModelConfig, base_tensors: BaseTensors | None) -> StoredDtypes | None:
     """Return the dtypes of a base, with those of the tensors that a run does not train.
 
     These may be in another folder, if the run starts from a checkpoint.
     """
-    if name is None:
+    if config.model_name_or_path is None:
         return None
-    dtypes = stored_dtypes(local_folder(name))
+    dtypes = stored_dtypes(local_folder(config.model_name_or_path, config.model_revision))
     if base_tensors is None or base_tensors.folder is None:
         return dtypes
     untrained = stored_dtypes(base_tensors.folder).by_name
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
-def _parameter_dtype(frozen_base: str | None, precision: str) -> torch.dtype:
-    """Return the dtype of a model's parameters.
-
-    Args:
-        frozen_base: the base of an adapter; ``None`` if the model itself is trained.
-        precision: Accelerate's mixed precision.
-    """
-    if frozen_base is None:
+def _parameter_dtype(config: ModelConfig, lora: LoraConfig | None, precision: str) -> torch.dtype:
+    """Return the dtype of a model's parameters, which with LoRA are those of a frozen base."""
+    name = config.model_name_or_path
+    if lora is None or name is None:
         return torch.float32
     if precision == "bf16":
         return torch.bfloat16
-    stored = stored_dtypes(local_folder(frozen_base)).main
+    stored = stored_dtypes(local_folder(name, config.model_revision)).main
     if stored == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.
@@ -334,7 +353,7 @@ class _InitialWeights:
         name = config.model_name_or_path
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name) if name else None
+        self._folder = local_folder(name, config.model_revision) if name else None
         self._dtype = dtype
         self._seed = seed
         self._is_reward_model = is_reward_model
@@ -389,7 +408,6 @@ def _model_files(
     name: str | None,
     rows: PreparedRows,
     loss: str,
-    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -398,7 +416,6 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
-        base_tensors: what the finished model gets from its base.
     """
     config = with_dtype(model.config.to_dict(), torch.float32)
     config["architectures"] = [type(model).__name__]
@@ -412,7 +429,6 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
-        base_tensors=base_tensors,
     )
 
 
@@ -485,8 +501,15 @@ def _base_tensors(
     name = config.model_name_or_path
     if name is None:
         return random_base_tensors(copy.deepcopy(model), outside_text, seed)
-    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
-    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    tensors = stored_base_tensors(
+        model,
+        outside_text,
+        name,
+        config.model_revision,
+        is_reward_model=is_reward_model,
+    )
+    folder = local_folder(name, config.model_revision)
+    has_processor = bool([*folder.glob(PROCESSOR_FILES)])
     if outside_text and not has_processor:
         note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
     return tensors
