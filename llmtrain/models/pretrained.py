@@ -134,11 +134,10 @@ def load_model(
     config = config.of_base()
 
     name = config.model_name_or_path
-    base_dtypes = stored_dtypes(local_folder(name, config.model_revision)) if name else None
     dtype = torch.float32
-    if has_adapter and base_dtypes is not None:
+    if has_adapter and name is not None:
         trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
-        dtype = _frozen_dtype(base_dtypes.main, precision, trains_modules)
+        dtype = _frozen_dtype(config, precision, trains_modules)
     model = build_model(
         config,
         rows.tokenizer,
@@ -178,7 +177,7 @@ def load_model(
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if name is None or not has_adapter:
-        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
+        files = replace(files, base_dtypes=_base_dtypes(config, base_tensors))
     else:
         adapted = _add_adapter(
             model, lora, adapter, name, origin, new_tokens, seed, is_reward_model
@@ -259,24 +258,25 @@ def _add_adapter(
     return add_lora(model, lora, seed=seed, **options)
 
 
-def _base_dtypes(
-    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
-) -> StoredDtypes | None:
-    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+def _base_dtypes(config: ModelConfig, base_tensors: BaseTensors | None) -> StoredDtypes | None:
+    """Return the dtypes of a base, with those of the tensors that a run does not train.
 
     These may be in another folder, if the run starts from a checkpoint.
     """
-    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+    if config.model_name_or_path is None:
+        return None
+    dtypes = stored_dtypes(local_folder(config.model_name_or_path, config.model_revision))
+    if base_tensors is None or base_tensors.folder is None:
         return dtypes
     untrained = stored_dtypes(base_tensors.folder).by_name
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
-def _frozen_dtype(stored: torch.dtype, precision: str, trains_modules: bool) -> torch.dtype:
-    """Return the dtype of a frozen base.
+def _frozen_dtype(config: ModelConfig, precision: str, trains_modules: bool) -> torch.dtype:
+    """Return the dtype of a frozen base, which is that of its files if it can be trained with.
 
     Args:
-        stored: the dtype of its files.
+        config: the base.
         precision: Accelerate's mixed precision.
         trains_modules: whether modules beside it are trained in full, in float32.
     """
@@ -284,6 +284,8 @@ def _frozen_dtype(stored: torch.dtype, precision: str, trains_modules: bool) -> 
         return torch.bfloat16
     if precision == "no" and trains_modules:
         return torch.float32  # without autocast, a product takes no inputs of two dtypes
+    folder = local_folder(str(config.model_name_or_path), config.model_revision)
+    stored = stored_dtypes(folder).main
     if stored == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
         # without a loss scale, which only the precision fp16 has.

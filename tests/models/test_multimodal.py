@@ -98,6 +98,21 @@ def test_the_finished_model_has_the_tensors_of_the_base_and_a_checkpoint_names_i
     assert one_at_a_time.keys() == tensors.keys()
 
 
+def test_another_dtype_is_that_of_all_tensors_and_of_every_part_of_the_configuration(
+    load: Callable[..., ModelBundle], gemma3: Path
+) -> None:
+    bundle = load(gemma3)
+    files: Any = bundle.files
+    finished = files.finished("bfloat16")
+    stored = dict(read_tensors(gemma3))
+    for name, tensor in finished.export_tensors(bundle.model).items():
+        assert torch.equal(tensor, stored[name].bfloat16())
+        assert tensor.dtype == torch.bfloat16
+    for part in (finished.config, finished.config["text_config"], finished.config["vision_config"]):
+        assert part["dtype"] == "bfloat16"
+    assert files.config["text_config"]["dtype"] == "float32"
+
+
 def test_a_base_that_has_changed_is_one_line_at_the_end(
     load: Callable[..., ModelBundle], tmp_path: Path
 ) -> None:

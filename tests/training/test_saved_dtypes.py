@@ -78,7 +78,6 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("base", "flag", "dtype"),
     [
-        ("float32", "auto", torch.float32),
         ("bfloat16", "auto", torch.bfloat16),
         ("float16", "auto", torch.float16),
         ("bfloat16", "float32", torch.float32),
@@ -148,6 +147,7 @@ def test_a_model_that_is_not_rounded_is_not_evaluated_again(
     entries = read_lines(run.folder / "metrics.jsonl")
     assert not any("eval/rounded_loss" in entry for entry in entries)
     assert not (run.folder / "events.jsonl").exists()
+    assert {w.dtype for w in weights_of(run.folder / "model").values()} == {torch.float32}
 
 
 def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
