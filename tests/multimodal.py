@@ -1,9 +1,11 @@
-"""Tiny checkpoints of multimodal classes, with the tokenizer of a base model, for training on text."""
+"""Tiny checkpoints of multimodal classes, with a processor and a tokenizer, for training on text."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import tokenizer as tok
@@ -35,10 +37,16 @@ _LINEAR_ATTENTION = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
 
 # The settings of each class, by the beginning of its name in transformers.
-CLASSES = {
+CLASSES: dict[str, dict[str, Any]] = {
     "Gemma3": {
         "text_config": {**_TEXT, "sliding_window": 16},
         "vision_config": _SIGLIP,
@@ -47,10 +55,60 @@ CLASSES = {
         "eoi_token_index": 291,
         "image_token_index": 292,
     },
+    "Gemma4": {
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 2,
+            "vocab_size_per_layer_input": 300,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+        "vision_config": {
+            **_SIGLIP,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "position_embedding_size": 16,
+        },
+        "boi_token_id": 290,
+        "eoi_token_id": 291,
+        "image_token_id": 292,
+        "video_token_id": 293,
+        "audio_token_id": 294,
+        "boa_token_id": 295,
+        "eoa_token_index": 296,
+    },
     "Qwen3_5": {
         "text_config": {**_TEXT, **_LINEAR_ATTENTION},
         "vision_config": {**_QWEN, "num_position_embeddings": 16},
         **_QWEN_TOKENS,
+    },
+    "Qwen3_5Moe": {
+        "text_config": {**_TEXT, **_LINEAR_ATTENTION, **_EXPERTS},
+        "vision_config": {**_QWEN, "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
+    "Llama4": {
+        "text_config": {
+            **_TEXT,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 64,
+        },
+        "vision_config": {
+            **_SIGLIP,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "pixel_shuffle_ratio": 0.5,
+        },
+        "boi_token_index": 290,
+        "eoi_token_index": 291,
+        "image_token_index": 292,
     },
     "Mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral"},
@@ -69,13 +127,25 @@ CLASSES = {
 }
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
+# A tensor that the full class ignores, as Qwen3.5's files have some.
+IGNORED = "mtp.fc.weight"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a model of class ``{name}ForConditionalGeneration`` whose tokenizer has a template."""
     config_class: type[PreTrainedConfig] = getattr(transformers, f"{name}Config")
     model_class: type[PreTrainedModel] = getattr(transformers, f"{name}ForConditionalGeneration")
     torch.manual_seed(0)
-    model_class(config_class(**CLASSES[name])).save_pretrained(folder)
+    model_class(config_class(**CLASSES[name])).to(dtype).save_pretrained(folder)
+    if name.startswith("Qwen3_5"):
+        weights = folder / "model.safetensors"
+        tensors = load_file(weights) | {IGNORED: torch.randn(32, 64).to(dtype)}
+        save_file(tensors, weights, {"format": "pt"})
+
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
     set_template(words, "chatml")
     words.save_pretrained(folder)
+    for file in PROCESSOR_FILES:
+        (folder / file).write_text(f'{{"of": "{name}"}}')
     return folder

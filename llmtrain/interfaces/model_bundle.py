@@ -36,6 +36,9 @@ class ModelFormat(Protocol):
     def may_split_weights(self) -> bool:
         """Whether the weights may be split over several files."""
 
+    def finished(self) -> ModelFormat:
+        """Return the format of the finished model's folder, if it has more than a checkpoint's."""
+
     def write(self, folder: Path, parameters: int) -> None:
         """Write all files of a model folder except the weights.
 
@@ -45,9 +48,9 @@ class ModelFormat(Protocol):
         """
 
     def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint by name.
+        """Return the tensors of a folder by name.
 
-        They are the model's own tensors, not copies. Loading a checkpoint fills them.
+        Those of a checkpoint are the model's own tensors, not copies. Loading it fills them.
         """
 
     def export_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, write_json
 from llmtrain.model_folders import is_of_checkpoint
+from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# The file in an adapter's folder that identifies the weights of its base. Their name alone does
-# not: it may refer to other weights later.
-ORIGIN_FILE = "base.json"
 # The file in a merged model's folder that identifies the adapter.
 _MERGED_FROM = "merged_from.json"
 
@@ -173,8 +171,8 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
                 "adapter_config.json."
             )
         origin = {}
-        if (folder / ORIGIN_FILE).exists():
-            origin = json.loads((folder / ORIGIN_FILE).read_text())
+        if (folder / BASE_FILE).exists():
+            origin = json.loads((folder / BASE_FILE).read_text())
         if "sha256" in origin and origin_of(base) != origin:
             raise UserError(
                 f"{folder} is an adapter of other weights than {base} holds now; put those back."

@@ -23,7 +23,6 @@ from llmtrain.models.loss import (
     targets_of,
 )
 from llmtrain.models.short_convolution import keep_documents_apart
-from llmtrain.models.towers import outside_text_tower
 from llmtrain.models.trainable import TrainableModel, at_targets, put_in_front
 
 if TYPE_CHECKING:
@@ -65,6 +64,22 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     vocabulary_size: int = 0
     has_short_convolutions: bool = False
     takes_document_numbers: bool = False
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The model without its head, which returns hidden states; ``self`` if there is none.
+
+        For Llama 4, transformers looks for it under a wrong name.
+        """
+        base: nn.Module = super().base_model
+        if base is not self:
+            return base
+        head = head_of(self)
+        for module in self.modules():  # outer modules come first
+            is_model = module is not self and hasattr(module, "get_input_embeddings")
+            if is_model and head is not None and head not in {*module.modules()}:
+                return module
+        return self
 
     def own_forward(self, **arguments: Any) -> Any:
         """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
@@ -252,12 +267,10 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if is_mixture_of_experts(config):
             return 0
 
-        # An embedding multiplies nothing, unless it is the head as well. A vision tower is not run.
+        # An embedding multiplies nothing, unless it is the head as well.
         head = head_of(self)
         of_head = {*head.parameters()} if head is not None else set()
         unused = {*self.get_input_embeddings().parameters()} - of_head
-        for names in outside_text_tower(self).values():
-            unused |= {self.get_parameter(name) for name in names}
         parameters = [p for p in self.parameters() if p not in unused]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)

@@ -1,15 +1,18 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
+from llmtrain.models.base_tensors import BASE_FILE, BaseTensors
+from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
 
+
+# The files of a multimodal model that prepare images and sound for it.
+PROCESSOR_FILES = "*processor_config.json"
 
 # The first line of the code in a model card.
 _FOLDER_LINE = 'FOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
@@ -35,6 +41,8 @@ class ModelFiles:
         base: the folder or hub name of the model that this one was trained from.
         loss: the training loss, for the model card; empty if it is not known.
         generation: ``generation_config.json``.
+        base_tensors: what the finished model gets from its base, and a checkpoint does not hold.
+        is_finished: whether this is the folder of a finished model, not of a checkpoint.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
     """
@@ -45,10 +53,16 @@ class ModelFiles:
     base: str | None = None
     loss: str = ""
     generation: JsonObject = field(default_factory=dict)
+    base_tensors: BaseTensors | None = None
+    is_finished: bool = False
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
     library: ClassVar[str] = "transformers"  # as the hub calls it
+
+    def finished(self) -> "ModelFiles":
+        """Return the files of the finished model's folder, which holds all tensors."""
+        return replace(self, is_finished=True)
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
@@ -64,20 +78,34 @@ class ModelFiles:
             self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(self.card(parameters))
         self.write_config(folder)
+        if self.base_tensors is not None:
+            self._write_base_files(folder, self.base_tensors)
+
+    def _write_base_files(self, folder: Path, base_tensors: BaseTensors) -> None:
+        """Write the processor of the base, or in a checkpoint the name of the base."""
+        if not self.is_finished and base_tensors.base is not None:
+            write_json(folder / BASE_FILE, base_tensors.base, durable=False)
+        if self.is_finished and base_tensors.folder is not None:
+            for path in base_tensors.folder.glob(PROCESSOR_FILES):
+                shutil.copyfile(path, folder / path.name)
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
         write_json(folder / "config.json", self.config, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint keeps, by the model's own names.
+        """Return the tensors of the folder, by the model's own names.
 
-        A tensor with several names, such as a tied weight, has only its first one.
+        A tensor with several names, such as a tied weight, has only its first one. Those that come
+        from the base have their published names.
         """
         named_tensors: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             named_tensors.setdefault(id(tensor), (name, tensor.detach()))
-        return dict(named_tensors.values())
+        tensors = dict(named_tensors.values())
+        if self.is_finished and self.base_tensors is not None:
+            tensors.update(self.base_tensors.read())
+        return tensors
 
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
@@ -91,7 +119,11 @@ class ModelFiles:
         # The names of this package's GPT are those of published checkpoints.
         if not isinstance(model, PreTrainedModel):
             return tensors
-        return cast(dict[str, Tensor], revert_weight_conversion(model, dict(tensors)))
+        from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
+        converted: dict[str, Tensor] = revert_weight_conversion(
+            model, {name: tensor for name, tensor in tensors.items() if name not in from_base}
+        )
+        return converted | {name: tensors[name] for name in tensors if name in from_base}
 
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
@@ -242,7 +274,8 @@ def _auto_class(config: JsonObject) -> str:
     """Return the class of transformers that loads a model, by its ``config.json``."""
     if gives_scores(config):
         return "AutoModelForSequenceClassification"
-    return "AutoModelForCausalLM"
+    names = causal_lm_classes(str(config.get("model_type")))
+    return names[1] if names is not None else "AutoModelForCausalLM"
 
 
 def _folder_name(folder: Path) -> str:

@@ -1,10 +1,9 @@
 """Models in a folder or on the hub: loading one, its files, and its commit."""
 
-import contextlib
 import hashlib
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from llmtrain.errors import as_user_error
 from llmtrain.files import read_hashed
@@ -12,7 +11,41 @@ from llmtrain.json_types import JsonObject
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_hub_attention, refuse_pickles
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def causal_lm_classes(model_type: str) -> tuple[str, str] | None:
+    """Return the class that is trained for a type of model, and the auto class that loads it.
+
+    It is the class of the full model. For many multimodal models, ``AutoModelForCausalLM`` loads
+    the text model alone, or nothing.
+
+    Returns:
+        The two names; ``None`` if transformers has no class of this type that continues text.
+    """
+    from transformers.models.auto import modeling_auto
+
+    image_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    multimodal = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES  # for sound, too
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type in image_text:
+        return image_text[model_type], "AutoModelForImageTextToText"
+    if model_type in multimodal:
+        return multimodal[model_type], "AutoModelForMultimodalLM"
+    if model_type in causal:
+        return causal[model_type], "AutoModelForCausalLM"
+    return None
+
+
+def auto_class(model_config: "PreTrainedConfig") -> Any:
+    """Return the auto class that loads a model with this configuration."""
+    import transformers
+
+    is_of_transformers = type(model_config).__module__.startswith("transformers.")
+    names = causal_lm_classes(model_config.model_type)
+    if names is None or not is_of_transformers:  # the model may bring its own class
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, names[1])
 
 
 def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
@@ -27,7 +60,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     Raises:
         UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -37,11 +70,15 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
 
     refuse_pickles(name)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
+    model_config: PreTrainedConfig = AutoConfig.from_pretrained(
+        name,
+        trust_remote_code=options["trust_remote_code"],
+        revision=options.get("revision", "main"),
+    )
     if "attn_implementation" not in options:
-        with contextlib.suppress(OSError, ValueError):  # loading the model reports what is wrong
-            code = {"trust_remote_code": options["trust_remote_code"]}
-            refuse_hub_attention(AutoConfig.from_pretrained(name, **code), name)
-    return cast("PreTrainedModel", AutoModelForCausalLM.from_pretrained(name, **options))
+        refuse_hub_attention(model_config, name)
+    model_class = auto_class(model_config)
+    return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
 
 
 def local_folder(name: str) -> Path:

@@ -4,7 +4,6 @@ peft adds them to the model.
 """
 
 import copy
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import write_json
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
-from llmtrain.models.adapters import ORIGIN_FILE, ignore_peft_warnings
+from llmtrain.models.adapters import ignore_peft_warnings
+from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.config import LoraConfig
 from llmtrain.models.export import ModelFiles
 
@@ -35,7 +35,6 @@ def add_lora(
     base: str,
     seed: int,
     new_tokens: Sequence[int],
-    left_out: Sequence[str] = (),
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -45,7 +44,6 @@ def add_lora(
         base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
-        left_out: names of modules that get no matrices, such as a vision tower.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -60,9 +58,8 @@ def add_lora(
 
     targets = config.lora_target_modules
     is_all_linear = targets == ["all-linear"]
-    excluded = "|".join(rf"{re.escape(name)}(\..*)?" for name in left_out) or None
-    linear_layers = _without(excluded, _linear_layers(model))
-    expert_names = _without(excluded, _expert_parameter_names(model))
+    linear_layers = _linear_layers(model)
+    expert_names = _expert_parameter_names(model)
     expert_targets = [name for name in expert_names if is_all_linear or _is_target(name, targets)]
     _check_expert_targets(model, config, expert_targets)
 
@@ -71,7 +68,6 @@ def add_lora(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if is_all_linear else module_targets,
-        exclude_modules=excluded,
         target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
@@ -100,13 +96,6 @@ def add_lora(
         adapted.peft_config["default"], base_model_name_or_path=base
     )
     return adapted
-
-
-def _without(excluded: str | None, names: list[str]) -> list[str]:
-    """Return the names that a regular expression does not match."""
-    if excluded is None:
-        return names
-    return [name for name in names if not re.fullmatch(excluded, name)]
 
 
 def _linear_layers(model: "PreTrainedModel") -> list[str]:
@@ -291,7 +280,7 @@ class AdapterFiles(ModelFiles):
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
-        write_json(folder / ORIGIN_FILE, self.origin, durable=False)
+        write_json(folder / BASE_FILE, self.origin, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the adapter's tensors by peft's names."""

@@ -12,10 +12,9 @@ from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.hub_models import load_causal_lm, local_folder
+from llmtrain.models.hub_models import auto_class, causal_lm_classes, load_causal_lm
 from llmtrain.models.hub_safety import refuse_hub_attention, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
-from llmtrain.models.weight_loading import load_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -56,7 +55,8 @@ def build_model(
 ) -> "PreTrainedModel":
     """Build a Hugging Face model whose parameters are on the meta device.
 
-    Its buffers are real. If the weights are quantized, all of the model is real, and loaded.
+    Its buffers are real, with initial values. If the weights are quantized, all of the model is
+    real, and loaded.
 
     Args:
         config: which model, and how it is used.
@@ -71,11 +71,7 @@ def build_model(
         UserError: if there is no such model, or if it cannot be used this way.
     """
     from accelerate import init_empty_weights
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        GenerationConfig,
-    )
+    from transformers import AutoModelForSequenceClassification, GenerationConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -106,7 +102,7 @@ def build_model(
             _configure_scores(model_config, tokenizer)
             model_class: Any = AutoModelForSequenceClassification
         else:
-            model_class = AutoModelForCausalLM
+            model_class = auto_class(model_config)
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = model_class.from_config(model_config, **options)
         if is_reward_model:
@@ -114,7 +110,6 @@ def build_model(
         # `init_empty_weights` made a separate parameter of each tied one.
         model.tie_weights()
         if name is not None:
-            load_buffers(model.train(False), local_folder(name))
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(name)
     return model
@@ -123,19 +118,25 @@ def build_model(
 def check_causal_lm_class(config: ModelConfig) -> None:
     """Check that transformers has a causal LM for a model, without loading it.
 
+    A multimodal model is one if it reads and writes text with a decoder.
+
     Raises:
-        UserError: if it has none. Some multimodal models have a class for images and text only.
+        UserError: if it has none.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config_class = config.configuration_class()
     # A model may bring its own class.
     if config.trust_remote_code or config_class is None:
         return
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    # An encoder would read the text, and a decoder answer it.
+    is_multimodal_encoder = config_class.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and (
+        config_class.is_encoder_decoder
+    )
+    if causal_lm_classes(config_class.model_type) is None or is_multimodal_encoder:
         raise UserError(
             f"{_flag(config)}: transformers has no causal LM for {config_class.model_type}; name a "
-            "model that takes only text."
+            "model that continues text."
         )
 
 

@@ -7,10 +7,11 @@ looked up in ``packing_verdicts.json`` instead. The model is tried when its weig
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class, model_configuration
 
 if TYPE_CHECKING:
@@ -82,9 +83,5 @@ def _has_own_code(model_config: "PreTrainedConfig") -> bool:
 
 def _class_name(model_config: "PreTrainedConfig") -> str | None:
     """Return the name of transformers' class that is trained, or ``None`` if it has none."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
-    return str(getattr(model_class, "__name__", model_config.model_type))
+    names = causal_lm_classes(model_config.model_type)
+    return names[0] if names is not None else None

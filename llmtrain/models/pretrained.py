@@ -5,15 +5,16 @@ It comes from a folder, from the hub, or from a configuration with random weight
 
 import copy
 import functools
+import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import nn
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
@@ -21,10 +22,15 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.models.answers import AnswerRows
 from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
+from llmtrain.models.base_tensors import (
+    BaseTensors,
+    random_base_tensors,
+    stored_base_tensors,
+)
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.expert_objective import ExpertObjective
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, with_magnitudes
@@ -32,8 +38,8 @@ from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
-from llmtrain.models.towers import outside_text_tower
-from llmtrain.models.weight_loading import random_weights, stored_weights
+from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
     from transformers import (
@@ -130,14 +136,22 @@ def load_model(
         has_preference=preference is not None,
     )
 
+    # The modules that text does not pass through are not loaded.
+    outside_text = outside_text_tower(model)
+    base_tensors: BaseTensors | None = None
+    if lora is None:
+        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
+    _remove_outside_text(model, outside_text)
+
     # The initial weights are made for the model as it is now. It changes below.
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
+        if config.model_name_or_path is not None:
+            load_buffers(model.train(False), local_folder(config.model_name_or_path))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
     if initial_weights is not None and rows.new_tokens:
         initial_weights.load_embeddings(model)
     _fit_vocabulary(model, config, rows, seed)
-    outside_text = _freeze_outside_text(model)
     if config.freeze is not None:
         _freeze(model, config.freeze)
     if config.gradient_checkpointing:
@@ -148,11 +162,9 @@ def load_model(
     if name:
         origin = origin_of(name)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss)
+    files = _model_files(model, name, rows, loss, base_tensors)
     if lora is not None and name is not None:
-        adapted = add_lora(
-            model, lora, name, seed, new_tokens=rows.new_tokens, left_out=outside_text
-        )
+        adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -172,7 +184,7 @@ def load_model(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(model, config, lora, origin, outside_text),
+        start=_start(config, lora, origin, [*outside_text]),
         check=functools.partial(_check, trained, rows.is_packed, config.row_length),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -338,7 +350,11 @@ class _InitialWeights:
 
 
 def _model_files(
-    model: "PreTrainedModel", name: str | None, rows: PreparedRows, loss: str
+    model: "PreTrainedModel",
+    name: str | None,
+    rows: PreparedRows,
+    loss: str,
+    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -347,9 +363,11 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
+        base_tensors: what the finished model gets from its base.
     """
     config = {
-        **model.config.to_dict(),
+        # Not `to_dict`: JSON has no infinite numbers, and transformers has its own form for them.
+        **json.loads(model.config.to_json_string(use_diff=False)),
         "architectures": [type(model).__name__],
         "dtype": "float32",
     }
@@ -363,11 +381,11 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
+        base_tensors=base_tensors,
     )
 
 
 def _start(
-    model: "PreTrainedModel",
     config: ModelConfig,
     lora: LoraConfig | None,
     origin: JsonObject,
@@ -425,20 +443,41 @@ def _fit_vocabulary(
         )
 
 
-def _freeze_outside_text(model: "PreTrainedModel") -> list[str]:
-    """Freeze the modules that text does not pass through, and return their names."""
-    modules = outside_text_tower(model)
-    if not modules:
-        return []
+def _base_tensors(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    outside_text: Collection[str],
+    seed: int,
+    is_reward_model: bool,
+) -> BaseTensors | None:
+    """Return what the finished model gets from its base, or from random initial values."""
+    name = config.model_name_or_path
+    if name is None:
+        return random_base_tensors(copy.deepcopy(model), outside_text, seed)
+    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
+    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    if outside_text and not has_processor:
+        note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
+    return tensors
 
-    count = 0
-    for names in modules.values():
-        for name in names:
-            parameter = model.get_parameter(name)
-            count += parameter.numel()
-            parameter.requires_grad_(False)
-    say("frozen", f"{count:,} parameters outside the text tower: {', '.join(modules)}")
-    return [*modules]
+
+def _remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, Sequence[str]]) -> None:
+    """Remove the modules that text does not pass through, and log them.
+
+    Args:
+        model: the model.
+        modules: the names of their parameters by the name of the module.
+    """
+    if not modules:
+        return
+
+    parameters = [parameter for names in modules.values() for parameter in names]
+    count = sum(model.get_parameter(parameter).numel() for parameter in parameters)
+    say(
+        "text only",
+        f"{count:,} parameters are not loaded, as no text meets them: {', '.join(modules)}",
+    )
+    remove_modules(model, modules)
 
 
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:

@@ -33,6 +33,13 @@ def outside_text_tower(model: "PreTrainedModel") -> dict[str, list[str]]:
     )
 
 
+def remove_modules(model: "PreTrainedModel", names: Iterable[str]) -> None:
+    """Remove modules or parameters from a model, which has ``None`` in their places afterwards."""
+    for name in names:
+        owner_name, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner_name), own_name, None)
+
+
 def _text_tower(model: "PreTrainedModel") -> nn.Module:
     from transformers import PreTrainedModel
 

@@ -32,7 +32,6 @@ never sharded (:mod:`llmtrain.models.meta_models`).
 
 import copy
 import json
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -43,10 +42,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.model_bundle import Weights
-from llmtrain.models.towers import outermost_modules
 from llmtrain.parallel.blocks import block_classes
 
 if TYPE_CHECKING:
@@ -143,7 +140,7 @@ def stored_weights(
             two tied parameters are stored with different values.
     """
     tied_names = model.get_expanded_tied_weights_keys(all_submodels=True)
-    tensors = [*_stored_tensors(model, folder)]
+    tensors = [*stored_tensors(model, folder)]
     stored_twice = {tied_names[tensor.name] for tensor in tensors if tensor.name in tied_names}
     tensors_of_part = _group_by_part(model, tensors)
 
@@ -155,7 +152,6 @@ def stored_weights(
     if modules:
         return
 
-    _say_left_out(model, tensors)
     missing = {name for name, _ in model.named_parameters()} - stream.names
     if head_seed is not None and "score.weight" in missing:
         head = model.get_submodule("score")
@@ -177,7 +173,7 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not isinstance(tensor, nn.Parameter)
     }
-    for path, key, name in _stored_tensors(model, folder):
+    for path, key, name in stored_tensors(model, folder):
         if name in buffers:
             stored = safe_open(path, "pt").get_tensor(key)  # type: ignore[no-untyped-call]
             buffers.pop(name).copy_(stored)
@@ -328,40 +324,13 @@ def _load_part(
         raise UserError(f"{folder}: {first_line(Exception(error))}")
 
 
-def _say_left_out(model: "PreTrainedModel", tensors: Collection[StoredTensor]) -> None:
-    """Log the stored tensors that a model does not have, by the modules that they belong to."""
-    names = model.state_dict()
-    # A buffer that is computed is stored in old checkpoints.
-    known = {*names, *dict(model.named_buffers())}
-    others = {tensor.key: tensor for tensor in tensors if tensor.name not in known}
-    if not others:
-        return
-
-    count = 0
-    for key, tensor in others.items():
-        stored = safe_open(tensor.path, "pt").get_slice(key)  # type: ignore[no-untyped-call]
-        count += math.prod(stored.get_shape())
-    modules = [
-        *outermost_modules(
-            others, others=[tensor.key for tensor in tensors if tensor.key not in others]
-        )
-    ]
-    if len(modules) > 3:
-        modules = [modules[0], f"{len(modules) - 1} more"]
-    say(
-        "left out",
-        f"{' and '.join(modules)}: {type(model).__name__} does not have these "
-        f"{pluralize(count, 'parameter')}, nor will the finished model",
-    )
-
-
 def _check_none_missing(folder: Path, missing: Collection[str]) -> None:
     """Raise :class:`UserError` if parameters or buffers are missing."""
     if missing:
         raise UserError(f"{folder}: {min(missing)} is missing ({len(missing)} in all).")
 
 
-def _stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTensor]:
+def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTensor]:
     """Yield the tensors in the safetensors files of a folder, which are not read yet.
 
     Raises:

@@ -244,7 +244,7 @@ def write_model(run: Run, engine: Engine, target: Path) -> None:
     """Write the model with its present weights as a folder that Hugging Face loads."""
     wait_for_saves(run)  # a save in the background uses the same process group
     model = engine.unwrapped
-    files = run.bundle.files
+    files = run.bundle.files.finished()
     check_finite(model, run.ranks)
 
     def write() -> None:

@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from llmtrain import LoraConfig, ModelBundle, ModelConfig, load_model
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import first_line
 from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.models.hub_models import auto_class
 from llmtrain.models.lora import AdapterFiles
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.probe import differ
@@ -74,7 +80,8 @@ def try_family(family: str, folder: Path) -> Trial:
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of peft
-    with contextlib.redirect_stdout(io.StringIO()):
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         config = published_config(family)
         return with_smallest(config, lambda small: _try_small(small, folder))
 
@@ -153,8 +160,10 @@ def take_step(bundle: ModelBundle) -> Step:
 def _reload(bundle: ModelBundle, folder: Path) -> None:
     """Write the trained model, and compare its logits in transformers alone."""
     model: Any = bundle.model
-    write_model(folder, bundle.files, bundle.files.export_tensors(model))
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    files = bundle.files.finished()
+    write_model(folder, files, files.export_tensors(model))
+    model_class = auto_class(AutoConfig.from_pretrained(folder))
+    loaded, info = model_class.from_pretrained(folder, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[problem], f"{problem} {sorted(map(str, info[problem]))[0]}"
     assert type(loaded) is model.own_class, f"it is loaded as {type(loaded).__name__}"
@@ -170,11 +179,13 @@ def _lora_targets(accelerator: Accelerator, folder: Path) -> str:
     tuner = files.adapted.base_model
     names = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
     names = [name.removesuffix(".weight").rpartition(".")[2] for name in names]
-    return " ".join(dict.fromkeys(names))
+    return " ".join(sorted({*names}))
 
 
 def _build_reward_model(folder: Path) -> None:
     """Build the class for sequence classification."""
+    config_class = type(AutoConfig.from_pretrained(folder))
+    assert config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "no class"
     config = ModelConfig(str(folder), max_length=ROW_LENGTH)
     build_model(config, words(), torch.float32, is_frozen=False, is_reward_model=True)
 

@@ -8,15 +8,22 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from llmtrain.errors import first_line
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.hub_models import auto_class, causal_lm_classes
+from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.probe import differ, leaks, probe, probe_output, shares_prompts, trying
+from llmtrain.models.towers import outside_text_tower, remove_modules
 from tests.models.miniatures import miniatures
 
 Verdict = Literal["leaks", "packs", "shares"]  # the worst first
@@ -34,6 +41,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "gemma4": {"vision_config": {}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
@@ -61,9 +69,15 @@ class Packing(NamedTuple):
 
 
 def types_of_classes() -> dict[str, list[str]]:
-    """Return the model types that each causal LM of transformers is the class of."""
+    """Return the model types whose models are trained as each class of transformers."""
     types: dict[str, list[str]] = {}
-    for model_type, class_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for model_type in {
+        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }:
+        names = causal_lm_classes(model_type)
+        assert names is not None
+        class_name, _ = names
         types.setdefault(class_name, []).append(model_type)
     return types
 
@@ -78,6 +92,7 @@ def verdict_on_types(model_types: list[str]) -> Verdict:
     problems: list[str] = []
     for model_type in model_types:
         try:
+            check_causal_lm_class(ModelConfig(from_config=model_type))
             config = published_config(model_type)
             packing = with_smallest(config, lambda small: packing_of(build(small)))
             verdicts.append(packing.verdict)
@@ -114,6 +129,7 @@ def with_smallest(config: PreTrainedConfig, trial: Callable[[PreTrainedConfig], 
 
 def packing_of(model: PreTrainedModel) -> Packing:
     """Return the verdict on a model, which changes."""
+    remove_modules(model, outside_text_tower(model))
     # With shared prompts, a model may compute its attention in another way. Attention chunks that
     # are shorter than the row exclude them.
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
@@ -143,7 +159,7 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)  # a model changes the configuration that it is built from
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return auto_class(config).from_config(config, dtype=torch.float32)
 
 
 # --- what leaks

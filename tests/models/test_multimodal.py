@@ -1,5 +1,6 @@
 """Text training of multimodal checkpoints: the text tower is trained, and everything else is frozen or left out."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,17 +13,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import pretrained
+from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
 from llmtrain.models.generation import TextModel
+from llmtrain.models.hub_models import origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
 from llmtrain.parallel.placement import place
+from llmtrain.record.tensor_files import read_headers, read_tensors
 from tests.models.some_rows import SomeRows
-from tests.multimodal import write_checkpoint
+from tests.multimodal import IGNORED, PROCESSOR_FILES, write_checkpoint
 
 # Everything outside the text tower of the tiny Gemma 3.
-OUTSIDE = ("model.vision_tower.", "model.multi_modal_projector.")
+STORED_OUTSIDE = ("vision_tower.", "multi_modal_projector.")
+OUTSIDE = ["model.vision_tower", "model.multi_modal_projector"]
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +49,109 @@ def trained_names(bundle: ModelBundle) -> set[str]:
     return {name for name, weight in bundle.model.named_parameters() if weight.requires_grad}
 
 
-def test_what_text_does_not_reach_is_frozen_and_named_in_one_line_and_in_the_fingerprint(
+def test_what_text_does_not_reach_is_removed_and_named_in_one_line_and_in_the_fingerprint(
     load: Callable[..., ModelBundle], gemma3: Path, capsys: pytest.CaptureFixture
 ) -> None:
     bundle = load(gemma3)
-    names = {name for name, _ in bundle.model.named_parameters()}
-    frozen = {name for name in names if name.startswith(OUTSIDE)}
-    assert frozen
-    assert trained_names(bundle) == names - frozen
+    model: Any = bundle.model
+    assert trained_names(bundle) == {name for name, _ in model.named_parameters()}
+    assert (model.model.vision_tower, model.model.multi_modal_projector) == (None, None)
 
-    size = sum(bundle.model.get_parameter(name).numel() for name in frozen)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("frozen")]
+    stored = read_headers(gemma3)
+    size = sum(header.shape.numel() for header in stored if header.name.startswith(STORED_OUTSIDE))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("text only")]
     assert lines == [
-        f"frozen    {size:,} parameters outside the text tower: model.vision_tower, "
-        "model.multi_modal_projector"
+        f"text only {size:,} parameters are not loaded, as no text meets them: "
+        "model.vision_tower, model.multi_modal_projector"
     ]
     assert bundle.start is not None
-    assert bundle.start["outside_text"] == ["model.vision_tower", "model.multi_modal_projector"]
+    assert bundle.start["outside_text"] == OUTSIDE
+
+
+def test_the_finished_model_has_the_tensors_of_the_base_and_a_checkpoint_names_it(
+    load: Callable[..., ModelBundle], gemma3: Path, tmp_path: Path
+) -> None:
+    bundle = load(gemma3)
+    files: Any = bundle.files
+    assert not any(name.startswith(STORED_OUTSIDE) for name in files.tensors(bundle.model))
+    files.write(tmp_path / "checkpoint", 1)
+    base = json.loads((tmp_path / "checkpoint" / BASE_FILE).read_text())
+    assert base == {"name": str(gemma3), "origin": origin_of(str(gemma3))}
+    assert not (tmp_path / "checkpoint" / "processor_config.json").exists()
+
+    finished = files.finished()
+    tensors = finished.export_tensors(bundle.model)
+    stored = dict(read_tensors(gemma3))
+    assert tensors.keys() == stored.keys()
+    assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+    finished.write(tmp_path / "finished", 1)
+    assert not (tmp_path / "finished" / BASE_FILE).exists()
+    for name in PROCESSOR_FILES:
+        assert (tmp_path / "finished" / name).read_text() == (gemma3 / name).read_text()
+
+    # Shards are converted one tensor at a time.
+    convert = finished.tensor_converter(bundle.model)
+    one_at_a_time: dict[str, torch.Tensor] = {}
+    for name, tensor in finished.tensors(bundle.model).items():
+        one_at_a_time |= convert(name, tensor)
+    assert one_at_a_time.keys() == tensors.keys()
+
+
+def test_a_base_that_has_changed_is_one_line_at_the_end(
+    load: Callable[..., ModelBundle], tmp_path: Path
+) -> None:
+    bundle = load(write_checkpoint("Gemma3", tmp_path / "base"))
+    files: Any = bundle.files
+    (tmp_path / "base" / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"base has changed since the run began.*put its files back"
+    ):
+        files.finished().export_tensors(bundle.model)
+
+
+def test_tensors_that_the_class_ignores_are_in_the_result_and_a_line_says_so(
+    load: Callable[..., ModelBundle], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_checkpoint("Qwen3_5", tmp_path)
+    bundle = load(folder)
+    files: Any = bundle.files
+    finished = files.finished().export_tensors(bundle.model)
+    assert torch.equal(finished[IGNORED], dict(read_tensors(folder))[IGNORED])
+    assert (
+        capsys.readouterr().out.count(
+            "untrained mtp: Qwen3_5ForConditionalGeneration does not have these 2,048 parameters; the "
+            "finished model has them as they were, so they no longer match its other weights"
+        )
+        == 1
+    )
+
+
+def test_random_towers_are_in_the_result_and_do_not_depend_on_when_they_are_made(
+    load: Callable[..., ModelBundle], accelerator: Any, gemma3: Path
+) -> None:
+    rows = SomeRows(AutoTokenizer.from_pretrained(gemma3))
+    config = ModelConfig(from_config=str(gemma3), max_length=32)
+    bundle = place(accelerator, load_model(config, None, rows, 3, "no"))
+    files: Any = bundle.files
+    first = files.finished().export_tensors(bundle.model)
+    again = files.finished().export_tensors(bundle.model)
+    assert first.keys() == dict(read_tensors(gemma3)).keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(first[name].isfinite().all() for name in first)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=2)])
+def test_a_base_without_a_processor_is_one_line(
+    load: Callable[..., ModelBundle],
+    lora: LoraConfig | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folder = write_checkpoint("Gemma3", tmp_path)
+    for name in PROCESSOR_FILES:
+        (folder / name).unlink()
+    load(folder, lora)
+    assert capsys.readouterr().err.count("has no processor either") == (lora is None)
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]])
@@ -103,8 +194,9 @@ def test_the_flops_are_those_of_the_text_tower(
     load: Callable[..., ModelBundle], gemma3: Path
 ) -> None:
     model: Any = load(gemma3).model
-    tower = [weight for name, weight in model.named_parameters() if not name.startswith(OUTSIDE)]
-    weights = sum(weight.numel() for weight in tower)  # the head is tied to the embedding
+    weights = sum(
+        weight.numel() for weight in model.parameters()
+    )  # the head is tied to the embedding
     attention = 12 * 2 * 32 * 32  # layers, width, row
     assert model.flops_per_token() == 6 * weights + attention
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.errors import UserError
+from llmtrain.models.base_tensors import stored_base_tensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.pretrained import load_model
@@ -187,7 +188,7 @@ def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
     real_model("llama").save_pretrained(tmp_path)
     replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
     capsys.readouterr()
-    cloned(stored_weights(meta_model("llama"), tmp_path, torch.float32))
+    stored_base_tensors(meta_model("llama"), [], str(tmp_path), is_reward_model=True)
     line = (
         f"left out  {modules}: LlamaForCausalLM does not have these {500 * len(unknown):,} "
         "parameters, nor will the finished model\n"
