@@ -196,7 +196,7 @@ def main() -> None:
         for class_name, verdict in [*listed.items()]:
             if verdict not in ORDER:
                 print(class_name, "was not tried:", listed.pop(class_name))
-    listed |= verdicts
+    listed = {name: listed[name] for name in listed.keys() & types_of_classes()} | verdicts
     result = {"transformers": transformers.__version__, "classes": dict(sorted(listed.items()))}
     VERDICTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
