@@ -59,6 +59,8 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "docs/migrate/3_accelerate.py": ("system/test_migrate.py", '"3_accelerate"'),
     "docs/migrate/4_llmtrain.py": ("system/test_migrate.py", '"4_llmtrain"'),
     "docs/migrate/trl_own.py": ("system/test_from_trl.py", '"trl_runs.py"'),
+    "runs/finetune-lora/model": ("system/test_hand_over.py", '"runs/finetune-lora/model"'),
+    "docs/migrate/trl_grpo.py": ("system/test_hand_over.py", '"trl_grpo.py"'),
     "docs/migrate/llmtrain_own.py": ("system/test_from_trl.py", '"llmtrain_own.py"'),
 }
 NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
@@ -220,6 +222,13 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device h100-80gb",
         ],
     ),
+    "ready-configs.md": (
+        "models of the hub, as in test_ready_configs.py with tiny ones",
+        [
+            "accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/finetune.py --config recipes/configs/qwen3-0.6b-lora.yaml",
+            "accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/finetune.py --config recipes/configs/qwen3-0.6b-lora.yaml --dataset chats.jsonl --max_train_samples 1000",
+        ],
+    ),
     "sweeps.md": (
         "two long runs, as in inspecting-runs.md",
         [
@@ -277,6 +286,7 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
     "export.md": (
         "another program, and an upload, which test_publish.py makes to a stand-in",
         [
+            "python -m sglang.launch_server --model-path runs/finetune/model",
             "python llama.cpp/convert_hf_to_gguf.py runs/finetune/model --outfile model.gguf",
             "accelerate launch recipes/finetune.py --dataset chats.jsonl --push_to_hub NAME/MODEL",
         ],
@@ -291,6 +301,16 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
         "4-bit weights need a GPU",
         [
             "accelerate launch recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --load_in_4bit",
+        ],
+    ),
+    "hand-over.md": (
+        "what TRL has trained, as in test_hand_over.py",
+        [
+            'llmtrain generate runs/grpo --prompt "def" --max_new_tokens 20',
+            "llmtrain eval runs/grpo --tasks hellaswag",
+            "python recipes/preference.py --model_name_or_path runs/grpo --dataset pairs.jsonl --output_dir runs/dpo",
+            "llmtrain export runs/finetune-lora --merge --check --to merged",
+            "python docs/migrate/trl_grpo.py --model merged --output_dir runs/grpo",
         ],
     ),
     "inspecting-runs.md": (
@@ -422,6 +442,7 @@ def test_every_command_has_flags_that_exist(
     monkeypatch.chdir(tmp_path)
     for name in ("my.yaml", "small.yaml"):
         (tmp_path / name).write_text("n_layer: 1\n")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for command in [*commands(page), *commands_not_run(page)]:
         if any(part in command for part in ENDS_EARLY):
             continue

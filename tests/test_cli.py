@@ -226,6 +226,23 @@ def test_a_config_has_as_many_processes_as_there_are_gpus(
     assert f"\nnum_processes: {processes}\n" in Path(found["config"]).read_text()
 
 
+@pytest.mark.parametrize(("gpus", "config"), [(0, "cpu"), (1, "single_gpu"), (8, "fsdp2")])
+def test_a_ready_file_is_copied_with_its_recipe_and_the_command_that_runs_it(
+    gpus: int, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
+    mine = tmp_path / "mine"
+    found = json.loads(ended(capsys, "init", str(mine), "--recipe", "zephyr-7b-dpo", "--json")[1])
+    assert found["recipe"] == str(mine / "preference.py")
+    command = f"accelerate launch --config_file {mine}/{config}.yaml {mine}/preference.py"
+    command += f" --config {mine}/zephyr-7b-dpo.yaml"
+    assert " ".join(found["start"]) == command
+    text = (mine / "zephyr-7b-dpo.yaml").read_text()
+    assert f"#   {command}\n" in text
+    shipped = (ROOT / "recipes" / "configs" / "zephyr-7b-dpo.yaml").read_text()
+    assert text.partition("# --- ")[2] == shipped.partition("# --- ")[2]
+
+
 @pytest.mark.parametrize("words", [["--recipe", "bert"], ["--config", "tpu"]])
 def test_what_is_not_shipped_is_answered_with_what_is(
     words: list[str], tmp_path: Path, capsys

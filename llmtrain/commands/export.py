@@ -1,18 +1,35 @@
-"""Write the model of a run to its own folder, or merge a LoRA adapter into its base model."""
+"""Write the model of a run to its own folder or GGUF file, or merge a LoRA adapter."""
 
 import argparse
 import shutil
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmtrain.files import json_text
+from llmtrain.json_types import JsonObject
+
+if TYPE_CHECKING:
+    import torch
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",
+    "llmtrain export runs/gpt --dtype bfloat16",
+    "llmtrain export runs/finetune --to_gguf --to model.gguf",
+    "llmtrain export runs/finetune --ollama --to model",
 )
 
-# Logits may differ by this share of the largest logit, in float32.
+# The dtypes that --dtype names. This module imports torch only when it runs.
+_DTYPES = ("float32", "bfloat16", "float16")
+
+# Logits may differ by this share of the largest logit if the weights were not rounded.
 _TOLERANCE = 1e-4
+# If they were, logits may differ by this many times the largest relative error of a rounded weight.
+# The errors of a model's matrices have random signs, so those of hundreds of matrices add up to
+# about the square root of their number. Models with 2 to 64 blocks and random weights were at most
+# at 2.2.
+_ROUNDED_TOLERANCE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="add a LoRA adapter to the weights of its base model, in float32",
+        help="add a LoRA adapter to the weights of its base model, in float32, and write them in "
+        "the base's dtype",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the weights that are written (default: as they are, and with --merge that "
+        "of the adapter's base)",
     )
     parser.add_argument(
         "--check",
@@ -28,9 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
+        "--to_gguf",
+        action="store_true",
+        help="write one GGUF file, which llama.cpp and Ollama read (needs llmtrain[gguf])",
+    )
+    parser.add_argument(
+        "--ollama",
+        action="store_true",
+        help="write a Modelfile beside the model, for `ollama create`",
+    )
+    parser.add_argument(
         "--to",
         metavar="FOLDER",
-        help="folder to write to (default: RUN/merged with --merge, otherwise RUN/export)",
+        help="folder or GGUF file to write (default: RUN/merged with --merge, otherwise "
+        "RUN/export; with --to_gguf RUN/merged.gguf or RUN/model.gguf)",
     )
 
 
@@ -38,16 +73,14 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
     from llmtrain.model_folders import is_adapter, model_folder
-    from llmtrain.models.adapters import write_merged
     from llmtrain.models.export import how_to_load
-    from llmtrain.models.generation import largest_logit_difference
+    from llmtrain.models.ollama import write_modelfile
 
     model = Path(arguments.model)
     if not model.is_dir():
         raise UserError(f"{model} is not a folder; name the folder of a run or of a model.")
     source = Path(model_folder(arguments.model))
-    kind = "merged" if arguments.merge else "export"
-    target = Path(arguments.to) if arguments.to else _default_target(model, source, kind)
+    target = Path(arguments.to) if arguments.to else _default_target(model, source, arguments)
     if target.exists():
         raise UserError(f"{target} already exists: use it, or name another folder with --to.")
     kept_whole = _checkpoint_of(source) or source
@@ -59,29 +92,118 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
+    if arguments.to_gguf:
+        _export_gguf(arguments, source, target)
+        return
 
-    result: dict[str, str | float] = {"model": str(target)}
+    result: JsonObject = {"model": str(target)}
+    notes: list[str] = []
     outcome = ""
     with new_folder(target) as working:
-        if arguments.merge:
-            write_merged(source, working)
-        else:
-            shutil.copytree(source, working, dirs_exist_ok=True)
-
+        _write_folder(arguments, source, working)
+        if arguments.ollama:
+            notes = write_modelfile(working)
+            result["notes"] = notes
         if arguments.check:
-            difference, largest = largest_logit_difference(str(source), str(working))
-            is_same = difference <= _TOLERANCE * largest  # False for NaN
-            if not is_same:
-                raise UserError(
-                    f"{source}: the logits of its export differ by {difference:.2g} (the largest "
-                    f"is {largest:.2g}), so it was removed; leave --check out to keep it."
-                )
+            difference, largest = _logit_difference(arguments, source, working)
             result |= {"logits_differ_by": difference, "largest_logit": largest}
             outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     if arguments.json:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+        for note in notes:
+            print(f"note: {note}")
+
+
+def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:
+    """Write the model folder that the user wants.
+
+    Args:
+        arguments: of the command.
+        source: the model folder to start from.
+        folder: the folder to write, which exists.
+    """
+    from llmtrain.models.adapters import write_merged
+    from llmtrain.models.base_tensors import refers_to_base
+    from llmtrain.models.dtypes import copy_with_dtype
+    from llmtrain.models.export import write_complete
+
+    if arguments.merge:
+        write_merged(source, folder, arguments.dtype or "auto")
+    elif arguments.dtype:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-model-") as complete:
+            if refers_to_base(source):
+                write_complete(source, Path(complete))
+                source = Path(complete)
+            copy_with_dtype(source, folder, arguments.dtype)
+    elif refers_to_base(source):
+        write_complete(source, folder)
+    else:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+
+
+def _logit_difference(
+    arguments: argparse.Namespace, source: Path, folder: Path
+) -> tuple[float, float]:
+    """Return by how much the logits of an export differ from the original's, and the largest logit.
+
+    Raises:
+        UserError: if they differ by more than rounding explains.
+    """
+    from llmtrain.errors import UserError
+    from llmtrain.models.dtypes import stored_dtypes
+    from llmtrain.models.generation import largest_logit_difference
+
+    difference, largest = largest_logit_difference(str(source), str(folder))
+    tolerance = _TOLERANCE
+    if arguments.merge or arguments.dtype:
+        tolerance = _tolerance_of(stored_dtypes(folder).main)
+    is_same = difference <= tolerance * largest  # False for NaN
+    if not is_same:
+        raise UserError(
+            f"{source}: the logits of its export differ by {difference:.2g} (the largest is "
+            f"{largest:.2g}), so it was removed; leave --check out to keep it."
+        )
+    return difference, largest
+
+
+def _tolerance_of(dtype: "torch.dtype") -> float:
+    """Return the share of the largest logit by which weights of a dtype may change logits."""
+    import torch
+
+    rounding_error = torch.finfo(dtype).eps / 2
+    return max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
+
+
+def _export_gguf(arguments: argparse.Namespace, source: Path, target: Path) -> None:
+    """Write a GGUF file, from a merged model if ``--merge`` asks for it."""
+    from llmtrain.errors import UserError
+    from llmtrain.model_folders import is_adapter
+    from llmtrain.models.export import folder_name
+    from llmtrain.models.gguf import write_gguf
+
+    if arguments.check:
+        raise UserError("--check loads a folder with transformers; leave it out with --to_gguf.")
+    if arguments.ollama:
+        raise UserError(
+            "--ollama writes a Modelfile beside a model folder; leave it out with --to_gguf."
+        )
+    if is_adapter(source) and not arguments.merge:
+        raise UserError(f"--to_gguf: {source} is an adapter; add --merge.")
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.merge or arguments.dtype:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-model-") as folder:
+            _write_folder(arguments, source, Path(folder))
+            write_gguf(Path(folder), target, folder_name(source))
+    else:
+        write_gguf(source, target, folder_name(source))
+
+    if arguments.json:
+        print(json_text({"model": str(target)}))
+    else:
+        print(f"{target} holds the model (llama.cpp: llama-cli -m {target})")
 
 
 def _checkpoint_of(source: Path) -> Path | None:
@@ -91,8 +213,8 @@ def _checkpoint_of(source: Path) -> Path | None:
     return source.absolute().parent if is_of_checkpoint(source) else None
 
 
-def _default_target(model: Path, source: Path, kind: str) -> Path:
-    """Return the folder to write to.
+def _default_target(model: Path, source: Path, arguments: argparse.Namespace) -> Path:
+    """Return the folder or file to write to.
 
     It is in the folder of a run, but never in a checkpoint or in a model: a checkpoint with another
     file fails its verification, and a model folder would be copied with it.
@@ -100,14 +222,22 @@ def _default_target(model: Path, source: Path, kind: str) -> Path:
     Args:
         model: the folder that the user has named.
         source: the model folder that it refers to.
-        kind: ``export`` or ``merged``.
+        arguments: of the command.
     """
+    kind = "export"
+    suffix = ""
+    if arguments.to_gguf:
+        kind = "model"
+        suffix = ".gguf"
+    if arguments.merge:
+        kind = "merged"
+
     folder = model.absolute()
     checkpoint = _checkpoint_of(source)
     if checkpoint is not None and folder in (checkpoint, checkpoint / "model"):
         is_in_run = checkpoint.parent.name == "checkpoints"
         parent = checkpoint.parent.parent if is_in_run else checkpoint.parent
-        return parent / f"{kind}-{checkpoint.name}"
+        return parent / f"{kind}-{checkpoint.name}{suffix}"
     if folder == source.absolute():
-        return folder.with_name(f"{folder.name}-{kind}")
-    return model / kind
+        return folder.with_name(f"{folder.name}-{kind}{suffix}")
+    return model / f"{kind}{suffix}"

@@ -31,7 +31,8 @@ class FinishedRun:
         record: its ``run.json``.
         precision: the precision in which it computed.
         target_tokens: the target tokens up to each step, as its rows have them.
-        weights: the weights of the finished model, in float64.
+        weights: the weights of its last checkpoint, in float64. Those of the finished model may be
+            rounded to another dtype.
         state_hashes: a hash of each file in its last checkpoint that has weights or a state.
     """
 
@@ -148,12 +149,14 @@ def _target_tokens(folder: Path) -> dict[int, int]:
 
 
 def _read_weights(folder: Path) -> dict[str, "torch.Tensor"]:
-    """Return the weights of a run's finished model in float64."""
+    """Return the weights of a run's last checkpoint in float64."""
     import torch
 
+    from llmtrain.record.checkpoint import checkpoints
     from llmtrain.record.tensor_files import read_tensors
 
-    return {name: tensor.to(torch.float64) for name, tensor in read_tensors(folder / "model")}
+    model = checkpoints(folder / "checkpoints")[-1] / "model"
+    return {name: tensor.to(torch.float64) for name, tensor in read_tensors(model)}
 
 
 def _state_hashes(folder: Path) -> dict[str, str]:

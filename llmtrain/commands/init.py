@@ -1,6 +1,7 @@
 """Copy a recipe, and an accelerate config that fits this machine, into a folder.
 
-Start your own recipe from these copies. Nothing is overwritten. With --config, files that already
+Start your own recipe from these copies. --recipe may also name a ready file of settings, which is
+then copied with its recipe. Nothing is overwritten. With --config, files that already
 exist are kept, and the others are added.
 """
 
@@ -18,8 +19,11 @@ from llmtrain.shipped import shipped_folder
 EXAMPLES = (
     "llmtrain init mine",
     "llmtrain init mine --recipe finetune --config fsdp2",
+    "llmtrain init mine --recipe qwen3-0.6b-lora",
 )
 
+# The line of a ready file that runs it.
+_COMMAND = re.compile(r"(?m)^#   accelerate launch --config_file .*?(\S+)\.yaml .*?(\w+)\.py .*$")
 # Configs that start one process for each GPU of this machine.
 _PER_GPU_CONFIGS = ("multi_gpu.yaml", "fsdp2.yaml")
 
@@ -32,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         default="gpt",
         metavar="NAME",
-        help="gpt, finetune or preference (default: %(default)s)",
+        help="gpt, finetune or preference, or a ready file of settings, such as qwen3-0.6b-lora "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--config",
@@ -46,11 +51,23 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
 
     gpus = torch.accelerator.device_count()
-    config = _shipped_file("config", arguments.config or _fitting_config(gpus))
-    sources = [_shipped_file("recipe", arguments.recipe), config.with_suffix(".yaml")]
+    settings = _ready_file(arguments.recipe)
+    named_recipe = arguments.recipe
+    fitting_config = _fitting_config(gpus)
+    if settings is not None:
+        named_config, named_recipe = _named_in(settings)
+        if gpus > 1:
+            fitting_config = named_config
+    config = _shipped_file("config", arguments.config or fitting_config)
+    sources = [_shipped_file("recipe", named_recipe), config.with_suffix(".yaml")]
+    labels = ["recipe", "config"]
+    if settings is not None:
+        sources.append(settings)
+        labels.append("settings")
     is_batch_job = config.suffix == ".slurm"
     if is_batch_job:
         sources.append(config)  # the batch script uses the YAML file of the same name
+        labels.append("batch")
 
     folder = Path(arguments.folder)
     targets = [folder / source.name for source in sources]
@@ -62,20 +79,24 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     recipe, config_file = targets[:2]
+    recipe_flags = [] if settings is None else ["--config", str(targets[2])]
+    command = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
+    command += recipe_flags
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source, target in zip(sources, targets, strict=True):
             if target not in existing:
                 text = _fitted(source, gpus, recipe=recipe, config_file=config_file)
+                if source == settings:
+                    text = re.sub(_COMMAND, lambda _: f"#   {shlex.join(command)}", text)
                 target.write_text(text)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder} could not be written: {error.strerror}."
         ) from None
 
-    command = ["accelerate", "launch", "--config_file", str(config_file), str(recipe)]
     if is_batch_job:
-        command = ["sbatch", str(targets[-1])]
+        command = ["sbatch", str(targets[-1]), *recipe_flags]
     if arguments.json:
         content = {
             "recipe": str(recipe),
@@ -85,10 +106,23 @@ def run(arguments: argparse.Namespace) -> None:
         }
         print(json_text(content))
         return
-    for label, target in zip(("recipe", "config", "batch"), targets, strict=False):
+    for label, target in zip(labels, targets, strict=True):
         remark = " (already existed, and was kept)" if target in existing else ""
         print(labelled(label, f"{target}{remark}"))
     print(labelled("start", shlex.join(command)))
+
+
+def _ready_file(name: str) -> Path | None:
+    """Return the path of a ready file of settings, or ``None`` if there is none of this name."""
+    path = shipped_folder("recipes") / "configs" / f"{name.removesuffix('.yaml')}.yaml"
+    return path if path.is_file() else None
+
+
+def _named_in(settings: Path) -> tuple[str, str]:
+    """Return the names of the accelerate config and the recipe in the command of a ready file."""
+    command = _COMMAND.search(settings.read_text())
+    assert command is not None, "every ready file has its command"
+    return Path(command[1]).name, command[2]
 
 
 def _fitting_config(gpus: int) -> str:

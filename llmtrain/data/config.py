@@ -133,11 +133,18 @@ class DataConfig(BatchConfig):
         "content; if there are too few documents for that, the end of the longest one; "
         "0: no eval data; not used with --eval_dataset or --dataset_test_split",
     )
+    max_train_samples: int | None = flag(
+        None,
+        "to try something: train on the first so many training records of each data set alone "
+        "(documents, conversations or preferences, in the order of the data, after the eval data "
+        "are taken away); the eval data stay the same (default: all)",
+        hidden=True,
+    )
     tokenizer: str | None = flag(
         "bpe:4096",
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
-        "folder or hub name of a tokenizer, or a run; the fine-tuning recipes default to the "
-        "model's own",
+        "folder or hub name of a tokenizer (NAME or NAME@REVISION), or a run; the fine-tuning "
+        "recipes default to the model's own",
         affects="model data",
     )
 
@@ -148,6 +155,8 @@ class DataConfig(BatchConfig):
                 f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and "
                 "below 1."
             )
+        if self.max_train_samples is not None:
+            require_at_least(self, 1, "max_train_samples")
         if self.tokenizer == "":
             raise UserError(
                 "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
@@ -167,7 +176,10 @@ class DataConfig(BatchConfig):
                     f"--columns {column}: {column.dataset} is not a name in --dataset or "
                     "--eval_dataset; write it as there."
                 )
+        self._check_mixture()
 
+    def _check_mixture(self) -> None:
+        """Raise :class:`UserError` if ``--mixture`` does not fit the data sets."""
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
                 f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; "

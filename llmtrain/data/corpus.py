@@ -17,7 +17,7 @@ from tqdm import tqdm
 from llmtrain.console import can_show_bars
 from llmtrain.data.encoded import EncodedSource, SplitStats
 from llmtrain.data.sources import Source, documents
-from llmtrain.data.splits import Split, hash_fraction, largest_eval_share
+from llmtrain.data.splits import Split, first_of, hash_fraction, largest_eval_share
 from llmtrain.data.store import TOKENS_PER_BATCH
 from llmtrain.data.text_rows import Piece, batches, write_stream
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
@@ -48,10 +48,12 @@ class Division(NamedTuple):
 
     Attributes:
         is_eval: bool [documents].
+        is_train: bool [documents]. Documents after the first ``max_train_samples`` are neither.
         cut: the number of the document whose end is the eval data; ``None`` if none is cut.
     """
 
     is_eval: np.ndarray
+    is_train: np.ndarray
     cut: int | None
 
 
@@ -67,17 +69,24 @@ class Corpus:
         field: the name of the field that holds the text.
         eval_fraction: the share of the eval data.
         only_split: the split of all documents; ``None`` to divide them.
+        max_train_samples: how many training documents are used, the first ones; ``None`` for all.
 
     Attributes:
         bytes: UTF-8 bytes of each document, once a pass over all is complete.
     """
 
     def __init__(
-        self, source: Source, field: str, eval_fraction: float, only_split: Split | None = None
+        self,
+        source: Source,
+        field: str,
+        eval_fraction: float,
+        only_split: Split | None = None,
+        max_train_samples: int | None = None,
     ) -> None:
         self.source = source
         self.field = field
         self.only_split = only_split
+        self.max_train_samples = max_train_samples
         self.fraction = 0.0 if only_split else eval_fraction
         self.bytes = np.empty(0, np.int64)
         self.longest = -1  # the number of the longest document
@@ -107,6 +116,25 @@ class Corpus:
         if not self.bytes.sum():
             raise UserError(f"{self.source.flag} {self.source.name} holds no text.")
 
+    def used(self) -> Iterator[tuple[int, str]]:
+        """Yield the documents that a split has something of, each with its number."""
+        if self.max_train_samples is None:  # then these are all documents
+            yield from enumerate(self)
+            return
+        division = self.division_of_all()
+        is_used = division.is_eval | division.is_train
+        if division.cut is not None:
+            is_used[division.cut] = True
+        for number, text in enumerate(self):
+            if is_used[number]:
+                yield number, text
+
+    def division_of_all(self) -> Division:
+        """Divide the documents, which depends on all of them: read them once more."""
+        for _ in self:
+            pass
+        return self.division()
+
     def division(self) -> Division:
         """Divide the documents, after a pass over all."""
         is_eval = self._hashes < self.fraction
@@ -114,9 +142,11 @@ class Corpus:
             is_eval[:] = True
         eval_bytes = self.bytes[is_eval].sum()
         largest = self.bytes.sum() * largest_eval_share(self.fraction)
-        if not self.fraction or 0 < eval_bytes <= largest:
-            return Division(is_eval, cut=None)
-        return Division(np.zeros_like(is_eval), cut=self.longest)
+        cut = None
+        if self.fraction and not 0 < eval_bytes <= largest:
+            is_eval[:] = False
+            cut = self.longest
+        return Division(is_eval, first_of(~is_eval, self.max_train_samples), cut)
 
     def cut(self, text: str) -> tuple[str, str]:
         """Cut the longest document: return the training data and the eval data in it."""
@@ -129,14 +159,16 @@ class Corpus:
             yield from self
             return
 
-        for _ in self:  # the division depends on all documents
-            pass
-        division = self.division()
+        division = self.division_of_all()
+        is_selected = division.is_eval if split == "eval" else division.is_train
         for number, text in enumerate(self):
             if number == division.cut:
                 train_text, eval_text = self.cut(text)
-                yield eval_text if split == "eval" else train_text
-            elif division.is_eval[number] == (split == "eval"):
+                if split == "eval":
+                    yield eval_text
+                elif is_selected[number]:
+                    yield train_text
+            elif is_selected[number]:
                 yield text
 
 
@@ -185,7 +217,8 @@ class EncodedCorpus(EncodedSource):
         # The number of the document of each stored sequence. If a document is cut, its training
         # data are stored under its number, and its eval data are the last sequence.
         self._documents = array.array("q")
-        self._division = Division(np.empty(0, bool), cut=None)
+        nothing = np.empty(0, bool)
+        self._division = Division(is_eval=nothing, is_train=nothing, cut=None)
         self._bytes_of_cut = (0, 0)
 
     def encode(self) -> None:
@@ -220,7 +253,8 @@ class EncodedCorpus(EncodedSource):
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
         size = self._bytes_of(split)
         sequences = self._sequences_of(split) if size else np.empty(0, np.int64)
-        is_cut = self._division.cut is not None
+        cut = self._division.cut
+        is_cut = cut is not None and self._division.is_train[cut]
         stream = self._stream(sequences)
         written = write_stream(path, stream, block_size=max_length, columns=self.columns)
         return SplitStats(
@@ -235,10 +269,10 @@ class EncodedCorpus(EncodedSource):
     # --- from documents to the store
 
     def _texts(self) -> Iterator[str]:
-        """Yield all documents, the longest one last, because it may be cut."""
+        """Yield the documents of both splits, the longest one last, because it may be cut."""
         longest = ""
         longest_number = -1
-        for number, text in enumerate(self.corpus):
+        for number, text in self.corpus.used():
             if len(text) > len(longest):
                 if longest_number >= 0:
                     self._documents.append(longest_number)
@@ -250,6 +284,8 @@ class EncodedCorpus(EncodedSource):
                 yield text
 
         self._division = self.corpus.division()
+        if longest_number < 0:  # --max_train_samples chose only empty documents
+            return
         self._documents.append(longest_number)
         if self._division.cut is None:
             yield longest
@@ -287,16 +323,18 @@ class EncodedCorpus(EncodedSource):
 
     # --- from the store to rows
 
-    def _splits_of_sequences(self) -> np.ndarray:
-        """Return whether each stored sequence is eval data, bool [sequences]."""
-        is_eval = self._division.is_eval[np.array(self._documents, np.int64)]
+    def _is_in(self, split: Split) -> np.ndarray:
+        """Return whether each stored sequence is in a split, bool [sequences]."""
+        documents = np.array(self._documents, np.int64)
+        is_document_in = self._division.is_eval if split == "eval" else self._division.is_train
+        is_in = is_document_in[documents]
         if self._division.cut is not None:
-            is_eval[-1] = True
-        return is_eval
+            is_in[-1] = split == "eval"
+        return is_in
 
     def _sequences_of(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
-        sequences = np.flatnonzero(self._splits_of_sequences() == (split == "eval"))
+        sequences = np.flatnonzero(self._is_in(split))
         documents_of_split = np.array(self._documents, np.int64)[sequences]
         return sequences[np.argsort(documents_of_split, kind="stable")]
 
@@ -305,7 +343,7 @@ class EncodedCorpus(EncodedSource):
         sizes = self.corpus.bytes[np.array(self._documents, np.int64)]
         if self._division.cut is not None:
             sizes[-2:] = self._bytes_of_cut
-        return int(sizes[self._splits_of_sequences() == (split == "eval")].sum())
+        return int(sizes[self._is_in(split)].sum())
 
     def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:
         """Yield the stream of a split: its documents, and end-of-text after the last one."""

@@ -137,7 +137,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedSource`."""
-        items = ((read, read.record) for read in self.records)
+        items = ((read, read.record) for read in self.records.used())
         results = render_all(self.renderer, items, self.config.rendering_processes)
         for read, _, rendered in self._progress(results):
             if isinstance(rendered, BadRecord):

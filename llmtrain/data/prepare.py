@@ -220,7 +220,13 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
     """Return the documents or the records of a source, which it yields when they are encoded."""
     source, format, only_split, text_field = requested
     if request.chat is None or format == "text":
-        return Corpus(source, text_field, request.eval_fraction, only_split)
+        return Corpus(
+            source,
+            text_field,
+            request.eval_fraction,
+            only_split,
+            max_train_samples=request.max_train_samples,
+        )
 
     skips_bad = request.chat.on_bad_row == "skip"
     if isinstance(request.chat, PairConfig):
@@ -229,7 +235,14 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
             has_artificial_nulls=source.has_artificial_nulls,
             allows_single=request.unpaired,
         )
-        return Records(source, read_preference, request.eval_fraction, skips_bad, only_split)
+        return Records(
+            source,
+            read_preference,
+            request.eval_fraction,
+            skips_bad,
+            only_split,
+            max_train_samples=request.max_train_samples,
+        )
 
     read_conversation = partial(
         conversation_of,
@@ -237,7 +250,14 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
         has_artificial_nulls=source.has_artificial_nulls,
         is_format_detected=isinstance(request.chat, ChatConfig) and request.chat.format == "auto",
     )
-    return Records(source, read_conversation, request.eval_fraction, skips_bad, only_split)
+    return Records(
+        source,
+        read_conversation,
+        request.eval_fraction,
+        skips_bad,
+        only_split,
+        max_train_samples=request.max_train_samples,
+    )
 
 
 def _renderer_of(request: DataRequest, tokenizer: tok.FastTokenizer) -> AnyRenderer | None:

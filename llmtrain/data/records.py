@@ -9,7 +9,7 @@ import numpy as np
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.sources import Fields, Source
-from llmtrain.data.splits import Split, eval_limit_of, hash_of
+from llmtrain.data.splits import Split, eval_limit_of, first_of, hash_of
 from llmtrain.errors import UserError
 
 R = TypeVar("R", Conversation, PreferenceRecord)
@@ -44,6 +44,7 @@ class Records(Generic[R]):
         eval_fraction: the share of the eval data.
         skips_bad: leave bad records out instead of stopping.
         only_split: the split of all records; ``None`` divides them by their hashes.
+        max_train_samples: how many training records are used, the first ones; ``None`` for all.
 
     Attributes:
         first_fault: the place of the first bad record that was skipped, and what is wrong with it;
@@ -57,6 +58,7 @@ class Records(Generic[R]):
         eval_fraction: float,
         skips_bad: bool,
         only_split: Split | None = None,
+        max_train_samples: int | None = None,
     ) -> None:
         self.source = source
         self.only_split = only_split
@@ -64,6 +66,7 @@ class Records(Generic[R]):
         self._read: Callable[[Fields], R] = read
         self._eval_fraction = eval_fraction
         self._skips_bad = skips_bad
+        self._max_train_samples = max_train_samples
         self._hashes: np.ndarray | None = None  # float64 [records]; NaN if it is unreadable
 
     def __iter__(self) -> Iterator[ReadRecord[R]]:
@@ -88,6 +91,16 @@ class Records(Generic[R]):
         if np.isnan(self._hashes).all():
             raise self._nothing_readable(len(hashes))
 
+    def used(self) -> Iterator[ReadRecord[R]]:
+        """Yield the readable records of both splits, as :meth:`is_in` has them."""
+        if self._max_train_samples is None:  # then these are all records
+            yield from self
+            return
+        is_used = self.is_in("train") | self.is_in("eval")
+        for read in self:
+            if is_used[read.number]:
+                yield read
+
     @property
     def is_readable(self) -> np.ndarray:
         """Whether each record can be read, bool [records]."""
@@ -97,14 +110,16 @@ class Records(Generic[R]):
     def is_in(self, split: Split) -> np.ndarray:
         """Return whether each record belongs to a split, bool [records].
 
-        If records are divided, unreadable ones count as training data.
+        If records are divided, unreadable ones count as training data. Training records after the
+        first ``max_train_samples`` are in no split.
         """
         hashes = self._hashes_of_all()
         if self.only_split is not None:
-            return np.full(len(hashes), self.only_split == split)
-        limit = eval_limit_of(hashes[~np.isnan(hashes)], self._eval_fraction)
-        is_eval: np.ndarray = hashes < limit  # false for NaN
-        return is_eval if split == "eval" else ~is_eval
+            is_eval = np.full(len(hashes), self.only_split == "eval")
+        else:
+            limit = eval_limit_of(hashes[~np.isnan(hashes)], self._eval_fraction)
+            is_eval = hashes < limit  # false for NaN
+        return is_eval if split == "eval" else first_of(~is_eval, self._max_train_samples)
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield the text of every message in one split, or in both."""

@@ -58,6 +58,7 @@ class DataRequest:
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
         eval_fraction: the share of the records that is kept for evaluation.
+        max_train_samples: the most training records of each data set; ``None`` for all.
         mixture: the sampling weight of each data set; empty to draw every row once per epoch.
         text_columns: the columns of rows of text.
         max_length: the length of the rows, or ``auto``.
@@ -72,6 +73,7 @@ class DataRequest:
     unpaired: bool
     takes_conversations: bool
     eval_fraction: float
+    max_train_samples: int | None
     mixture: list[float]
     text_columns: list[str]
     max_length: int | Literal["auto"]
@@ -164,6 +166,7 @@ def make_request(
             "max_length": max_length,
             "max_positions": max_positions if max_length == "auto" else None,
             "eval_fraction": config.eval_fraction if sources[0].only_split is None else None,
+            "max_train_samples": config.max_train_samples,
             "sources": [_described(requested, config.column_names) for requested in sources],
             "tokenizer": tok.digest(tokenizer.pretrained)
             if tokenizer.pretrained
@@ -182,6 +185,7 @@ def make_request(
         unpaired=unpaired,
         takes_conversations=chat is not None,
         eval_fraction=config.eval_fraction,
+        max_train_samples=config.max_train_samples,
         mixture=config.mixture,
         text_columns=text_columns,
         max_length=max_length,

@@ -36,6 +36,19 @@ def hash_of(record: Conversation | PreferenceRecord) -> float:
     return hash_fraction(json_text(hashed, sort_keys=True, default=str).encode())
 
 
+def first_of(is_selected: np.ndarray, count: int | None) -> np.ndarray:
+    """Return which records are the first ``count`` selected ones, bool [records].
+
+    Args:
+        is_selected: whether each record is selected, bool [records].
+        count: how many; ``None`` for all selected ones.
+    """
+    if count is None:
+        return is_selected
+    is_first: np.ndarray = is_selected & (np.cumsum(is_selected) <= count)
+    return is_first
+
+
 def eval_limit_of(hashes: np.ndarray, fraction: float) -> float:
     """Return the limit below which the hash of a record makes it eval data.
 

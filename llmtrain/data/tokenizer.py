@@ -125,7 +125,7 @@ def load_tokenizer(
     """Load a tokenizer from a folder or the Hugging Face hub.
 
     Args:
-        name: the folder or hub name.
+        name: the folder or hub name, NAME or NAME@REVISION.
         trust_remote_code: run code that comes with the tokenizer.
         trained: the tokenizer was trained by :func:`train_tokenizer`, so its class is known.
             Looking up the class takes a quarter of a second.
@@ -141,7 +141,10 @@ def load_tokenizer(
     )
     advice = "name one with --tokenizer: char, byte, bpe:N, a folder or a hub name"
     try:
-        tokenizer = tokenizer_class.from_pretrained(name, trust_remote_code=trust_remote_code)
+        path, revision = _split_revision(name)
+        tokenizer = tokenizer_class.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # OSError, ValueError, KeyError, ..., some with very long messages
         reason = hub_error(error).rstrip(".")
         raise UserError(f"{name}: no tokenizer can be loaded ({reason}); {advice}.") from None
@@ -155,6 +158,14 @@ def load_tokenizer(
     return tokenizer
 
 
+def _split_revision(name: str) -> tuple[str, str]:
+    """Return the hub name and the revision of NAME@REVISION. A folder has no revision."""
+    if Path(name).exists():
+        return name, "main"
+    path, _, revision = name.partition("@")
+    return path, revision or "main"
+
+
 def begins_with_bos(tokenizer: FastTokenizer) -> bool:
     """Return whether a tokenizer puts BOS before every text."""
     has_bos = tokenizer.bos_token_id is not None
@@ -165,12 +176,14 @@ def stop_token_ids_of(name: str) -> list[int]:
     """Return the tokens at which a model stops generating, from its ``generation_config.json``.
 
     Args:
-        name: the model's folder or hub name. A tokenizer without a model has no such tokens.
+        name: the model's folder or hub name, NAME or NAME@REVISION. A tokenizer without a model has
+            no such tokens.
     """
     from transformers import GenerationConfig
 
+    path, revision = _split_revision(name)
     try:
-        token_ids = GenerationConfig.from_pretrained(name).eos_token_id
+        token_ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
     except (OSError, ValueError):  # there is no generation_config.json
         return []
     if token_ids is None:

@@ -36,8 +36,15 @@ class ModelFormat(Protocol):
     def may_split_weights(self) -> bool:
         """Whether the weights may be split over several files."""
 
-    def finished(self) -> ModelFormat:
-        """Return the format of the finished model's folder, if it has more than a checkpoint's."""
+    def finished(self, dtype: str) -> ModelFormat:
+        """Return the format of the finished model's folder.
+
+        It may have more tensors than a checkpoint, and its weights may have another dtype.
+
+        Args:
+            dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the dtypes of the model that
+                training started from.
+        """
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write all files of a model folder except the weights.

@@ -14,8 +14,9 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import new_folder, read_hashed, read_object, write_json
 from llmtrain.model_folders import is_of_checkpoint
-from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.export import ModelFiles
+from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
+from llmtrain.models.dtypes import check_range, stored_dtypes
+from llmtrain.models.export import ModelFiles, copy_processor
 from llmtrain.models.hub_models import load_causal_lm, local_folder, origin_of
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 
@@ -81,7 +82,8 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")))
+        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
+        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -112,14 +114,15 @@ def _identity_of(adapter: Path) -> dict[str, object]:
     return {**read_hashed(adapter / "adapter_model.safetensors")}
 
 
-def write_merged(adapter: Path, folder: Path) -> None:
-    """Merge an adapter into its base, and write the resulting model in float32.
+def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
+    """Merge an adapter into its base, and write the resulting model.
 
-    It computes the same logits.
+    They are merged in float32, and rounded once. Except for that it computes the same logits.
 
     Args:
         adapter: the folder of the adapter.
         folder: the folder to write.
+        dtype: of the weights. ``auto`` stands for the dtypes in which the base is stored.
 
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
@@ -131,7 +134,9 @@ def write_merged(adapter: Path, folder: Path) -> None:
             "PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
         )
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
-    base = adapted.peft_config["default"].base_model_name_or_path
+    base = str(adapted.peft_config["default"].base_model_name_or_path)
+    revision = read_object(adapter / BASE_FILE).get("commit") or "main"
+    base_folder = local_folder(base, revision)
     merged: PreTrainedModel = adapted.merge_and_unload()
 
     files = ModelFiles(
@@ -139,9 +144,16 @@ def write_merged(adapter: Path, folder: Path) -> None:
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
-    )
+        architecture=merged,
+        base_tensors=stored_base_tensors(merged, [], base, revision, is_reward_model=False),
+        base_dtypes=stored_dtypes(base_folder),
+    ).finished(dtype)
+    weights = files.export_tensors(merged)
+    check_range(adapter, weights)
+    # The names of these weights are those of published models already.
+    merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
-    merged.save_pretrained(folder)
+    copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)

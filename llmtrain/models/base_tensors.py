@@ -57,6 +57,7 @@ def stored_base_tensors(
     model: "PreTrainedModel",
     outside_text: Collection[str],
     name: str,
+    revision: str,
     *,
     is_reward_model: bool,
 ) -> BaseTensors | None:
@@ -70,14 +71,15 @@ def stored_base_tensors(
         outside_text: the modules that are not trained; see
             :func:`llmtrain.models.towers.outside_text_tower`.
         name: the folder or hub name of the base.
+        revision: the branch, tag or commit of the base on the hub.
         is_reward_model: whether the class is another one than that of the stored model. Its files
             have a head for tokens then, which is left out.
 
     Raises:
         UserError: if the files cannot be read, or if a checkpoint's base has changed.
     """
-    name = _complete_base(name)
-    folder = local_folder(name)
+    name, revision = _complete_base(name, revision)
+    folder = local_folder(name, revision)
     outside = _names_within(model.state_dict(), outside_text)
     # A buffer that is computed is stored in old checkpoints.
     known = {*model.state_dict(), *dict(model.named_buffers())}
@@ -104,7 +106,7 @@ def stored_base_tensors(
         names=frozenset(tensor.key for tensor in untrained),
         read=functools.partial(_read, name, untrained, _headers(untrained)),
         folder=folder,
-        base={"name": _lasting_name(name), "origin": origin_of(name)},
+        base={"name": _lasting_name(name), "origin": origin_of(name, revision)},
     )
 
 
@@ -121,9 +123,9 @@ def random_base_tensors(
     outside = _names_within(model.state_dict(), outside_text)
     if not outside:
         return None
-    published = _published(model, {name: model.state_dict()[name] for name in outside})
+    initial = published(model, {name: model.state_dict()[name] for name in outside})
     return BaseTensors(
-        names=frozenset(published),
+        names=frozenset(initial),
         read=functools.partial(_initialise, model, outside, seed),
     )
 
@@ -139,10 +141,10 @@ def _initialise(model: "PreTrainedModel", names: Collection[str], seed: int) -> 
     values.update(
         (name, tensor) for name, tensor in random_weights(model, seed, modules) if name in names
     )
-    return _published(model, values)
+    return published(model, values)
 
 
-def _published(model: "PreTrainedModel", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def published(model: "PreTrainedModel", tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by the names of published checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -150,8 +152,13 @@ def _published(model: "PreTrainedModel", tensors: dict[str, Tensor]) -> dict[str
     return published
 
 
-def _complete_base(name: str) -> str:
-    """Return the folder or hub name of the base that has all tensors.
+def refers_to_base(folder: Path) -> bool:
+    """Return whether a folder is of a checkpoint that does not hold all tensors of its model."""
+    return (folder / BASE_FILE).exists() and not is_adapter(folder)
+
+
+def _complete_base(name: str, revision: str) -> tuple[str, str]:
+    """Return the folder or hub name of the base that has all tensors, and its revision.
 
     That is ``name`` itself, unless it is a checkpoint that refers to its base.
 
@@ -159,17 +166,19 @@ def _complete_base(name: str) -> str:
         UserError: if that base has other weights now.
     """
     folder = Path(name)
-    if is_adapter(folder) or not (folder / BASE_FILE).exists():
-        return name
+    if not refers_to_base(folder):
+        return name, revision
 
     base = read_object(folder / BASE_FILE)
     base_name = str(base.get("name"))
-    if origin_of(base_name) != base.get("origin"):
+    origin = base.get("origin") or {}
+    base_revision = origin.get("commit") or "main"
+    if origin_of(base_name, base_revision) != origin:
         raise UserError(
             f"{folder} does not hold what its run did not train, which is in {base_name}, and that "
             "has other weights now; put those back."
         )
-    return base_name
+    return base_name, base_revision
 
 
 def _lasting_name(name: str) -> str:

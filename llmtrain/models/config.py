@@ -128,6 +128,11 @@ class ModelConfig(Config):
         "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name; a "
         "LoRA adapter is merged into its base first",
     )
+    model_revision: str = flag(
+        "main",
+        "branch, tag or commit of the hub model in --model_name_or_path, also for its tokenizer",
+        hidden=True,
+    )
     from_config: str | None = flag(
         None,
         "start from random weights instead: a model type such as llama, qwen3 or gpt2 (a small "
@@ -228,10 +233,34 @@ class ModelConfig(Config):
         A program may set these fields after the config is made, so those who read them call this.
         """
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
+        self._check_revision()
         # Only a folder takes the time to import the types of transformers.
         is_folder = self.from_config is not None and Path(self.from_config).is_dir()
         if is_folder and not _is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
+
+    def _check_revision(self) -> None:
+        """Raise :class:`UserError` for the revision of something else than a model of the hub."""
+        if self.model_revision == "main":
+            return
+        name = self.model_name_or_path
+        if name is not None and Path(name).is_dir():
+            raise UserError(
+                f"--model_revision {self.model_revision} is for models of the hub, and "
+                f"--model_name_or_path {name} is a folder; leave it out."
+            )
+        if name is None and self.from_config:
+            raise UserError(
+                f"--model_revision {self.model_revision} belongs to --model_name_or_path, not to "
+                "--from_config; leave it out."
+            )
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The model's own tokenizer, as ``--tokenizer`` names it; ``None`` without a model."""
+        if self.model_name_or_path is None or self.model_revision == "main":
+            return self.model_name_or_path
+        return f"{self.model_name_or_path}@{self.model_revision}"
 
     @property
     def row_length(self) -> int:
@@ -257,7 +286,11 @@ class ModelConfig(Config):
         if name is None:
             return None
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                name,
+                revision=self.model_revision,
+                trust_remote_code=self.trust_remote_code,
+            )
             positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         except Exception:  # loading the model will report what is wrong with it
             return None
@@ -288,7 +321,11 @@ class ModelConfig(Config):
             config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
             return config_class
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code)
+            config = AutoConfig.from_pretrained(
+                name,
+                revision=self.model_revision,
+                trust_remote_code=self.trust_remote_code,
+            )
         except Exception:  # loading the model will report what is wrong with it
             return None
         return type(config)

@@ -4,20 +4,30 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
-from llmtrain.models.base_tensors import BASE_FILE, BaseTensors
-from llmtrain.models.hub_models import causal_lm_classes
+from llmtrain.models.base_tensors import (
+    BASE_FILE,
+    BaseTensors,
+    published,
+    stored_base_tensors,
+)
+from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
+from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
+from llmtrain.models.towers import outside_text_tower
+from llmtrain.models.weight_loading import stored_tensors
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
@@ -41,8 +51,12 @@ class ModelFiles:
         base: the folder or hub name of the model that this one was trained from.
         loss: the training loss, for the model card; empty if it is not known.
         generation: ``generation_config.json``.
+        architecture: the model as transformers builds it, on the meta device. It knows the names
+            of tensors in published checkpoints. ``None`` if the names are the model's own.
         base_tensors: what the finished model gets from its base, and a checkpoint does not hold.
         is_finished: whether this is the folder of a finished model, not of a checkpoint.
+        base_dtypes: the dtypes of the base's weights, if the finished model has them, too.
+        dtypes: the dtypes of the weights in the folder; ``None`` for those that are trained.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
     """
@@ -53,16 +67,28 @@ class ModelFiles:
     base: str | None = None
     loss: str = ""
     generation: JsonObject = field(default_factory=dict)
+    architecture: "PreTrainedModel | None" = None
     base_tensors: BaseTensors | None = None
     is_finished: bool = False
+    base_dtypes: StoredDtypes | None = None
+    dtypes: StoredDtypes | None = None
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
     library: ClassVar[str] = "transformers"  # as the hub calls it
 
-    def finished(self) -> "ModelFiles":
-        """Return the files of the finished model's folder, which holds all tensors."""
-        return replace(self, is_finished=True)
+    def finished(self, dtype: str) -> "ModelFiles":
+        """Return the files of the finished model's folder, which holds all tensors.
+
+        Args:
+            dtype: of its weights. ``auto`` stands for the dtypes of the base. A model without one
+                keeps those of training.
+        """
+        files = replace(self, is_finished=True)
+        dtypes = self.base_dtypes if dtype == "auto" else StoredDtypes(DTYPES[dtype])
+        if dtypes is None:
+            return files
+        return replace(files, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
@@ -86,8 +112,7 @@ class ModelFiles:
         if not self.is_finished and base_tensors.base is not None:
             write_json(folder / BASE_FILE, base_tensors.base, durable=False)
         if self.is_finished and base_tensors.folder is not None:
-            for path in base_tensors.folder.glob(PROCESSOR_FILES):
-                shutil.copyfile(path, folder / path.name)
+            copy_processor(base_tensors.folder, folder)
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
@@ -109,46 +134,47 @@ class ModelFiles:
 
     def export_tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the finished model, by the names of published checkpoints."""
-        return self.published(model, self.tensors(model))
+        return self.cast(self.published(self.tensors(model)))
 
-    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, by the names in the folder, in the dtypes that they have there."""
+        if self.dtypes is None:
+            return tensors
+        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
+
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of a checkpoint to those of a finished model."""
-        from transformers import PreTrainedModel
-        from transformers.core_model_loading import revert_weight_conversion
-
-        # The names of this package's GPT are those of published checkpoints.
-        if not isinstance(model, PreTrainedModel):
+        if self.architecture is None:
             return tensors
         from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
-        converted: dict[str, Tensor] = revert_weight_conversion(
-            model, {name: tensor for name, tensor in tensors.items() if name not in from_base}
-        )
-        return converted | {name: tensors[name] for name in tensors if name in from_base}
+        own = {name: tensor for name, tensor in tensors.items() if name not in from_base}
+        others = {name: tensor for name, tensor in tensors.items() if name in from_base}
+        return published(self.architecture, own) | others
 
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
 
         Together, the results for all tensors of a checkpoint are those of :meth:`export_tensors`.
         That is impossible if a published tensor is made of several tensors. The function then
-        changes nothing, and transformers can load these tensors, too.
+        changes no names, and transformers can load these tensors, too.
         """
 
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.published(model, {name: tensor})
+            return self.cast(self.published({name: tensor}))
 
-        def leave_unchanged(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return {name: tensor}
+        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return self.cast({name: tensor})
 
         # Try it on tensors without memory.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
-        expected_shapes = _shapes(self.published(model, tensors))
+        expected_shapes = _shapes(self.published(tensors))
         if expected_shapes == _shapes(tensors):
-            return leave_unchanged
+            return keep_name
 
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             converted.update(convert(name, tensor))
-        return convert if _shapes(converted) == expected_shapes else leave_unchanged
+        return convert if _shapes(converted) == expected_shapes else keep_name
 
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
@@ -157,7 +183,7 @@ class ModelFiles:
         if self.base:
             base_name = self.base
             if Path(self.base).exists():
-                base_name = _folder_name(Path(self.base))
+                base_name = folder_name(Path(self.base))
             else:
                 hub_line = f"base_model: {self.base}\n"
             origin = f"Fine-tuned from {base_name}"
@@ -253,6 +279,57 @@ class ModuleFiles(ModelFiles):
         return f"{self.config[_MODULE_CLASS]}, a torch module of {parameters:,} parameters"
 
 
+def copy_processor(base: Path, folder: Path) -> None:
+    """Copy the files of a multimodal model's processor to another model folder."""
+    for path in base.glob(PROCESSOR_FILES):
+        shutil.copyfile(path, folder / path.name)
+
+
+def write_complete(checkpoint: Path, folder: Path) -> None:
+    """Write the model of a checkpoint that does not hold all tensors, with those of its base.
+
+    Args:
+        checkpoint: the model folder of the checkpoint.
+        folder: the folder to write, which exists.
+
+    Raises:
+        UserError: if the base cannot be read, or has other weights now.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+
+    model_config = transformers.AutoConfig.from_pretrained(checkpoint)
+    is_reward_model = gives_scores(read_object(checkpoint / "config.json"))
+    model_class: Any = auto_class(model_config)
+    if is_reward_model:
+        model_class = transformers.AutoModelForSequenceClassification
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = model_class.from_config(model_config)
+    model.tie_weights()
+
+    base_tensors = stored_base_tensors(
+        model,
+        outside_text_tower(model),
+        str(checkpoint),
+        revision="main",
+        is_reward_model=is_reward_model,
+    )
+    tensors = {}
+    for stored in stored_tensors(model, checkpoint):
+        file = safe_open(stored.path, "pt")
+        tensors[stored.name] = file.get_tensor(stored.key)  # type: ignore[no-untyped-call]
+    tensors = published(model, tensors)
+    if base_tensors is not None and base_tensors.folder is not None:
+        tensors.update(base_tensors.read())
+        copy_processor(base_tensors.folder, folder)
+
+    for path in checkpoint.iterdir():
+        is_weights = path.name.startswith(ModelFiles.weights_name.removesuffix(".safetensors"))
+        if not is_weights and path.name != BASE_FILE:
+            shutil.copyfile(path, folder / path.name)
+    save_file(tensors, folder / ModelFiles.weights_name, {"format": "pt"})
+
+
 def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
     if (folder / "adapter_config.json").exists():
@@ -278,7 +355,7 @@ def _auto_class(config: JsonObject) -> str:
     return names[1] if names is not None else "AutoModelForCausalLM"
 
 
-def _folder_name(folder: Path) -> str:
+def folder_name(folder: Path) -> str:
     """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
     path = folder.resolve()
     return path.parent.name if path.name == "model" else path.name

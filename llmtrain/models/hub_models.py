@@ -1,5 +1,6 @@
 """Models in a folder or on the hub: loading one, its files, and its commit."""
 
+import contextlib
 import hashlib
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -60,7 +61,7 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     Raises:
         UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -68,23 +69,28 @@ def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
     # It warns about kernels that are not installed.
     getLogger("transformers.integrations.hub_kernels").setLevel(ERROR)
 
-    refuse_pickles(name)
+    revision = str(options.get("revision", "main"))
+    refuse_pickles(name, revision)
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-        name,
-        trust_remote_code=options["trust_remote_code"],
-        revision=options.get("revision", "main"),
-    )
-    if "attn_implementation" not in options:
-        refuse_hub_attention(model_config, name)
-    model_class = auto_class(model_config)
+    model_class: Any = AutoModelForCausalLM
+    # An adapter has no configuration of a model. Of others, loading reports what is wrong.
+    with contextlib.suppress(OSError, ValueError):
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(
+            name,
+            trust_remote_code=options["trust_remote_code"],
+            revision=revision,
+        )
+        model_class = auto_class(model_config)
+        if "attn_implementation" not in options:
+            refuse_hub_attention(model_config, name)
     return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
 
 
-def local_folder(name: str) -> Path:
+def local_folder(name: str, revision: str = "main") -> Path:
     """Return the local folder with a model's files.
 
-    If ``name`` is a hub name, the files are downloaded unless the cache has them.
+    If ``name`` is a hub name, the files are downloaded unless the cache has them. ``revision`` is a
+    branch, tag or commit there.
 
     Raises:
         UserError: if the hub does not provide them.
@@ -94,11 +100,12 @@ def local_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     with as_user_error(f"{name} is no folder, and the hub did not provide it"):
-        return Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"]))
+        patterns = ["model*.safetensors", "*.json"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def commit_of(name: str) -> str:
-    """Return the commit of a model on the hub, or of its copy in the cache if there is no hub.
+def commit_of(name: str, revision: str = "main") -> str:
+    """Return the commit of a branch or tag on the hub, or in the cache if there is no hub.
 
     It raises whatever the hub's library raises if neither has the model.
     """
@@ -106,19 +113,19 @@ def commit_of(name: str) -> str:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        path = hf_hub_download(name, "config.json")
+        path = hf_hub_download(name, "config.json", revision=revision)
     except EntryNotFoundError:
-        path = hf_hub_download(name, "adapter_config.json")
+        path = hf_hub_download(name, "adapter_config.json", revision=revision)
     return Path(path).parent.name
 
 
-def origin_of(name: str) -> JsonObject:
+def origin_of(name: str, revision: str = "main") -> JsonObject:
     """Identify a model: by a hash of the weights and the configuration in its folder.
 
-    A hub name is identified by its commit.
+    A hub name is identified by the commit of its revision.
     """
     if Path(name).is_dir():
         files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
         hashes = [read_hashed(path)["sha256"] for path in files]
         return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
-    return {"name": name, "commit": commit_of(name)}
+    return {"name": name, "commit": commit_of(name, revision)}

@@ -45,7 +45,7 @@ def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
             refuse_hub_attention(part, name)
 
 
-def refuse_pickles(name: str) -> None:
+def refuse_pickles(name: str, revision: str = "main") -> None:
     """Raise :class:`UserError` if a model or an adapter has weights only as pickles.
 
     Reading a pickle can run any code. transformers is told to read models from safetensors files
@@ -53,7 +53,7 @@ def refuse_pickles(name: str) -> None:
     """
     folder = Path(name)
     if not folder.is_dir():
-        _refuse_pickled_adapter_of_hub(name)
+        _refuse_pickled_adapter_of_hub(name, revision)
         return
 
     weights = _ADAPTER_WEIGHTS if is_adapter(folder) else "*.safetensors"
@@ -64,7 +64,7 @@ def refuse_pickles(name: str) -> None:
             raise _pickled(name, path.name)
 
 
-def _refuse_pickled_adapter_of_hub(name: str) -> None:
+def _refuse_pickled_adapter_of_hub(name: str, revision: str) -> None:
     """Raise :class:`UserError` if a hub name is an adapter without safetensors file."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -72,10 +72,10 @@ def _refuse_pickled_adapter_of_hub(name: str) -> None:
 
     # Loading the model reports all other errors.
     with contextlib.suppress(OSError, ValueError):
-        if find_adapter_config_file(name) is None:
+        if find_adapter_config_file(name, revision=revision) is None:
             return
         try:
-            hf_hub_download(name, _ADAPTER_WEIGHTS)
+            hf_hub_download(name, _ADAPTER_WEIGHTS, revision=revision)
         except EntryNotFoundError:  # also if the hub cannot be reached and the cache lacks the file
             raise _pickled(name, "adapter_model.bin") from None
 

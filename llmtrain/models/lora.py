@@ -35,6 +35,7 @@ def add_lora(
     base: str,
     seed: int,
     new_tokens: Sequence[int],
+    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -44,6 +45,7 @@ def add_lora(
         base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
+        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -93,7 +95,9 @@ def add_lora(
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
     adapted.peft_config["default"] = replace(
-        adapted.peft_config["default"], base_model_name_or_path=base
+        adapted.peft_config["default"],
+        base_model_name_or_path=base,
+        revision=base_commit,
     )
     return adapted
 
@@ -289,7 +293,7 @@ class AdapterFiles(ModelFiles):
         tensors = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
         return cast(dict[str, Tensor], tensors)
 
-    def published(self, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors unchanged."""
         return tensors
 

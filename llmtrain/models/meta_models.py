@@ -94,6 +94,7 @@ def build_model(
         if name is not None:
             is_quantized = getattr(model_config, "quantization_config", None) is not None
             if config.load_in_4bit or is_quantized:
+                options["revision"] = config.model_revision
                 return _load_quantized(name, config.load_in_4bit, options, is_frozen)
 
         if is_reward_model:
@@ -111,7 +112,9 @@ def build_model(
         model.tie_weights()
         if name is not None:
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
-                model.generation_config = GenerationConfig.from_pretrained(name)
+                model.generation_config = GenerationConfig.from_pretrained(
+                    name, revision=config.model_revision
+                )
     return model
 
 
@@ -165,13 +168,17 @@ def model_configuration(
     if config.model_name_or_path is None:
         loaded = configuration_of(config, tokenizer)
     else:
-        loaded = _load_configuration(config.model_name_or_path, config.trust_remote_code)
+        loaded = _load_configuration(
+            config.model_name_or_path,
+            config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
     if not config.attn_implementation:
         refuse_hub_attention(loaded, str(config.model_name_or_path or config.from_config))
     return loaded
 
 
-def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+def _load_configuration(name: str, revision: str, *, trust_remote_code: bool) -> "PreTrainedConfig":
     """Load the configuration of a model from its folder or the hub.
 
     Raises:
@@ -179,13 +186,15 @@ def _load_configuration(name: str, trust_remote_code: bool) -> "PreTrainedConfig
     """
     from transformers import AutoConfig
 
-    refuse_pickles(name)
+    refuse_pickles(name, revision)
     if is_adapter(Path(name)):
         raise UserError(
             f"--model_name_or_path {name} is an adapter; merge it into its model first: "
             f"llmtrain export {name} --merge --to FOLDER."
         )
-    loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    loaded: PreTrainedConfig = AutoConfig.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    )
     return loaded
 
 

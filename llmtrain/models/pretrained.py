@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -29,6 +29,7 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import LoraConfig, ModelConfig
+from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
 from llmtrain.models.hub_models import local_folder, origin_of
@@ -97,7 +98,7 @@ def load_model(
     quantized model is loaded here, and ``weights`` is ``None``.
 
     Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
-    LoRA run is bfloat16 if ``precision`` is bf16.
+    LoRA run keeps the dtype in which it is stored, or is bfloat16 if ``precision`` is bf16.
 
     Args:
         config: which model, and how it is used.
@@ -120,7 +121,9 @@ def load_model(
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)
 
-    dtype = torch.bfloat16 if lora and precision == "bf16" else torch.float32
+    name = config.model_name_or_path
+    base_dtypes = stored_dtypes(local_folder(name, config.model_revision)) if name else None
+    dtype = _parameter_dtype(base_dtypes if lora is not None else None, precision)
     model = build_model(
         config,
         rows.tokenizer,
@@ -143,28 +146,35 @@ def load_model(
         base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
     _remove_outside_text(model, outside_text)
 
-    # The initial weights are made for the model as it is now. It changes below.
+    # The names of published tensors, and the initial weights, are those of the model as it is now.
+    # It changes below.
+    architecture: PreTrainedModel | None = None
     initial_weights: _InitialWeights | None = None
     if model.device.type == "meta":
-        if config.model_name_or_path is not None:
-            load_buffers(model.train(False), local_folder(config.model_name_or_path))
+        if name is not None:
+            load_buffers(model.train(False), local_folder(name, config.model_revision))
         initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
-    if initial_weights is not None and rows.new_tokens:
-        initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, seed)
-    if config.freeze is not None:
-        _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        # Another copy, because one that has loaded weights remembers the names of the last ones.
+        architecture = copy.deepcopy(model)
+    _change_as_configured(model, config, rows, initial_weights, seed)
 
-    name = config.model_name_or_path
     origin: JsonObject = {"random weights": config.from_config}
     if name:
-        origin = origin_of(name)
+        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss, base_tensors)
-    if lora is not None and name is not None:
-        adapted = add_lora(model, lora, name, seed, new_tokens=rows.new_tokens)
+    files = _model_files(model, name, rows, loss)
+    files = replace(files, architecture=architecture, base_tensors=base_tensors)
+    if lora is None:
+        files = replace(files, base_dtypes=_base_dtypes(base_dtypes, base_tensors))
+    elif name is not None:
+        adapted = add_lora(
+            model,
+            lora,
+            name,
+            seed,
+            new_tokens=rows.new_tokens,
+            base_commit=origin.get("commit"),
+        )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
 
     trained = make_causal_lm(
@@ -189,6 +199,54 @@ def load_model(
         objective=objective,
         prepare_batch=prepare_batch,
     )
+
+
+def _change_as_configured(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    rows: PreparedRows,
+    initial_weights: "_InitialWeights | None",
+    seed: int,
+) -> None:
+    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing."""
+    if initial_weights is not None and rows.new_tokens:
+        initial_weights.load_embeddings(model)
+    _fit_vocabulary(model, config, rows, seed)
+    if config.freeze is not None:
+        _freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def _base_dtypes(
+    dtypes: StoredDtypes | None, base_tensors: BaseTensors | None
+) -> StoredDtypes | None:
+    """Return the dtypes of a model's base, with those of the tensors that it does not train.
+
+    These may be in another folder, if the run starts from a checkpoint.
+    """
+    if dtypes is None or base_tensors is None or base_tensors.folder is None:
+        return dtypes
+    untrained = stored_dtypes(base_tensors.folder).by_name
+    return replace(dtypes, by_name={**untrained, **dtypes.by_name})
+
+
+def _parameter_dtype(frozen: StoredDtypes | None, precision: str) -> torch.dtype:
+    """Return the dtype of a model's parameters.
+
+    Args:
+        frozen: the dtypes of the base of an adapter; ``None`` if the model itself is trained.
+        precision: Accelerate's mixed precision.
+    """
+    if frozen is None:
+        return torch.float32
+    if precision == "bf16":
+        return torch.bfloat16
+    if frozen.main == torch.float16 and precision != "fp16":
+        # Its activations and their gradients would be float16, too. Small gradients become 0 there
+        # without a loss scale, which only the precision fp16 has.
+        return torch.float32
+    return frozen.main
 
 
 def _objective(
@@ -299,7 +357,7 @@ class _InitialWeights:
         name = config.model_name_or_path
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name) if name else None
+        self._folder = local_folder(name, config.model_revision) if name else None
         self._dtype = dtype
         self._seed = seed
         self._is_reward_model = is_reward_model
@@ -354,7 +412,6 @@ def _model_files(
     name: str | None,
     rows: PreparedRows,
     loss: str,
-    base_tensors: BaseTensors | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
@@ -363,14 +420,11 @@ def _model_files(
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
-        base_tensors: what the finished model gets from its base.
     """
-    config = {
-        # Not `to_dict`: JSON has no infinite numbers, and transformers has its own form for them.
-        **json.loads(model.config.to_json_string(use_diff=False)),
-        "architectures": [type(model).__name__],
-        "dtype": "float32",
-    }
+    # Not `to_dict`: JSON has no infinite numbers, and transformers has its own form for them.
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    config = with_dtype(values, torch.float32)
+    config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
 
@@ -381,7 +435,6 @@ def _model_files(
         base=name,
         loss=loss,
         generation=_generation_config(model, rows),
-        base_tensors=base_tensors,
     )
 
 
@@ -454,8 +507,15 @@ def _base_tensors(
     name = config.model_name_or_path
     if name is None:
         return random_base_tensors(copy.deepcopy(model), outside_text, seed)
-    tensors = stored_base_tensors(model, outside_text, name, is_reward_model=is_reward_model)
-    has_processor = bool([*local_folder(name).glob(PROCESSOR_FILES)])
+    tensors = stored_base_tensors(
+        model,
+        outside_text,
+        name,
+        config.model_revision,
+        is_reward_model=is_reward_model,
+    )
+    folder = local_folder(name, config.model_revision)
+    has_processor = bool([*folder.glob(PROCESSOR_FILES)])
     if outside_text and not has_processor:
         note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
     return tensors

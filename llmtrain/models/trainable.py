@@ -221,9 +221,5 @@ def put_in_front(mixin: type, module: nn.Module) -> None:
 @functools.cache  # compiled code is made anew for every class
 def _with_mixin(mixin: type, own_class: type, derived: tuple[str, ...] = ()) -> type:
     """Return a subclass of two classes, with some methods of :class:`_Derived`."""
-    members: dict[str, object] = {name: getattr(_Derived, name) for name in derived}
-    members["own_class"] = own_class
-    if own_class.__module__.startswith("transformers."):
-        # transformers converts the names of weights for classes in its own modules only.
-        members["__module__"] = own_class.__module__
-    return type(own_class.__name__, (mixin, own_class), members)
+    methods = {name: getattr(_Derived, name) for name in derived}
+    return type(own_class.__name__, (mixin, own_class), {"own_class": own_class, **methods})

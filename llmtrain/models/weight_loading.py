@@ -343,7 +343,7 @@ def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTen
     renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
     names = model.state_dict()
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             keys = [*safe_open(path, "pt").keys()]  # type: ignore[no-untyped-call]
         except (OSError, SafetensorError) as error:
@@ -355,7 +355,7 @@ def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTen
             yield StoredTensor(path, key, name)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers would load. A folder may hold other tensors, too.
 
     Raises:

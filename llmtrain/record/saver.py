@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -229,7 +230,7 @@ class Saver:
 
         if any(tensor.is_cuda for tensor in plan.tensors.values()):
             torch.cuda.synchronize()
-        return plan._replace(tensors=copies)
+        return replace(plan, tensors=copies)
 
 
 def write_model(

@@ -5,9 +5,11 @@ length of the header, the header as JSON (for each name the dtype, shape and off
 of the tensors.
 """
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +68,8 @@ def unchanged(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: full}
 
 
-class FilePlan(NamedTuple):
+@dataclass(frozen=True)
+class FilePlan:
     """A plan of safetensors files: which rank writes which tensors into which file.
 
     The tensors may be sharded, on any device. Each of them is gathered on the rank that writes it,
@@ -86,10 +89,17 @@ class FilePlan(NamedTuple):
     ranks: tuple[int, ...] = (0,)
     convert: TensorConverter = unchanged
 
+    @functools.cached_property
+    def written(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors that are written for each of the tensors, without their values."""
+        return {name: self.convert(name, meta_like(full)) for name, full in self.tensors.items()}
+
     @property
     def byte_count(self) -> int:
-        """The size of all full tensors, in bytes."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        """The size of all tensors that are written, in bytes."""
+        return sum(
+            tensor.nbytes for tensors in self.written.values() for tensor in tensors.values()
+        )
 
     @property
     def paths(self) -> dict[int, str]:
@@ -110,10 +120,10 @@ class FilePlan(NamedTuple):
         The tensors are dealt to the ranks in turn: those with wider elements first, so that each
         tensor is aligned in its file, and larger ones before smaller ones.
         """
-        sort_keys = {
-            name: (-tensor.element_size(), -tensor.numel(), name)
-            for name, tensor in self.tensors.items()
-        }
+        sort_keys = {}
+        for name, tensor in self.tensors.items():
+            widths = [written.element_size() for written in self.written[name].values()]
+            sort_keys[name] = (-max(widths), -tensor.numel(), name)
         names = sorted(sort_keys, key=sort_keys.__getitem__)
         count = len(self.ranks)
         return {rank: names[index::count] for index, rank in enumerate(self.ranks)}
@@ -122,8 +132,7 @@ class FilePlan(NamedTuple):
         """Return the headers of the tensors in the file of a rank."""
         headers = []
         for name in self.names[rank]:
-            converted = self.convert(name, meta_like(self.tensors[name]))
-            for written_name, tensor in converted.items():
+            for written_name, tensor in self.written[name].items():
                 headers.append(Header(written_name, tensor.shape, tensor.dtype))
         return headers
 

@@ -71,7 +71,7 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
     if not context.is_replay:
         if settings.log.xray_range is not None:
             callbacks.append(XRayRecording(context, settings.log.xray_range))
-        if context.eval_batches is not None and settings.eval.eval_steps > 0:
+        if context.evaluates:
             callbacks.append(Evaluation(context))
         if settings.eval.sample_prompts:
             callbacks.append(Samples(context))

@@ -1,6 +1,7 @@
 """What the callbacks of the training loop work with, and their base class."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,11 +10,13 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.record.history import as_numbers
+from llmtrain.training.evaluate import eval_extra, evaluate
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import write_model
@@ -52,6 +55,32 @@ class LoopContext:
         numbers = as_numbers(self.run.log(metrics))
         for callback in self.callbacks:
             callback.on_log(self.run.step, numbers)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run makes evaluations."""
+        return self.eval_batches is not None and self.run.settings.eval.eval_steps > 0
+
+    def measure(self) -> dict[str, float]:
+        """Return the eval metrics of the model with its present weights, by name."""
+        # Some objectives need a pass over all eval batches before the loss, such as KTO for its
+        # baseline. For the others this makes no pass and returns nothing.
+        extra = eval_extra(self.engine, self._read_eval_batches)
+        return evaluate(
+            self.engine,
+            self._read_eval_batches(),
+            text_bytes=self.run.rows.metadata.eval_bytes,
+            metrics=self.run.parts.metrics,
+            sources=self.run.rows.eval_sources,
+            extra=extra,
+        )
+
+    def _read_eval_batches(self) -> Iterator[LocalBatch]:
+        assert self.eval_batches is not None
+        for batch in self.eval_batches:
+            # A long phase could be taken for a hang, so it begins again with each batch.
+            self.engine.phases.begin("an evaluation")
+            yield batch
 
     @property
     def is_replay(self) -> bool:

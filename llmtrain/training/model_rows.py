@@ -35,7 +35,7 @@ def tokenize_for_model(
     if preference is not None:
         preference.check_family(model)
     if not data.tokenizer:
-        data.tokenizer = model.model_name_or_path or "bpe:2048"
+        data.tokenizer = model.tokenizer_name or "bpe:2048"
 
     is_reward_model = preference is not None and preference.is_reward_model
     chat.resolve_packing(packing_support(model, is_reward_model=is_reward_model))

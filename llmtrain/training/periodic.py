@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
@@ -10,11 +10,20 @@ from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
 from llmtrain.launching.launcher import has_launcher
+from llmtrain.models.dtypes import dtype_name
 from llmtrain.models.generation import Sampling
+from llmtrain.parallel.team import Team
+from llmtrain.record.history import read_lines
 from llmtrain.training.compiling import eager_code
-from llmtrain.training.context import LoopCallback
-from llmtrain.training.evaluate import add_metrics, eval_extra, evaluate, sample
-from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
+from llmtrain.training.context import LoopCallback, LoopContext
+from llmtrain.training.evaluate import add_metrics, sample
+from llmtrain.training.run_state import (
+    load_best,
+    round_weights,
+    save,
+    wait_for_saves,
+    write_model,
+)
 from llmtrain.training.status import Outcome
 from llmtrain.training.summary import SAMPLE_TOKENS, final_sample
 
@@ -34,9 +43,9 @@ class Evaluation(LoopCallback):
         run = self.run
         start = time.monotonic()
         with self.loop_context.throughput.paused(), eager_code(self.engine.model):
-            results = self._measure()
+            results = self.loop_context.measure()
             for callback in self.loop_context.callbacks:
-                further = callback.on_evaluate(self._measure)
+                further = callback.on_evaluate(self.loop_context.measure)
                 if not isinstance(further, Mapping):
                     raise UserError(
                         f"{name_of(callback)}.on_evaluate returns {short_repr(further)}, not a "
@@ -49,28 +58,6 @@ class Evaluation(LoopCallback):
             self.loop_context.log(results)
         if run.patience.keeps_best:
             run.patience.record(run.step, results)
-
-    def _measure(self) -> dict[str, float]:
-        """Return the metrics of the model with its present weights, by name."""
-        # Some objectives need a pass over all eval batches before the loss, such as KTO for its
-        # baseline. For the others this makes no pass and returns nothing.
-        extra = eval_extra(self.engine, self._batches)
-        return evaluate(
-            self.engine,
-            self._batches(),
-            text_bytes=self.run.rows.metadata.eval_bytes,
-            metrics=self.run.parts.metrics,
-            sources=self.run.rows.eval_sources,
-            extra=extra,
-        )
-
-    def _batches(self) -> Iterator[LocalBatch]:
-        eval_batches = self.loop_context.eval_batches
-        assert eval_batches is not None
-        for batch in eval_batches:
-            # A long phase could be taken for a hang, so it begins again with each batch.
-            self.engine.phases.begin("an evaluation")
-            yield batch
 
 
 class Samples(LoopCallback):
@@ -115,12 +102,18 @@ class Checkpoints(LoopCallback):
 class Finish(LoopCallback):
     """Records how the run has ended, and writes the model and a sample if it is finished."""
 
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        self.model_step = self.run.step  # whose weights the finished model has
+
     def on_train_end(self) -> None:
         run = self.run
         run.status.outcome = self._outcome()
         if run.is_finished:
-            # The model is written: the run is finished, whatever becomes of the sample.
+            # The model is written: the run is finished, whatever becomes of the rest.
             run.writer.set_status("finished", run.step, run.status.outcome.reason)
+            if self.loop_context.evaluates:
+                self._evaluate_rounded()
             self.engine.phases.begin("a sample")
             run.status.sample = final_sample(self.engine, run.rows, run.folder / "model")
 
@@ -144,9 +137,31 @@ class Finish(LoopCallback):
     def _finished(self, reason: str) -> Outcome:
         """Write the best weights if the run keeps them, and the last ones otherwise."""
         run = self.run
-        load_best(run, self.engine)
+        self.model_step = load_best(run, self.engine)
         write_model(run, self.engine, run.folder / "model")
         return Outcome("finished", reason)
+
+    def _evaluate_rounded(self) -> None:
+        """Log the eval loss of the finished model if its weights were rounded to another dtype."""
+        run = self.run
+        dtype = round_weights(run, self.engine)
+        if dtype is None:
+            return
+        with eager_code(self.engine.model):
+            loss = self.loop_context.measure()["loss"]
+        run.log({"eval/rounded_loss": loss})
+        trained_loss = Team.everyone().on_main(self._trained_loss)
+        before = "" if trained_loss is None else f" ({trained_loss:.4f} before rounding)"
+        run.record_event("rounded", f"eval loss {loss:.4f} in {dtype_name(dtype)}{before}")
+
+    def _trained_loss(self) -> float | None:
+        """Return the eval loss of the model before its weights were rounded, from the log."""
+        losses = [
+            entry["eval/loss"]
+            for entry in read_lines(self.run.folder / "metrics.jsonl")
+            if entry["step"] == self.model_step and entry.get("eval/loss") is not None
+        ]
+        return losses[-1] if losses else None
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

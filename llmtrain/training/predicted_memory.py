@@ -8,6 +8,7 @@ the activations.
 import copy
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -97,6 +98,18 @@ class Unit(NamedTuple):
     names: frozenset[str]
     is_bf16: bool
     stays_gathered: bool
+
+    def gathered_bytes(self, parameters: Iterable[LocalParameter]) -> int:
+        """Return the bytes of the full weights, as FSDP2 gathers them.
+
+        Args:
+            parameters: parameters of the model, among which are those of this unit.
+        """
+        return sum(
+            parameter.numel() * (_BF16_BYTES if self.is_bf16 else parameter.element_bytes)
+            for parameter in parameters
+            if parameter.name in self.names
+        )
 
 
 class _Buckets(NamedTuple):
@@ -325,8 +338,7 @@ class Memory:
         largest_gradient = 0.0
         for unit in self.units:
             unit_parameters = [by_name[name] for name in unit.names]
-            element_bytes = _BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES
-            weights = sum(p.numel() for p in unit_parameters) * element_bytes
+            weights = unit.gathered_bytes(unit_parameters)
             if unit.stays_gathered:
                 staying += weights
             else:

@@ -17,10 +17,11 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.json_types import JsonObject
+from llmtrain.models.dtypes import dtype_name
 from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import fill, local_shard, sharded_dim
+from llmtrain.parallel.shards import fill, local_shard, meta_like, sharded_dim
 from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.state_tree import FlatState
@@ -218,13 +219,17 @@ def _state(run: Run, engine: Engine) -> JsonObject:
     }
 
 
-def load_best(run: Run, engine: Engine) -> None:
-    """Load the weights of the best evaluation if the run keeps them and they are not the last."""
+def load_best(run: Run, engine: Engine) -> int:
+    """Load the weights of the best evaluation if the run keeps them and they are not the last.
+
+    Returns:
+        The step after which the model had the weights that it has now.
+    """
     best_step = run.patience.best_step if run.patience.keeps_best else 0
     if run.patience.lack_of_improvement:
         run.record_event("worse", run.patience.lack_of_improvement)
     if best_step in (0, run.step):
-        return
+        return run.step
 
     path = checkpoint.path_of(run.folder / "checkpoints", best_step)
     fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
@@ -233,19 +238,25 @@ def load_best(run: Run, engine: Engine) -> None:
             "damaged",
             f"the best checkpoint, {path}: {fault}; model/ gets the last weights instead",
         )
-        return
+        return run.step
 
     load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
     reason = run.patience.reason if run.patience.is_over else f"the best {run.patience.metric}"
     say("best", f"model/ has the weights of step {best_step}: {reason}")
+    return best_step
 
 
 def write_model(run: Run, engine: Engine, target: Path) -> None:
-    """Write the model with its present weights as a folder that Hugging Face loads."""
+    """Write the model with its present weights as a folder that Hugging Face loads.
+
+    Raises:
+        UserError: on every rank, if a weight is not finite, or too large for the folder's dtype.
+    """
     wait_for_saves(run)  # a save in the background uses the same process group
     model = engine.unwrapped
-    files = run.bundle.files.finished()
+    files = run.bundle.files.finished(run.settings.run.save_dtype)
     check_finite(model, run.ranks)
+    check_range(model, files, run.ranks)
 
     def write() -> None:
         if run.saver.saves_alone:
@@ -286,17 +297,86 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
     Raises:
         UserError: on every rank, if a parameter is not.
     """
-    parameters = dict(model.named_parameters())
-    flags = []
-    for parameter in parameters.values():
-        is_bad = (~torch.isfinite(local_shard(parameter))).any()
-        flags.append(is_bad.to(ranks.device))
+    flags = {
+        name: (~torch.isfinite(local_shard(parameter))).any()
+        for name, parameter in model.named_parameters()
+    }
+    name = _first_name(flags, ranks)
+    if name is not None:
+        raise UserError(
+            f"{name} has values that are not finite, so nothing was saved; lower --learning_rate."
+        )
 
-    # Each rank has checked only the shards that it holds.
-    bad_counts = ranks.accelerator.reduce(torch.stack(flags).int(), reduction="sum")
-    for name, bad_count in zip(parameters, bad_counts.tolist(), strict=True):
-        if bad_count > 0:
-            raise UserError(
-                f"{name} has values that are not finite, so nothing was saved; "
-                "lower --learning_rate."
-            )
+
+def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
+    """Check that the dtype of the finished model can hold all weights, on every rank.
+
+    Args:
+        model: the model, whose weights are finite.
+        files: the format of the finished model's folder.
+        ranks: the ranks of the run.
+
+    Raises:
+        UserError: on every rank, if a weight is too large.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    flags: dict[str, torch.Tensor] = {}
+
+    def collect() -> None:
+        dtypes.update(_written_dtypes(model, files))
+        for name, tensor in files.tensors(model).items():
+            if name in dtypes:
+                flags[name] = torch.isinf(local_shard(tensor).to(dtypes[name])).any()
+
+    Team.everyone().on_all(collect)  # an error of a rank that cannot read the base
+    too_large = _first_name(flags, ranks)
+    if too_large is not None:
+        dtype = dtypes[too_large]
+        raise UserError(
+            f"{too_large} has values above {torch.finfo(dtype).max:g}, the largest of "
+            f"{dtype_name(dtype)}, so the model was not written; the same command with "
+            "--save_dtype bfloat16 writes it from the last checkpoint."
+        )
+
+
+def _first_name(flags: dict[str, torch.Tensor], ranks: Ranks) -> str | None:
+    """Return the first name whose flag is set on any rank: each has only seen its own shards."""
+    if not flags:
+        return None
+    own_flags = torch.stack([flag.to(ranks.device) for flag in flags.values()])
+    counts = ranks.accelerator.reduce(own_flags.int(), reduction="sum")
+    for name, count in zip(flags, counts.tolist(), strict=True):
+        if count > 0:
+            return name
+    return None
+
+
+def _written_dtypes(model: nn.Module, files: ModelFormat) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that lose digits in a model folder, by name."""
+    convert = files.tensor_converter(model)
+    dtypes = {}
+    for name, tensor in files.tensors(model).items():
+        written = [part.dtype for part in convert(name, meta_like(tensor)).values()]
+        narrowest = min(written, key=lambda dtype: dtype.itemsize, default=tensor.dtype)
+        if narrowest != tensor.dtype and narrowest.itemsize <= tensor.dtype.itemsize:
+            dtypes[name] = narrowest
+    return dtypes
+
+
+@torch.no_grad()
+def round_weights(run: Run, engine: Engine) -> torch.dtype | None:
+    """Round the weights, in place, to those of the finished model's folder.
+
+    Returns:
+        The dtype of most weights; ``None`` if the folder has the very weights that were trained.
+    """
+    model = engine.unwrapped
+    files = run.bundle.files.finished(run.settings.run.save_dtype)
+    dtypes = Team.everyone().on_all(lambda: _written_dtypes(model, files))[0]
+    rounded = []
+    for name, tensor in run.bundle.files.tensors(model).items():
+        if name in dtypes:
+            shard = local_shard(tensor)
+            shard.copy_(shard.to(dtypes[name]))
+            rounded.append(dtypes[name])
+    return max(rounded, key=rounded.count, default=None)

@@ -382,6 +382,13 @@ class RunConfig(Config):
         "write checkpoints in the background while training continues, from a copy in host memory",
         hidden=True,
     )
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto",
+        "dtype of the finished model's weights; auto: that of the model that training started "
+        "from, and float32 for an adapter or a model with random weights; checkpoints always have "
+        "the weights that are trained",
+        hidden=True,
+    )
     resume_from_checkpoint: str = flag(
         "auto",
         "auto: resume an unfinished run with the same settings, if there is one; never: start a "

@@ -160,7 +160,7 @@ def take_step(bundle: ModelBundle) -> Step:
 def _reload(bundle: ModelBundle, folder: Path) -> None:
     """Write the trained model, and compare its logits in transformers alone."""
     model: Any = bundle.model
-    files = bundle.files.finished()
+    files = bundle.files.finished("auto")
     write_model(folder, files, files.export_tensors(model))
     model_class = auto_class(AutoConfig.from_pretrained(folder))
     loaded, info = model_class.from_pretrained(folder, output_loading_info=True)

@@ -79,7 +79,7 @@ def test_the_finished_model_has_the_tensors_of_the_base_and_a_checkpoint_names_i
     assert base == {"name": str(gemma3), "origin": origin_of(str(gemma3))}
     assert not (tmp_path / "checkpoint" / "processor_config.json").exists()
 
-    finished = files.finished()
+    finished = files.finished("auto")
     tensors = finished.export_tensors(bundle.model)
     stored = dict(read_tensors(gemma3))
     assert tensors.keys() == stored.keys()
@@ -106,7 +106,7 @@ def test_a_base_that_has_changed_is_one_line_at_the_end(
     with pytest.raises(
         UserError, match=r"base has changed since the run began.*put its files back"
     ):
-        files.finished().export_tensors(bundle.model)
+        files.finished("auto").export_tensors(bundle.model)
 
 
 def test_tensors_that_the_class_ignores_are_in_the_result_and_a_line_says_so(
@@ -115,7 +115,7 @@ def test_tensors_that_the_class_ignores_are_in_the_result_and_a_line_says_so(
     folder = write_checkpoint("Qwen3_5", tmp_path)
     bundle = load(folder)
     files: Any = bundle.files
-    finished = files.finished().export_tensors(bundle.model)
+    finished = files.finished("auto").export_tensors(bundle.model)
     assert torch.equal(finished[IGNORED], dict(read_tensors(folder))[IGNORED])
     assert (
         capsys.readouterr().out.count(
@@ -133,8 +133,8 @@ def test_random_towers_are_in_the_result_and_do_not_depend_on_when_they_are_made
     config = ModelConfig(from_config=str(gemma3), max_length=32)
     bundle = place(accelerator, load_model(config, None, rows, 3, "no"))
     files: Any = bundle.files
-    first = files.finished().export_tensors(bundle.model)
-    again = files.finished().export_tensors(bundle.model)
+    first = files.finished("auto").export_tensors(bundle.model)
+    again = files.finished("auto").export_tensors(bundle.model)
     assert first.keys() == dict(read_tensors(gemma3)).keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(first[name].isfinite().all() for name in first)

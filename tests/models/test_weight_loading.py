@@ -188,7 +188,7 @@ def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
     real_model("llama").save_pretrained(tmp_path)
     replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
     capsys.readouterr()
-    stored_base_tensors(meta_model("llama"), [], str(tmp_path), is_reward_model=True)
+    stored_base_tensors(meta_model("llama"), [], str(tmp_path), "main", is_reward_model=True)
     line = (
         f"left out  {modules}: LlamaForCausalLM does not have these {500 * len(unknown):,} "
         "parameters, nor will the finished model\n"

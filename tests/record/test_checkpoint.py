@@ -8,11 +8,12 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.record import checkpoint, saver, tensor_files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, path_of, prune
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
-from llmtrain.record.tensor_files import read_tensors
+from llmtrain.record.tensor_files import read_tensors, unchanged
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.settings import OptimConfig
@@ -32,6 +33,12 @@ class Files:
         return model.state_dict()
 
     export_tensors = tensors
+
+    def finished(self, dtype: str) -> "Files":
+        return self
+
+    def tensor_converter(self, model: torch.nn.Module) -> TensorConverter:
+        return unchanged
 
 
 def save(folder: Path, step: int) -> Path:

@@ -29,6 +29,7 @@ from llmtrain import (
 )
 from llmtrain.data import tokenizer as tok
 from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.observe.replicas import check_replicas
@@ -152,7 +153,11 @@ def measured(
             found["scattered"].append(len(COUNTS))
     check_replicas(Ranks(accelerator), prepared)
 
-    write(engine, bundle, folder / case.replace("/", "-"))
+    target = folder / case.replace("/", "-")
+    write(engine, bundle.files, target)
+    if case == "mixtral/1":
+        rounded = bundle.files.finished("bfloat16")
+        write(engine, rounded, target.with_name(f"{target.name}-bfloat16"))
     if isinstance(model, HasEmbeddings):
         head = {*model.get_output_embeddings().parameters()}
         embedding = {*model.get_input_embeddings().parameters()}
@@ -182,9 +187,8 @@ def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
     return list(itertools.chain.from_iterable(groups))
 
 
-def write(engine: Engine, bundle: ModelBundle, folder: Path) -> None:
+def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
     """Write the model as all ranks do that share it, or as the main process does alone."""
-    files = bundle.files
     model = engine.unwrapped
     if engine.ranks.is_sharded:
         tensors = files.tensors(model)

@@ -17,7 +17,6 @@ from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Memory
 
 _FLOAT32_BYTES = 4
-_BF16_BYTES = 2
 
 # If DDP chooses the size of its buckets, it closes the first at this size, to send it early.
 _FIRST_BUCKET_MIB = 1.0
@@ -436,7 +435,7 @@ def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[
     shards = sharding.shards
     units = []
     for unit, count in zip(memory.units, unit_numel, strict=True):
-        weight_bytes = count * (_BF16_BYTES if unit.is_bf16 else _FLOAT32_BYTES)
+        weight_bytes = unit.gathered_bytes(memory.parameters)
         trained_numel = sum(numel[name] for name in unit.names & trained)
         gradient_bytes = _FLOAT32_BYTES * trained_numel
 

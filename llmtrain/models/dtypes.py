@@ -1,0 +1,170 @@
+"""The dtypes in which the folders of models hold their weights."""
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from llmtrain.errors import UserError, first_line
+from llmtrain.files import read_object, write_json
+from llmtrain.json_types import JsonObject
+from llmtrain.models.weight_loading import weight_files
+
+# The dtypes that a finished model may have, by the names of the flags and of config.json.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The same dtypes by their names in safetensors files.
+_FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The dtypes of the floating tensors in a model folder.
+
+    Attributes:
+        main: the dtype of most weights, which ``config.json`` names.
+        by_name: the dtypes of single tensors. A bfloat16 model may keep the routing biases of its
+            experts in float32, for example. All others have the main dtype.
+    """
+
+    main: torch.dtype
+    by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the dtype of its name. Integers and 8 bits stay as they are."""
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            return tensor
+        return tensor.to(self.by_name.get(name, self.main))
+
+
+def stored_dtypes(folder: Path) -> StoredDtypes:
+    """Return the dtypes in which a model's folder holds its weights.
+
+    Quantized weights count as bfloat16, in which they are computed.
+
+    Raises:
+        UserError: if a file of weights cannot be read.
+    """
+    names: dict[str, str] = {}
+    elements: Counter[str] = Counter()
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in [*file.keys()]:
+                    stored = file.get_slice(name)
+                    names[name] = stored.get_dtype()
+                    elements[names[name]] += torch.Size(stored.get_shape()).numel()
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {first_line(error)}") from None
+
+    config = folder / "config.json"
+    if config.exists() and read_object(config).get("quantization_config"):
+        return StoredDtypes(torch.bfloat16)
+
+    floating = {name: count for name, count in elements.items() if name.startswith(("F", "BF"))}
+    most_common = max(floating, key=floating.__getitem__, default="F32")
+    if most_common == "F64":  # no model is trained in float64
+        most_common = "F32"
+    main = _FILE_DTYPES.get(most_common, torch.bfloat16)  # 8 bits, without a quantization_config
+    by_name = {
+        name: _FILE_DTYPES[stored] for name, stored in names.items() if stored in _FILE_DTYPES
+    }
+    return StoredDtypes(main, by_name)
+
+
+def check_range(source: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Check that weights have kept finite values in the dtype to which they were cast.
+
+    Args:
+        source: the model folder that they come from.
+        weights: the weights by name.
+
+    Raises:
+        UserError: if one is infinite.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and torch.isinf(tensor).any():
+            raise UserError(
+                f"{source}: {name} has values above {torch.finfo(tensor.dtype).max:g}, the largest "
+                f"of {dtype_name(tensor.dtype)}; use llmtrain export --dtype bfloat16."
+            )
+
+
+def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
+    """Copy a model folder, or that of an adapter, and cast its weights to one dtype.
+
+    Args:
+        source: the folder.
+        folder: the folder to write, which exists.
+        dtype: a name in :data:`DTYPES`.
+
+    Raises:
+        UserError: if the weights are quantized, pickled or damaged, or too large for the dtype.
+    """
+    paths = weight_files(source)
+    if not paths:
+        raise UserError(f"--dtype {dtype}: {source} holds no safetensors files to cast.")
+    config_file = source / "config.json"
+    config = read_object(config_file) if config_file.exists() else {}
+    if "quantization_config" in config:
+        raise UserError(
+            f"--dtype {dtype}: the weights in {source} are quantized; leave --dtype out, which "
+            "copies them."
+        )
+
+    names = [path.name for path in paths]
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda *_: names)
+    dtypes = StoredDtypes(DTYPES[dtype])
+    size = 0
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata()
+                stored = {name: file.get_tensor(name) for name in [*file.keys()]}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: {first_line(error)}") from None
+        weights = {name: dtypes.cast(name, tensor) for name, tensor in stored.items()}
+        check_range(source, weights)
+        save_file(weights, folder / path.name, metadata)
+        size += sum(tensor.nbytes for tensor in weights.values())
+
+    if config:
+        write_json(folder / "config.json", with_dtype(config, DTYPES[dtype]))
+    index_file = folder / "model.safetensors.index.json"
+    if index_file.exists():
+        index = read_object(index_file)
+        index.setdefault("metadata", {})["total_size"] = size
+        write_json(index_file, index)
+
+
+def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:
+    """Return the content of ``config.json`` for a model whose weights have a dtype.
+
+    The configurations of a multimodal model's parts name it, too, if they name one.
+    """
+    name = dtype_name(dtype)
+    changed = {key: _part_with_dtype(value, name) for key, value in config.items()}
+    changed["dtype"] = name
+    if "torch_dtype" in changed:  # its name before transformers 5
+        changed["torch_dtype"] = name
+    return changed
+
+
+def _part_with_dtype(value: object, name: str) -> object:
+    """Return a value of a configuration, with another dtype if it is a part that names one."""
+    if not isinstance(value, dict):
+        return value
+    changed = {key: _part_with_dtype(inner, name) for key, inner in value.items()}
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(changed.get(key), str):
+            changed[key] = name
+    return changed
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in ``config.json``."""
+    return str(dtype).removeprefix("torch.")
