@@ -5,6 +5,7 @@ It comes from a folder, from the hub, or from a configuration with random weight
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -476,7 +477,9 @@ def _model_files(
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
     """
-    config = with_dtype(model.config.to_dict(), torch.float32)
+    # Not `to_dict`: JSON has no infinite numbers, and transformers has its own form for them.
+    values = json.loads(model.config.to_json_string(use_diff=False))
+    config = with_dtype(values, torch.float32)
     config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)

@@ -14,6 +14,8 @@ _SPAN = 32  # of sliding windows and attention chunks
 _MOST_EXPERTS = 4
 _FEWEST_LAYERS = 2
 _FEWEST_HEADS = 4  # of attention that has as many
+_LEAST_WIDTH = 128
+_TOWER_FACTOR = 8
 
 # Keys of configurations. If heads become fewer and stay as large, the other sizes can shrink by the
 # same factor: classes ask that widths are multiples of the heads.
@@ -27,6 +29,7 @@ _OTHER_SIZES = re.compile(
     r"|state|token|vocab|window"
 )
 _SPANS = ("sliding_window", "attention_chunk_size")
+_DEPTHS = ("num_hidden_layers", "depth")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _EXPERT_GROUPS = ("n_group", "topk_group")
@@ -43,7 +46,7 @@ def miniatures(
         config: the configuration.
         build: builds a model on the meta device.
     """
-    for narrow in (_with_fewer_heads, _with_all_heads):
+    for narrow in (_with_narrow_layers, _with_fewer_heads, _with_all_heads):
         try:
             narrow_config = _changed(config, narrow)
             count = _layers_of_every_kind(narrow_config, build(narrow_config))
@@ -68,28 +71,57 @@ def _changed(
             continue
         if getattr(config, key, None) is text_config:
             change(part, text_config)
-        elif "num_hidden_layers" in part:  # a tower for images or sound, which no text meets
-            part["num_hidden_layers"] = 1
+        elif any(depth in part for depth in _DEPTHS):
+            _make_tower_small(part)
     return type(config).from_dict(values)
+
+
+def _make_tower_small(values: dict[str, Any]) -> None:
+    """Make one narrow layer of a tower for images or sound, which no text meets."""
+    for key, value in values.items():
+        is_width = bool(_WIDTHS.search(key)) and not _OTHER_SIZES.search(key)
+        if is_width or _HEADS.search(key):
+            values[key] = _divided(value, _TOWER_FACTOR, unit=1)
+        elif key in _DEPTHS:
+            values[key] = 1
+
+
+def _with_narrow_layers(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Divide every width once more, for classes whose heads may be wider than their share of it."""
+    factor = _divisor(_head_counts(values), int(config.hidden_size))
+    width = int(config.hidden_size) // factor
+    narrower = 1
+    while width % (2 * narrower) == 0 and width // (2 * narrower) >= _LEAST_WIDTH:
+        narrower *= 2
+    _divide_sizes(values, config, factor, narrower * factor)
 
 
 def _with_fewer_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
     """Divide the number of heads, and every width, by a common divisor."""
-    hidden_size = int(config.hidden_size)
-    counts = [
+    factor = _divisor(_head_counts(values), int(config.hidden_size))
+    _divide_sizes(values, config, factor, factor)
+
+
+def _divide_sizes(
+    values: dict[str, Any], config: PreTrainedConfig, head_factor: int, width_factor: int
+) -> None:
+    for key, value in values.items():
+        unit = 16 if _WIDTHS_OF_EXPERTS.search(key) else 1
+        if _HEADS.search(key):
+            values[key] = _divided(value, head_factor, unit)
+        elif _WIDTHS.search(key) and not _OTHER_SIZES.search(key):
+            values[key] = _divided(value, width_factor, unit)
+        if _INNER_WIDTHS.search(key):
+            values[key] = _at_most(values[key], 2 * int(config.hidden_size) // width_factor)
+    _with_all_heads(values, config)
+
+
+def _head_counts(values: dict[str, Any]) -> list[int]:
+    return [
         value
         for key, value in values.items()
         if _HEADS.search(key) and isinstance(value, int) and value > 1
     ]
-    factor = _divisor(counts, hidden_size)
-    for key, value in values.items():
-        is_width = bool(_WIDTHS.search(key)) and not _OTHER_SIZES.search(key)
-        if is_width or _HEADS.search(key):
-            unit = 16 if _WIDTHS_OF_EXPERTS.search(key) else 1
-            values[key] = _divided(value, factor, unit)
-        if _INNER_WIDTHS.search(key):
-            values[key] = _at_most(values[key], 2 * hidden_size // factor)
-    _with_all_heads(values, config)
 
 
 def _divisor(counts: list[int], hidden_size: int) -> int:

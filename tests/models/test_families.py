@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -360,6 +361,12 @@ def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
     assert any(
         parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters()
     )
+
+
+def test_an_infinite_number_is_in_the_written_configuration(load, tmp_path):
+    sizes = "hidden_size=32,num_heads=8,head_dim=8,n_groups=1,num_hidden_layers=1"
+    load("mamba2", config_overrides=sizes).files.write_config(tmp_path)
+    assert [*AutoConfig.from_pretrained(tmp_path).time_step_limit] == [0.0, float("inf")]
 
 
 def saved(

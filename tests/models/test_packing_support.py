@@ -1,29 +1,16 @@
-"""Whether a class keeps packed documents apart is on a list, which agrees with trials of small models."""
+"""Whether rows are packed follows from a list of classes, which small models are tried for."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig
 
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.packing_support import VERDICTS, PackingSupport, packing_support
-from tests.families import FAMILIES
+from llmtrain.models.packing_support import PackingSupport, packing_support
 from tests.models.miniatures import miniatures
-from tests.models.packing_verdicts import (
-    ORDER,
-    UntriedError,
-    build_on_meta_device,
-    types_of_classes,
-    verdict_on_types,
-)
-
-LISTED = json.loads(VERDICTS.read_text(encoding="utf-8"))
-CLASSES = types_of_classes()
-LEAKING = ["bloom", "opt", "gpt_oss", "mamba"]
+from tests.models.packing_trials import build_on_meta_device, types_of_classes
 
 
 def support_of(family: str, **settings: Any) -> PackingSupport:
@@ -32,43 +19,7 @@ def support_of(family: str, **settings: Any) -> PackingSupport:
     return support
 
 
-# --- the list
-
-
-def check_class(class_name: str) -> None:
-    """Check the verdict on a class that is on the list."""
-    try:
-        verdict = verdict_on_types(CLASSES[class_name])
-    except UntriedError:
-        verdict = None
-    listed = LISTED["classes"].get(class_name)
-
-    is_right = verdict == listed
-    if transformers.__version__ != LISTED["transformers"]:
-        # A class may keep documents apart in this version alone. The list need not be right for it,
-        # but rows must not be packed if they leak.
-        is_right = listed is None or verdict is None or ORDER.index(listed) <= ORDER.index(verdict)
-    assert is_right, (
-        f"{VERDICTS.name} has {listed} for {class_name}, and a trial gives {verdict}. If the trial "
-        f"is right, make the list again with transformers {LISTED['transformers']}, the lowest "
-        "version that setup.cfg allows: python -m tests.models.packing_verdicts"
-    )
-
-
-NAMES = {model_type: name for name, types in CLASSES.items() for model_type in types}
-
-
-# All classes take four minutes: python -m tests.models.packing_verdicts tries them, and makes the
-# list, which belongs to one version of transformers.
-@pytest.mark.parametrize("family", [*FAMILIES, *LEAKING, "lfm2", "llama4_text", "rwkv"])
-def test_the_list_is_right_about_these_families(family: str) -> None:
-    check_class(NAMES[family])
-
-
-def test_the_list_has_only_verdicts_on_classes_of_transformers() -> None:
-    assert {*LISTED["classes"].values()} == {*ORDER}
-    if transformers.__version__ == LISTED["transformers"]:
-        assert {*LISTED["classes"]} <= {*CLASSES}
+NAMES = {model_type: name for name, types in types_of_classes().items() for model_type in types}
 
 
 # --- the rule
@@ -84,7 +35,7 @@ def test_a_class_that_leaks_is_not_packed() -> None:
     assert support_of("gpt_oss") == PackingSupport("GptOssForCausalLM")
 
 
-@pytest.mark.parametrize("family", ["rwkv", "musicgen"])
+@pytest.mark.parametrize("family", ["musicgen"])
 def test_a_class_that_is_not_on_the_list_is_not_packed(family: str) -> None:
     assert support_of(family) == PackingSupport(NAMES[family], problem="the class was not tried")
 

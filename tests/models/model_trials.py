@@ -1,0 +1,213 @@
+"""Try what a run does with a model, on a small one: what a row of the table of models says.
+
+Each trial has one cell. Its text is ``yes``, or says in a few words what fails.
+"""
+
+import contextlib
+import copy
+import io
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+from llmtrain import LoraConfig, ModelBundle, ModelConfig, load_model
+from llmtrain.data import tokenizer as tok
+from llmtrain.errors import first_line
+from llmtrain.launching.accelerator import start_accelerator
+from llmtrain.models.hub_models import auto_class
+from llmtrain.models.lora import AdapterFiles
+from llmtrain.models.meta_models import build_model
+from llmtrain.models.probe import differ
+from llmtrain.models.towers import outside_text_tower
+from llmtrain.parallel.placement import parameter_bytes, place
+from llmtrain.parallel.shards import local_shard
+from llmtrain.record.saver import write_model
+from tests.models.packing_trials import (
+    ROW_LENGTH,
+    Packing,
+    build,
+    packing_of,
+    published_config,
+    with_smallest,
+)
+from tests.models.some_rows import SomeRows
+
+_SEED = 3
+
+
+class Step(NamedTuple):
+    """One step of a model: what two ranks must compute as one process does.
+
+    Attributes:
+        loss: the summed loss of a row.
+        grad_norm: the norm of its gradient.
+    """
+
+    loss: float
+    grad_norm: float
+
+
+class Trial(NamedTuple):
+    """What was found out about a family in one process.
+
+    Attributes:
+        cells: the texts of the cells, by column.
+        packing: whether it keeps packed documents apart.
+        step: a step of the model, or ``None`` if it cannot be trained.
+    """
+
+    cells: dict[str, str]
+    packing: Packing
+    step: Step | None
+
+
+def try_family(family: str, folder: Path) -> Trial:
+    """Try a family in this process, and leave its model in a folder, for :func:`try_sharded`.
+
+    Raises:
+        UntriedError: if no model is small enough.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of peft
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        config = published_config(family)
+        return with_smallest(config, lambda small: _try_small(small, folder))
+
+
+def _try_small(config: PreTrainedConfig, folder: Path) -> Trial:
+    model = build(config)
+    model.save_pretrained(folder)
+    packing = packing_of(copy.deepcopy(model))
+    cells = {
+        "class": type(model).__name__,
+        "packs": "yes" if packing.verdict != "leaks" else f"no: {packing.reason}",
+        "prompts shared": {
+            "shares": "yes",
+            "packs": f"no: {packing.reason}",
+            "leaks": "no",
+        }[packing.verdict],
+        "not reached": ", ".join(outside_text_tower(model)) or "-",
+    }
+
+    accelerator = start_accelerator()
+    try:
+        bundle = load(accelerator, folder)
+        step = take_step(bundle)
+    except Exception as error:  # each class fails in its own way
+        cells["trains"] = f"no: {_in_few_words(error)}"
+        return Trial(cells, packing, step=None)
+
+    cells["trains"] = "yes"
+    cells["reloads"] = _outcome(lambda: _reload(bundle, folder.with_suffix(".finished")))
+    cells["LoRA"] = _outcome(lambda: _lora_targets(accelerator, folder))
+    cells["reward"] = _outcome(lambda: _build_reward_model(folder))
+    return Trial(cells, packing, step)
+
+
+def _outcome(trial: Callable[[], str | None]) -> str:
+    """Return the cell of a trial: its result, ``yes`` if it has none, or why it failed."""
+    try:
+        return trial() or "yes"
+    except Exception as error:  # each class fails in its own way
+        return f"no: {_in_few_words(error)}"
+
+
+def _in_few_words(error: Exception) -> str:
+    """Return the first clause of a message, without the names of flags before it."""
+    message = re.sub(r"^(--\S+( \S+)?: |\[\S+\] )+", "", first_line(error))
+    return re.split(r"[.;] |\.$| \(", message)[0].replace("|", "/")
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that fits every small model."""
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), ROW_LENGTH)
+
+
+def load(accelerator: Accelerator, folder: Path, lora: LoraConfig | None = None) -> ModelBundle:
+    """Load a model as a run does, which tries its attention and its gradients as well."""
+    config = ModelConfig(str(folder), max_length=ROW_LENGTH)
+    return place(accelerator, load_model(config, lora, SomeRows(words()), _SEED, "no"))
+
+
+def take_step(bundle: ModelBundle) -> Step:
+    """Take a step of plain gradient descent, without dropout."""
+    model: Any = bundle.model
+    ids = (7 * torch.arange(48)[None] + 1) % model.vocabulary_size
+    model.eval()
+    loss = model(ids, labels=ids)
+    loss.backward()
+    squares = 0.0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            squares += float(local_shard(parameter.grad).double().square().sum())
+            local_shard(parameter).sub_(1e-3 * local_shard(parameter.grad))
+    return Step(loss.item(), squares**0.5)
+
+
+@torch.no_grad()
+def _reload(bundle: ModelBundle, folder: Path) -> None:
+    """Write the trained model, and compare its logits in transformers alone."""
+    model: Any = bundle.model
+    files = bundle.files.finished("auto")
+    write_model(folder, files, files.export_tensors(model))
+    model_class = auto_class(AutoConfig.from_pretrained(folder))
+    loaded, info = model_class.from_pretrained(folder, output_loading_info=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[problem], f"{problem} {sorted(map(str, info[problem]))[0]}"
+    assert type(loaded) is model.own_class, f"it is loaded as {type(loaded).__name__}"
+    ids = (7 * torch.arange(48)[None] + 1) % model.vocabulary_size
+    logits = model(ids, use_cache=False).logits
+    assert not differ(loaded.eval()(ids, use_cache=False).logits, logits), "other logits"
+
+
+def _lora_targets(accelerator: Accelerator, folder: Path) -> str:
+    """Add LoRA to all linear layers, and return the last names of what got matrices."""
+    files = load(accelerator, folder, LoraConfig(lora_r=2)).files
+    assert isinstance(files, AdapterFiles)
+    tuner = files.adapted.base_model
+    names = [*tuner.targeted_module_names, *tuner.targeted_parameter_names]
+    names = [name.removesuffix(".weight").rpartition(".")[2] for name in names]
+    return " ".join(sorted({*names}))
+
+
+def _build_reward_model(folder: Path) -> None:
+    """Build the class for sequence classification."""
+    config_class = type(AutoConfig.from_pretrained(folder))
+    assert config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "no class"
+    config = ModelConfig(str(folder), max_length=ROW_LENGTH)
+    build_model(config, words(), torch.float32, is_frozen=False, is_reward_model=True)
+
+
+def try_sharded(accelerator: Accelerator, folder: Path, expected: Step) -> str:
+    """Return the cell of FSDP2. All ranks call this, and get the same."""
+    outcomes: list[str] = [""] * accelerator.num_processes
+    outcome = _outcome(lambda: _step_sharded(accelerator, folder, expected))
+    torch.distributed.all_gather_object(outcomes, outcome)
+    return next((text for text in outcomes if text != "yes"), "yes")
+
+
+def _step_sharded(accelerator: Accelerator, folder: Path, expected: Step) -> None:
+    bundle = load(accelerator, folder)
+    loss, grad_norm = take_step(bundle)
+    square = torch.tensor(grad_norm**2)
+    torch.distributed.all_reduce(square)
+
+    for name, value, other in (
+        ("loss", loss, expected.loss),
+        ("gradient", square.item() ** 0.5, expected.grad_norm),
+    ):
+        assert abs(value - other) < 1e-4 * other, f"{name} {value:.6} instead of {other:.6}"
+    local, full = parameter_bytes(bundle.model)
+    assert local < 0.6 * full, f"a rank holds {local / full:.0%} of the weights"
