@@ -78,6 +78,7 @@ def add_lora(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if is_all_linear else module_targets,
+        exclude_modules=_routers(model) or None,
         target_parameters=expert_targets or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
@@ -135,6 +136,18 @@ def _linear_layers(model: "PreTrainedModel") -> list[str]:
         name
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module is not head
+    ]
+
+
+def _routers(model: "PreTrainedModel") -> list[str]:
+    """Return the names of linear layers that return more than a product.
+
+    Some classes of transformers are linear layers that also choose the experts of each token.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.")
     ]
 
 
