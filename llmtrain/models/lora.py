@@ -147,8 +147,16 @@ def _routers(model: "PreTrainedModel") -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.")
+        if isinstance(module, nn.Linear)
+        and type(module).__module__.startswith("transformers.")
+        and not _returns_a_tensor(module)
     ]
+
+
+@torch.no_grad()
+def _returns_a_tensor(module: nn.Linear) -> bool:
+    """Return whether a linear layer, which may be on the meta device, returns a single tensor."""
+    return isinstance(module(module.weight.new_empty(1, module.in_features)), Tensor)
 
 
 def _check_expert_targets(
