@@ -1,10 +1,11 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
 
+
+# The auto classes of multimodal models.
+MULTIMODAL_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 # The files of a multimodal model that prepare images and sound for it.
 PROCESSOR_FILES = "*processor_config.json"
@@ -212,7 +216,7 @@ class ModelFiles:
 
         The code of a reward model also scores an answer.
         """
-        auto_class = _auto_class(self.config)
+        auto_class = auto_class_of(self.config)
         code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
         if self.tokenizer is None:
             return f"from transformers import {auto_class}\n\n{code}"
@@ -335,12 +339,15 @@ def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
     config = folder_config(folder)
     if is_adapter(folder):
+        base_class = auto_class_of(_base_config(config))
+        if base_class in MULTIMODAL_CLASSES:
+            return f"peft: PeftModel.from_pretrained({base_class}.from_pretrained(BASE), FOLDER)"
         return f"peft: {auto_peft_class(config)}.from_pretrained"
     module_class = module_class_of(config)
     if module_class:
         weights = folder / ModuleFiles.weights_name
         return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
-    return f"transformers: {_auto_class(config)}.from_pretrained"
+    return f"transformers: {auto_class_of(config)}.from_pretrained"
 
 
 def module_class_of(config: JsonObject) -> str:
@@ -348,7 +355,7 @@ def module_class_of(config: JsonObject) -> str:
     return str(config.get(_MODULE_CLASS, ""))
 
 
-def _auto_class(config: JsonObject) -> str:
+def auto_class_of(config: JsonObject) -> str:
     """Return the class of transformers that loads a model, by its ``config.json``."""
     if gives_scores(config):
         return "AutoModelForSequenceClassification"
@@ -370,6 +377,18 @@ def folder_config(folder: Path) -> JsonObject:
     """Return ``config.json`` of a model folder, or ``adapter_config.json`` of an adapter's."""
     name = "adapter_config.json" if is_adapter(folder) else "config.json"
     return read_object(folder / name)
+
+
+def _base_config(adapter_config: JsonObject) -> JsonObject:
+    """Return ``config.json`` of an adapter's base; empty if the base is not on this disk."""
+    from transformers import AutoConfig
+
+    with contextlib.suppress(OSError, ValueError):
+        config = AutoConfig.from_pretrained(
+            adapter_config["base_model_name_or_path"], local_files_only=True
+        )
+        return cast(JsonObject, config.to_dict())
+    return {}
 
 
 def auto_peft_class(config: JsonObject) -> str:

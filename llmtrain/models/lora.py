@@ -20,7 +20,13 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.export import ModelFiles, auto_peft_class, gives_scores
+from llmtrain.models.export import (
+    MULTIMODAL_CLASSES,
+    ModelFiles,
+    auto_class_of,
+    auto_peft_class,
+    gives_scores,
+)
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.reward_card import scoring_code
@@ -382,6 +388,16 @@ class AdapterFiles(ModelFiles):
 
     def loading_code(self) -> str:
         """Return Python code that loads the adapter and its base. A reward model also scores."""
+        auto_class = auto_class_of(self.config)
+        if auto_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
+            return (
+                "from peft import PeftConfig, PeftModel\n"
+                f"from transformers import {auto_class}, AutoTokenizer\n\n"
+                "base = PeftConfig.from_pretrained(FOLDER).base_model_name_or_path\n"
+                f"model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), FOLDER)\n"
+                "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+            )
+
         auto_class = auto_peft_class(self.config)
         is_reward_model = gives_scores(self.config)
         options = ", num_labels=1" if is_reward_model else ""

@@ -16,12 +16,14 @@ from llmtrain.models import pretrained
 from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
 from llmtrain.parallel.placement import place
+from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_headers, read_tensors
 from tests.models.some_rows import SomeRows
 from tests.multimodal import IGNORED, PROCESSOR_FILES, write_checkpoint
@@ -177,6 +179,23 @@ def test_an_adapter_is_in_the_text_tower_only(
     bundle = load(gemma3, LoraConfig(lora_r=2, lora_target_modules=targets))
     assert trained_names(bundle)
     assert all(name.startswith("model.language_model.") for name in trained_names(bundle))
+
+
+def test_the_card_of_an_adapter_has_code_that_loads_the_full_class(
+    load: Callable[..., ModelBundle], tmp_path: Path
+) -> None:
+    bundle = load(write_checkpoint("Qwen3_5", tmp_path / "base"), LoraConfig(lora_r=2))
+    write_model(tmp_path / "adapter", bundle.files, bundle.files.tensors(bundle.model))
+    code = (tmp_path / "adapter/README.md").read_text().split("```")[1].removeprefix("python\n")
+    names: dict[str, Any] = {}
+    exec(code.replace('"."', repr(str(tmp_path / "adapter"))), names)
+    assert type(names["model"].base_model.model).__name__ == "Qwen3_5ForConditionalGeneration"
+    loaded = dict(names["model"].named_parameters())
+    for name, tensor in read_tensors(tmp_path / "adapter"):
+        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
+    assert how_to_load(tmp_path / "adapter").startswith(
+        "peft: PeftModel.from_pretrained(AutoModelForImageTextToText"
+    )
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=2)])
