@@ -158,7 +158,7 @@ def prepare(folder: Path) -> None:
 
     documents = islice(builtin.CORPORA["builtin:python-docs"](), 40)
     text = "\n".join(document["text"] for document in documents)
-    (folder / "input.txt").write_text(text[:200_000])
+    (folder / "input.txt").write_text(text[:80_000])
     write_text(folder / "small.txt")
 
     write_qwen3(folder / "Qwen" / "Qwen3-0.6B")

@@ -98,50 +98,61 @@ def test_a_multimodal_model_is_trained_on_text_by_two_processes(
     check_result(train("run", launcher=torchrun(2)), base)
 
 
+def export(*arguments: str) -> None:
+    run_forked([*PYTHON, "llmtrain/__main__.py", "export", *arguments]).assert_ok()
+
+
 @long_form
 @pytest.mark.parametrize("base", CLASSES, indirect=True)
-def test_every_multimodal_class_is_the_same_run_on_one_process_and_on_two(
+def test_every_multimodal_class_is_the_same_run_on_any_layout(
     train: Callable[..., Path], base: Path, tmp_path: Path
 ) -> None:
-    alone = train("alone")
     ddp = train("ddp", launcher=torchrun(2))
     fsdp = train("fsdp", "--save_steps", "1", launcher=FSDP2)
-    for folder in (alone, ddp, fsdp):
-        check_result(folder, base)
     for folder in (ddp, fsdp):
-        assert series(folder, "train/loss") == pytest.approx(series(alone, "train/loss"), rel=1e-4)
+        check_result(folder, base)
+    assert series(fsdp, "train/loss") == pytest.approx(series(ddp, "train/loss"), rel=1e-4)
 
-    # A checkpoint holds only what is trained, and refers to the base. Another run starts from it.
+    # A checkpoint holds only what is trained, and refers to the base.
     checkpoint = fsdp / "checkpoints/step-00000001/model"
     held = {name for name, _ in read_tensors(checkpoint)}
     assert not any("vision" in name or "visual" in name for name in held)
-    check_result(train("from-checkpoint", "--model_name_or_path", str(checkpoint)), base)
     exported = tmp_path / "exported/model"
-    run([f"{BIN}/llmtrain", "export", str(checkpoint), "--to", str(exported)]).assert_ok()
+    export(str(checkpoint), "--to", str(exported))
     check_result(exported.parent, base)
 
-    # A run that was interrupted ends in the same weights.
+    # A run that was interrupted goes on, here on one process.
     finished = dict(read_tensors(fsdp / "model"))
     interrupt_after_the_first_step(fsdp)
-    train("fsdp", "--save_steps", "1", launcher=FSDP2)
+    train("fsdp", "--save_steps", "1")
+    check_result(fsdp, base)
     for name, tensor in read_tensors(fsdp / "model"):
-        assert torch.equal(tensor, finished[name])
+        torch.testing.assert_close(tensor, finished[name], rtol=1e-2, atol=1e-3)
 
 
 @long_form
 @pytest.mark.parametrize("base", CLASSES, indirect=True)
-def test_every_multimodal_class_takes_an_adapter_and_preferences_and_its_result_is_used(
+def test_every_multimodal_class_takes_an_adapter_and_preferences(
     train: Callable[..., Path], base: Path, tmp_path: Path
 ) -> None:
     adapter = train("adapter", "--lora_r", "2", launcher=torchrun(2))
     names = {name for name, _ in read_tensors(adapter / "model")}
     assert not any("vision" in name or "visual" in name for name in names)
-    run([f"{BIN}/llmtrain", "export", str(adapter), "--merge", "--check"]).assert_ok()
-    merged = tmp_path / "whole"
-    shutil.copytree(adapter / "merged", merged / "model")
-    check_result(merged, base)
+    merged = tmp_path / "merged/model"
+    export(str(adapter), "--merge", "--check", "--to", str(merged))
+    check_result(merged.parent, base)
 
-    preferred = train("preferred", recipe=PREFERENCE)
-    check_result(preferred, base)
+    check_result(train("preferred", recipe=PREFERENCE), base)
+
+
+@long_form
+@pytest.mark.parametrize("base", ["Qwen3_5"], indirect=True)
+def test_a_run_that_starts_from_a_checkpoint_has_all_of_the_base_and_writes_text(
+    train: Callable[..., Path], base: Path
+) -> None:
+    first = train("first", "--save_steps", "1")
+    checkpoint = str(first / "checkpoints/step-00000001")
+    second = train("second", "--model_name_or_path", checkpoint)
+    check_result(second, base)
     flags = ["--prompt", "a", "--max_new_tokens", "2"]
-    run([f"{BIN}/llmtrain", "generate", str(preferred), *flags]).assert_ok()
+    run([f"{BIN}/llmtrain", "generate", str(second), *flags]).assert_ok()
