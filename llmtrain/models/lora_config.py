@@ -21,7 +21,11 @@ class LoraConfig(Config):
         0,
         "train a LoRA adapter of this rank instead of the model; 0: train the model itself",
     )
-    lora_alpha: int = flag(32, "scale of the adapter: its output is multiplied by alpha / r")
+    lora_alpha: int = flag(
+        32,
+        "scale of the adapter: its output is multiplied by alpha / r",
+        hidden=True,
+    )
     lora_target_modules: list[str] = flag(
         ["all-linear"],
         "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
