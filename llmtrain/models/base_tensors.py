@@ -22,6 +22,7 @@ from llmtrain.model_folders import is_adapter
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.towers import outermost_modules
 from llmtrain.models.weight_loading import (
+    COMPUTED_BUFFERS,
     StoredTensor,
     model_parts,
     random_weights,
@@ -80,6 +81,9 @@ def stored_base_tensors(
     """
     name, revision = _complete_base(name, revision)
     folder = local_folder(name, revision)
+    # The class ignores the scales of quantized weights, which the finished model does not have.
+    is_quantized = "quantization_config" in read_object(folder / "config.json")
+    keeps_ignored = not is_reward_model and not is_quantized
     outside = _names_within(model.state_dict(), outside_text)
     # A buffer that is computed is stored in old checkpoints.
     known = {*model.state_dict(), *dict(model.named_buffers())}
@@ -92,13 +96,20 @@ def stored_base_tensors(
             untrained.append(tensor)
         elif tensor.name in known:
             others.append(tensor.key)
-        else:
+        elif not tensor.key.endswith(COMPUTED_BUFFERS):
             ignored.append(tensor)
     others += [tensor.key for tensor in untrained]
 
+    found = {tensor.name for tensor in untrained}
+    lost = outermost_modules(
+        [key for key in model.state_dict() if key in outside - found],
+        others=model.state_dict().keys() - outside,
+    )
+    if lost:
+        say("left out", f"{' and '.join(lost)}: {name} does not hold them, nor will the result")
     if ignored:
-        _say_ignored(model, ignored, others, is_kept=not is_reward_model)
-    if not is_reward_model:
+        _say_ignored(model, ignored, others, is_kept=keeps_ignored)
+    if keeps_ignored:
         untrained += ignored
     if not untrained:
         return None

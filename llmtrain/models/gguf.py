@@ -15,7 +15,7 @@ from llmtrain.files import json_text, sync_file, sync_folder, temporary_sibling
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gguf_tokenizer import add_tokenizer
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
-from llmtrain.models.weight_loading import weight_files
+from llmtrain.models.weight_loading import COMPUTED_BUFFERS, weight_files
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -252,8 +252,7 @@ class _Weights:
 
 def _stored_tensors(folder: Path, config: "PreTrainedConfig") -> Iterator[tuple[Path, str, Tensor]]:
     """Yield the file and the name of each stored tensor, and the tensor on the meta device."""
-    # Constants that old checkpoints hold.
-    ignored = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
+    ignored = [*COMPUTED_BUFFERS]
     if config.tie_word_embeddings:
         ignored.append("lm_head.weight")
 

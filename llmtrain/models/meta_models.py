@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import safe_open
 
 from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
+from llmtrain.files import read_object
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.hub_models import auto_class, causal_lm_classes, load_causal_lm
+from llmtrain.models.hub_models import (
+    auto_class,
+    causal_lm_classes,
+    load_causal_lm,
+    local_folder,
+)
 from llmtrain.models.hub_safety import refuse_hub_attention, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
+from llmtrain.models.weight_loading import stored_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -104,18 +112,51 @@ def build_model(
             model_class: Any = AutoModelForSequenceClassification
         else:
             model_class = auto_class(model_config)
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = model_class.from_config(model_config, **options)
+
+        def build() -> "PreTrainedModel":
+            with init_empty_weights(include_buffers=False):
+                built: PreTrainedModel = model_class.from_config(model_config, **options)
+            # `init_empty_weights` made a separate parameter of each tied one.
+            built.tie_weights()
+            return built
+
+        model = build()
         if is_reward_model:
             check_score_head(model)
-        # `init_empty_weights` made a separate parameter of each tied one.
-        model.tie_weights()
+        elif name is not None and _is_tied_by_mistake(model, config):
+            model_config.tie_word_embeddings = False
+            model = build()
         if name is not None:
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(
                     name, revision=config.model_revision
                 )
     return model
+
+
+def _is_tied_by_mistake(model: "PreTrainedModel", config: ModelConfig) -> bool:
+    """Return whether a model's head is tied to its embeddings, but stored with other values.
+
+    Some multimodal configurations do not say whether they are tied, and the default of their class
+    is wrong for older checkpoints, such as Mistral Small 3.1. transformers finds out when it loads
+    them. If a configuration does say it, loading the weights reports the contradiction.
+    """
+    folder = local_folder(str(config.model_name_or_path), config.model_revision)
+    if model.config.get_text_config() is model.config:
+        return False
+    if "tie_word_embeddings" in read_object(folder / "config.json"):
+        return False
+
+    sources = model.get_expanded_tied_weights_keys(all_submodels=True)
+    stored = {tensor.name: tensor for tensor in stored_tensors(model, folder)}
+    for name, source in sources.items():
+        if name in stored and source in stored:
+            values = [
+                safe_open(tensor.path, "pt").get_tensor(tensor.key)  # type: ignore[no-untyped-call]
+                for tensor in (stored[name], stored[source])
+            ]
+            return not torch.equal(*values)
+    return False
 
 
 def check_causal_lm_class(config: ModelConfig) -> None:

@@ -51,6 +51,17 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 
+# The ends of the names of buffers that old checkpoints store, and that are computed today: causal
+# masks and frequencies of rotary positions.
+COMPUTED_BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)
+
+
 class Part(NamedTuple):
     """A block of a model, or a module outside the blocks that has parameters itself."""
 

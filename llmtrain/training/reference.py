@@ -64,6 +64,7 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
                 ranks.device.type,
                 torch.get_num_threads(),
                 rows.metadata.shared,
+                sorted({str(parameter.dtype) for parameter in bundle.model.parameters()}),
             ],
         }
     )

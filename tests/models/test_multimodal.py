@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import UserError
@@ -142,6 +143,42 @@ def test_tensors_that_the_class_ignores_are_in_the_result_and_a_line_says_so(
         )
         == 1
     )
+
+
+def test_a_head_that_is_stored_apart_is_not_tied_if_the_configuration_does_not_say_so(
+    load: Callable[..., ModelBundle], tmp_path: Path
+) -> None:
+    folder = write_checkpoint("Mistral3", tmp_path)
+    head = torch.randn(300, 32)
+    save_file(
+        dict(read_tensors(folder)) | {"language_model.lm_head.weight": head},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    bundle = load(folder)
+    model: Any = bundle.model
+    files: Any = bundle.files
+    assert torch.equal(model.lm_head.weight, head)
+    assert files.config["tie_word_embeddings"] is False
+    assert len(files.finished("auto").export_tensors(model)) == len(dict(read_tensors(folder)))
+
+
+def test_a_base_without_its_towers_is_one_line(
+    load: Callable[..., ModelBundle], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write_checkpoint("Gemma3", tmp_path)
+    text = {
+        name: tensor for name, tensor in read_tensors(folder) if not name.startswith(STORED_OUTSIDE)
+    }
+    save_file(text, folder / "model.safetensors", {"format": "pt"})
+    load(folder)
+    assert (
+        f"left out  model.vision_tower and model.multi_modal_projector: {folder} does not hold "
+        "them, nor will the result\n"
+    ) in capsys.readouterr().out
 
 
 def test_random_towers_are_in_the_result_and_do_not_depend_on_when_they_are_made(

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.errors import UserError
-from llmtrain.models.base_tensors import stored_base_tensors
+from llmtrain.models.base_tensors import BaseTensors, stored_base_tensors
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.pretrained import load_model
@@ -171,6 +171,38 @@ def test_buffers_that_are_stored_with_a_model_are_loaded(tmp_path: Path) -> None
     replace_tensors(tmp_path, {name: None for name in stored if "e_score_correction" in name})
     with pytest.raises(UserError, match=r"e_score_correction_bias is missing"):
         load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), tmp_path)
+
+
+def base_tensors_of(folder: Path) -> BaseTensors | None:
+    return stored_base_tensors(meta_model("llama"), [], str(folder), "main", is_reward_model=False)
+
+
+def test_what_old_checkpoints_store_and_is_computed_today_is_not_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    real_model("llama").save_pretrained(tmp_path)
+    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    replace_tensors(tmp_path, {buffer: torch.ones(4)})
+    capsys.readouterr()
+    assert base_tensors_of(tmp_path) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_the_scales_of_quantized_weights_are_not_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    real_model("llama").save_pretrained(tmp_path)
+    replace_tensors(tmp_path, {"model.layers.0.mlp.scales": torch.ones(4)})
+    base_tensors = base_tensors_of(tmp_path)
+    assert base_tensors is not None
+    assert base_tensors.names == {"model.layers.0.mlp.scales"}
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert base_tensors_of(tmp_path) is None
+    assert capsys.readouterr().out.startswith("left out  model.layers.0.mlp.scales: ")
 
 
 @pytest.mark.parametrize(
