@@ -131,6 +131,15 @@ def test_another_teacher_is_asked_anew(asking) -> None:
     assert asking.asked == 0
 
 
+def test_weights_in_another_dtype_are_asked_anew(asking, rows) -> None:
+    asking.reference()
+    bundle = asking.bundle()
+    bundle.model.bfloat16()  # as the base of an adapter may be
+    asking.asked = 0
+    with_reference(Ranks(asking.accelerator), 0, rows, bundle)
+    assert asking.asked > 0
+
+
 class Tempered(PreferenceObjective):
     """An objective of the user, whose reference may depend on its fields."""
 
