@@ -127,6 +127,7 @@ def test_the_same_loss_works_with_the_models_of_gpt(architecture: str, tmp_path:
     flags = [
         *TINY,
         *("--architecture", architecture, "--isolate_documents"),
+        *("--max_steps", "2", "--warmup_steps", "1", "--eval_fraction", "0.001"),
         *("--report_to", "none", "--output_dir"),
     ]
     run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
