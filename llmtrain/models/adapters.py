@@ -15,7 +15,7 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
-from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
+from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
 from llmtrain.models.export import ModelFiles, copy_processor, folder_config, gives_scores
 from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
@@ -160,6 +160,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoTokenizer
 
     with as_user_error(f"{adapter}: no tokenizer could be loaded"):
@@ -174,19 +175,27 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         ignore_peft_warnings()
         merged: PreTrainedModel = adapted.merge_and_unload()
 
+    # A copy, because a model that has loaded weights remembers how these were quantized.
+    with init_empty_weights(include_buffers=False):
+        architecture = type(merged)(merged.config)
+    architecture.tie_weights()
+    base_tensors: BaseTensors | None = None
+    if not _is_quantized(base):  # otherwise the merged model is not stored as its base is
+        base_tensors = stored_base_tensors(
+            architecture,
+            [],
+            base,
+            base_revision(adapter),
+            is_reward_model=gives_scores(folder_config(adapter)),
+        )
+
     files = ModelFiles(
         config=merged.config.to_dict(),
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
-        architecture=merged,
-        base_tensors=stored_base_tensors(
-            merged,
-            [],
-            base,
-            base_revision(adapter),
-            is_reward_model=gives_scores(folder_config(adapter)),
-        ),
+        architecture=architecture,
+        base_tensors=base_tensors,
         base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
