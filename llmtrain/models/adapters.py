@@ -17,7 +17,13 @@ from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
 from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
-from llmtrain.models.export import ModelFiles, copy_processor, folder_config, gives_scores
+from llmtrain.models.export import (
+    ModelFiles,
+    config_values,
+    copy_processor,
+    folder_config,
+    gives_scores,
+)
 from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
 from llmtrain.models.lora_config import LoraConfig
@@ -190,7 +196,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         )
 
     files = ModelFiles(
-        config=merged.config.to_dict(),
+        config=_merged_config(merged, tokenizer),
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
@@ -207,6 +213,16 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
     write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
+
+
+def _merged_config(merged: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> JsonObject:
+    """Return ``config.json`` of a merged model."""
+    config = config_values(merged.config)
+    config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
+    if gives_scores(config) and config.get("pad_token_id") is None:
+        pad = tokenizer.pad_token_id
+        config["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
+    return config
 
 
 def _separate_adapted_embeddings(adapted: "PeftModel") -> None:

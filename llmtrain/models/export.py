@@ -1,6 +1,7 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from llmtrain.models.weight_loading import stored_tensors
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
@@ -371,6 +372,14 @@ def folder_name(folder: Path) -> str:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def config_values(config: "PreTrainedConfig") -> JsonObject:
+    """Return a configuration as values of JSON.
+
+    JSON has no infinite numbers, and transformers has its own form for them.
+    """
+    return cast(JsonObject, json.loads(config.to_json_string(use_diff=False)))
 
 
 def folder_config(folder: Path) -> JsonObject:

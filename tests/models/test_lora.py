@@ -14,7 +14,9 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
+    Mamba2Config,
     PreTrainedTokenizerFast,
     modeling_utils,
 )
@@ -671,8 +673,11 @@ def own_peft(bases, tmp_path) -> Callable[..., Path]:
     """An adapter that stock peft has made and saved alone, with values that are not zero."""
 
     def save(kind: str = "untied", dtype: torch.dtype = torch.float32, **settings) -> Path:
-        base = AutoModelForCausalLM.from_pretrained(bases(kind))
         chosen = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        if settings.get("task_type") == "SEQ_CLS":
+            base = AutoModelForSequenceClassification.from_pretrained(bases(kind), num_labels=1)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(bases(kind))
         adapted = peft.get_peft_model(base, peft.LoraConfig(**chosen | settings))
         torch.manual_seed(1)
         for parameter in adapted.parameters():
@@ -753,6 +758,33 @@ def test_an_adapter_goes_on_only_if_it_is_one(bases, own_peft, accelerator):
     config = ModelConfig(str(own_peft()), max_length=64, continue_adapter=True)
     with pytest.raises(UserError, match="the chat template has tokens that the adapter has no"):
         load(accelerator, config, tokenizer=chatting())
+
+
+def test_a_merged_reward_model_says_that_it_is_one_and_scores_a_batch(own_peft, tmp_path):
+    folder = own_peft(task_type="SEQ_CLS")
+    words().save_pretrained(folder)
+    write_merged(folder, tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["pad_token_id"] is not None
+    scores = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")(IDS).logits
+    assert scores.shape == (len(IDS), 1)
+
+
+def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
+    """As the limit of a state space model's time steps."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    base = AutoModelForCausalLM.from_config(
+        Mamba2Config(**sizes, vocab_size=257, num_hidden_layers=1)
+    )
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["in_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    words().save_pretrained(tmp_path / "adapter")
+    write_merged(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.time_step_limit == base.config.time_step_limit
 
 
 def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):
