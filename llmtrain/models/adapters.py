@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# The file in a merged model's folder that identifies the adapter.
+# The file in a merged model's folder that identifies the adapter, and names the chosen dtype.
 _MERGED_FROM = "merged_from.json"
 
 
@@ -73,17 +73,33 @@ def merged_model(adapter: Path) -> str:
         if not target.exists():
             with new_folder(target) as working:
                 write_merged(adapter, working)
-        elif read_object(target / _MERGED_FROM) != _identity_of(adapter):
-            raise UserError(
-                f"{target} exists and was not merged from {adapter}; delete it, or name a merged "
-                "model."
-            )
+        else:
+            _check_merged_from(adapter, target)
     say(
         "merged",
         f"{adapter} is an adapter, so its merged model is used: {target} "
         "(--continue_adapter trains the adapter itself)",
     )
     return str(target)
+
+
+def _check_merged_from(adapter: Path, target: Path) -> None:
+    """Check that a folder holds the merged model of an adapter, in the dtypes of its base.
+
+    Raises:
+        UserError: if it holds something else.
+    """
+    merged_from = read_object(target / _MERGED_FROM)
+    dtype = merged_from.pop("dtype", None)
+    if merged_from != _identity_of(adapter):
+        raise UserError(
+            f"{target} exists and was not merged from {adapter}; delete it, or name a merged model."
+        )
+    if dtype != "auto":
+        raise UserError(
+            f"{target} was exported with --dtype {dtype}, and a run starts from the dtypes of the "
+            f"base; delete it, or name it with --model_name_or_path {target} to start from it."
+        )
 
 
 def _is_quantized(name: str) -> bool:
@@ -212,7 +228,8 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
-    write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
+    merged_from = {**_identity_of(adapter), "dtype": dtype}
+    write_json(folder / _MERGED_FROM, merged_from, durable=False)
 
 
 def _merged_config(merged: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> JsonObject:

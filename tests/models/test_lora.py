@@ -787,6 +787,14 @@ def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
     assert merged.config.time_step_limit == base.config.time_step_limit
 
 
+def test_a_run_does_not_start_from_an_export_in_another_dtype(own_peft):
+    folder = own_peft()
+    words().save_pretrained(folder)
+    write_merged(folder, merged_folder(folder), "float16")
+    with pytest.raises(UserError, match=r"exported with --dtype float16, .*; delete it, or name"):
+        merged_model(folder)
+
+
 def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):
     folder = own_peft()
     base = shutil.copytree(bases("untied"), tmp_path / "quantized")
