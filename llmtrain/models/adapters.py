@@ -61,7 +61,7 @@ def merged_model(adapter: Path) -> str:
             merged model would compute something else than the adapter with its base.
     """
     base = base_of(adapter)
-    if _is_quantized(base):
+    if _is_quantized(base, base_revision(adapter)):
         raise UserError(
             f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
             "again: train the adapter itself with --continue_adapter, or write the rounded model "
@@ -102,12 +102,12 @@ def _check_merged_from(adapter: Path, target: Path) -> None:
         )
 
 
-def _is_quantized(name: str) -> bool:
+def _is_quantized(name: str, revision: str) -> bool:
     """Return whether the weights of a model are stored quantized."""
     from transformers import AutoConfig
 
     with as_user_error(f"{name}: its configuration could not be loaded"):
-        config = AutoConfig.from_pretrained(name, **DATA_ONLY)
+        config = AutoConfig.from_pretrained(name, revision=revision, **DATA_ONLY)
     return getattr(config, "quantization_config", None) is not None
 
 
@@ -130,8 +130,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
-        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
+        base = local_folder(str(settings.get("base_model_name_or_path")), base_revision(adapter))
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -202,7 +201,9 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         architecture = type(merged)(merged.config)
     architecture.tie_weights()
     base_tensors: BaseTensors | None = None
-    if not _is_quantized(base):  # otherwise the merged model is not stored as its base is
+    if not _is_quantized(
+        base, base_revision(adapter)
+    ):  # otherwise the merged model is not stored as its base is
         base_tensors = stored_base_tensors(
             architecture,
             [],
@@ -299,8 +300,12 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
 
 
 def base_revision(adapter: Path) -> str:
-    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded."""
-    return str(_recorded_origin(adapter).get("commit") or "main")
+    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded.
+
+    It is the commit that llmtrain has recorded, or what another program has written.
+    """
+    settings = read_object(adapter / "adapter_config.json")
+    return str(_recorded_origin(adapter).get("commit") or settings.get("revision") or "main")
 
 
 def _recorded_origin(adapter: Path) -> JsonObject:

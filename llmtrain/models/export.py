@@ -394,7 +394,9 @@ def _base_config(adapter_config: JsonObject) -> JsonObject:
 
     with contextlib.suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(
-            adapter_config["base_model_name_or_path"], local_files_only=True
+            adapter_config["base_model_name_or_path"],
+            revision=adapter_config.get("revision") or "main",
+            local_files_only=True,
         )
         return cast(JsonObject, config.to_dict())
     return {}

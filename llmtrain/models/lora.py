@@ -396,11 +396,14 @@ class AdapterFiles(ModelFiles):
         """Return Python code that loads the adapter and its base. A reward model also scores."""
         auto_class = auto_class_of(self.config)
         if auto_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
+            revision = ", revision=settings.revision" if "commit" in self.origin else ""
             return (
                 "from peft import PeftConfig, PeftModel\n"
                 f"from transformers import {auto_class}, AutoTokenizer\n\n"
-                "base = PeftConfig.from_pretrained(FOLDER).base_model_name_or_path\n"
-                f"model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), FOLDER)\n"
+                "settings = PeftConfig.from_pretrained(FOLDER)\n"
+                "name = settings.base_model_name_or_path\n"
+                f"base = {auto_class}.from_pretrained(name{revision})\n"
+                "model = PeftModel.from_pretrained(base, FOLDER)\n"
                 "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
             )
 

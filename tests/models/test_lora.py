@@ -13,6 +13,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -25,7 +26,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.adapters import merged_folder, merged_model, write_merged
+from llmtrain.models.adapters import merged_folder, merged_model, write_merged, write_outline
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
@@ -793,6 +794,35 @@ def test_a_run_does_not_start_from_an_export_in_another_dtype(own_peft):
     write_merged(folder, merged_folder(folder), "float16")
     with pytest.raises(UserError, match=r"exported with --dtype float16, .*; delete it, or name"):
         merged_model(folder)
+
+
+def test_the_revision_that_peft_recorded_is_that_of_the_base(
+    own_peft, bases, tmp_path, monkeypatch
+):
+    """Its main branch is another model, whose weights are quantized and not even there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / "models--org--model"
+    for branch, commit in {"main": "a" * 40, "v2": "b" * 40}.items():
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+    shutil.copytree(bases("untied"), repository / "snapshots" / ("b" * 40), dirs_exist_ok=True)
+    main_config = {"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}
+    (repository / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(main_config))
+
+    folder = own_peft()
+    words().save_pretrained(folder)
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
+    path = folder / "adapter_config.json"
+    names = {"base_model_name_or_path": "org/model", "revision": "v2"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
+    (tmp_path / "outline").mkdir()
+    outline = AutoConfig.from_pretrained(write_outline(folder, tmp_path / "outline"))
+    assert outline.model_type == "llama"
+    assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
 
 def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):

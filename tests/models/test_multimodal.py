@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,8 @@ def test_the_card_of_an_adapter_has_code_that_loads_the_full_class(
     assert how_to_load(tmp_path / "adapter").startswith(
         "peft: PeftModel.from_pretrained(AutoModelForImageTextToText"
     )
+    of_hub = replace(bundle.files, origin={"name": "org/base", "commit": "a" * 40})
+    assert ".from_pretrained(name, revision=settings.revision)" in of_hub.loading_code()
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=2)])
