@@ -756,6 +756,8 @@ def test_an_adapter_goes_on_only_if_it_is_one(bases, own_peft, accelerator):
         ModelConfig(from_config="llama", continue_adapter=True)
     with pytest.raises(UserError, match=r"is not the folder of an adapter; leave the flag out"):
         ModelConfig(str(bases("untied")), continue_adapter=True).fit_max_length()
+    with pytest.raises(UserError, match="name its folder: hf download some/adapter --local-dir "):
+        ModelConfig("some/adapter", continue_adapter=True).fit_max_length()
     config = ModelConfig(str(own_peft()), max_length=64, continue_adapter=True)
     with pytest.raises(UserError, match="the chat template has tokens that the adapter has no"):
         load(accelerator, config, tokenizer=chatting())
