@@ -201,9 +201,8 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         architecture = type(merged)(merged.config)
     architecture.tie_weights()
     base_tensors: BaseTensors | None = None
-    if not _is_quantized(
-        base, base_revision(adapter)
-    ):  # otherwise the merged model is not stored as its base is
+    # The merged model of a base that is stored quantized has other tensors.
+    if not _is_quantized(base, base_revision(adapter)):
         base_tensors = stored_base_tensors(
             architecture,
             [],
