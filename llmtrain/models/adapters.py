@@ -61,7 +61,7 @@ def merged_model(adapter: Path) -> str:
             merged model would compute something else than the adapter with its base.
     """
     base = base_of(adapter)
-    if _is_quantized(base, base_revision(adapter)):
+    if _quantization(base, base_revision(adapter)):
         raise UserError(
             f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
             "again: train the adapter itself with --continue_adapter, or write the rounded model "
@@ -102,13 +102,13 @@ def _check_merged_from(adapter: Path, target: Path) -> None:
         )
 
 
-def _is_quantized(name: str, revision: str) -> bool:
-    """Return whether the weights of a model are stored quantized."""
+def _quantization(name: str, revision: str) -> JsonObject:
+    """Return how the weights of a model are stored quantized; empty if they are not."""
     from transformers import AutoConfig
 
     with as_user_error(f"{name}: its configuration could not be loaded"):
         config = AutoConfig.from_pretrained(name, revision=revision, **DATA_ONLY)
-    return getattr(config, "quantization_config", None) is not None
+    return cast(JsonObject, getattr(config, "quantization_config", None) or {})
 
 
 def write_outline(adapter: Path, folder: Path) -> str:
@@ -202,7 +202,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     architecture.tie_weights()
     base_tensors: BaseTensors | None = None
     # The merged model of a base that is stored quantized has other tensors.
-    if not _is_quantized(base, base_revision(adapter)):
+    if not _quantization(base, base_revision(adapter)):
         base_tensors = stored_base_tensors(
             architecture,
             [],
@@ -313,6 +313,17 @@ def _recorded_origin(adapter: Path) -> JsonObject:
     return cast(JsonObject, json.loads(path.read_text())) if path.exists() else {}
 
 
+def _dequantized(base: str, revision: str) -> dict[str, object]:
+    """Return the options that load FP8 or MXFP4 as floats, as transformers does without a GPU."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    quantization = _quantization(base, revision)
+    if quantization.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    settings = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
+    return {"quantization_config": settings}
+
+
 def has_token_rows(adapter: Path | None) -> bool:
     """Return whether there is an adapter with rows of the embeddings, for some tokens."""
     return adapter is not None and bool(
@@ -348,7 +359,10 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         if "sha256" in origin:  # a commit is loaded as it was
             check_base(folder, base, origin_of(base))
         load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
-        model = load(base, dtype=dtype, revision=base_revision(folder))
+        options: dict[str, object] = {}
+        if dtype == torch.float32:  # peft could not add matrices to 8 bits
+            options = _dequantized(base, base_revision(folder))
+        model = load(base, dtype=dtype, revision=base_revision(folder), **options)
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.
