@@ -15,9 +15,15 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import is_of_checkpoint
-from llmtrain.models.base_tensors import BASE_FILE, stored_base_tensors
+from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
-from llmtrain.models.export import ModelFiles, copy_processor, folder_config, gives_scores
+from llmtrain.models.export import (
+    ModelFiles,
+    config_values,
+    copy_processor,
+    folder_config,
+    gives_scores,
+)
 from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
 from llmtrain.models.lora_config import LoraConfig
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-# The file in a merged model's folder that identifies the adapter.
+# The file in a merged model's folder that identifies the adapter, and names the chosen dtype.
 _MERGED_FROM = "merged_from.json"
 
 
@@ -55,7 +61,7 @@ def merged_model(adapter: Path) -> str:
             merged model would compute something else than the adapter with its base.
     """
     base = base_of(adapter)
-    if _is_quantized(base):
+    if _quantization(base, base_revision(adapter)):
         raise UserError(
             f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
             "again: train the adapter itself with --continue_adapter, or write the rounded model "
@@ -67,11 +73,8 @@ def merged_model(adapter: Path) -> str:
         if not target.exists():
             with new_folder(target) as working:
                 write_merged(adapter, working)
-        elif read_object(target / _MERGED_FROM) != _identity_of(adapter):
-            raise UserError(
-                f"{target} exists and was not merged from {adapter}; delete it, or name a merged "
-                "model."
-            )
+        else:
+            _check_merged_from(adapter, target)
     say(
         "merged",
         f"{adapter} is an adapter, so its merged model is used: {target} "
@@ -80,13 +83,32 @@ def merged_model(adapter: Path) -> str:
     return str(target)
 
 
-def _is_quantized(name: str) -> bool:
-    """Return whether the weights of a model are stored quantized."""
+def _check_merged_from(adapter: Path, target: Path) -> None:
+    """Check that a folder holds the merged model of an adapter, in the dtypes of its base.
+
+    Raises:
+        UserError: if it holds something else.
+    """
+    merged_from = read_object(target / _MERGED_FROM)
+    dtype = merged_from.pop("dtype", None)
+    if merged_from != _identity_of(adapter):
+        raise UserError(
+            f"{target} exists and was not merged from {adapter}; delete it, or name a merged model."
+        )
+    if dtype != "auto":
+        raise UserError(
+            f"{target} was exported with --dtype {dtype}, and a run starts from the dtypes of the "
+            f"base; delete it, or name it with --model_name_or_path {target} to start from it."
+        )
+
+
+def _quantization(name: str, revision: str) -> JsonObject:
+    """Return how the weights of a model are stored quantized; empty if they are not."""
     from transformers import AutoConfig
 
     with as_user_error(f"{name}: its configuration could not be loaded"):
-        config = AutoConfig.from_pretrained(name, **DATA_ONLY)
-    return getattr(config, "quantization_config", None) is not None
+        config = AutoConfig.from_pretrained(name, revision=revision, **DATA_ONLY)
+    return cast(JsonObject, getattr(config, "quantization_config", None) or {})
 
 
 def write_outline(adapter: Path, folder: Path) -> str:
@@ -108,8 +130,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         settings = read_object(adapter / "adapter_config.json")
-        commit = read_object(adapter / BASE_FILE).get("commit") or "main"
-        base = local_folder(str(settings.get("base_model_name_or_path")), commit)
+        base = local_folder(str(settings.get("base_model_name_or_path")), base_revision(adapter))
         refuse_pickles(str(base))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
@@ -160,6 +181,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoTokenizer
 
     with as_user_error(f"{adapter}: no tokenizer could be loaded"):
@@ -174,19 +196,28 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         ignore_peft_warnings()
         merged: PreTrainedModel = adapted.merge_and_unload()
 
-    files = ModelFiles(
-        config=merged.config.to_dict(),
-        tokenizer=tokenizer,
-        trained_on="the data of its adapter",
-        base=base,
-        architecture=merged,
-        base_tensors=stored_base_tensors(
-            merged,
+    # A copy, because a model that has loaded weights remembers how these were quantized.
+    with init_empty_weights(include_buffers=False):
+        architecture = type(merged)(merged.config)
+    architecture.tie_weights()
+    base_tensors: BaseTensors | None = None
+    # The merged model of a base that is stored quantized has other tensors.
+    if not _quantization(base, base_revision(adapter)):
+        base_tensors = stored_base_tensors(
+            architecture,
             [],
             base,
             base_revision(adapter),
             is_reward_model=gives_scores(folder_config(adapter)),
-        ),
+        )
+
+    files = ModelFiles(
+        config=_merged_config(merged, tokenizer),
+        tokenizer=tokenizer,
+        trained_on="the data of its adapter",
+        base=base,
+        architecture=architecture,
+        base_tensors=base_tensors,
         base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
@@ -197,7 +228,18 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     copy_processor(base_folder, folder)
     if (adapter / "generation_config.json").exists():
         shutil.copy(adapter / "generation_config.json", folder)
-    write_json(folder / _MERGED_FROM, _identity_of(adapter), durable=False)
+    merged_from = {**_identity_of(adapter), "dtype": dtype}
+    write_json(folder / _MERGED_FROM, merged_from, durable=False)
+
+
+def _merged_config(merged: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> JsonObject:
+    """Return ``config.json`` of a merged model."""
+    config = config_values(merged.config)
+    config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
+    if gives_scores(config) and config.get("pad_token_id") is None:
+        pad = tokenizer.pad_token_id
+        config["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
+    return config
 
 
 def _separate_adapted_embeddings(adapted: "PeftModel") -> None:
@@ -257,14 +299,29 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
 
 
 def base_revision(adapter: Path) -> str:
-    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded."""
-    return str(_recorded_origin(adapter).get("commit") or "main")
+    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded.
+
+    It is the commit that llmtrain has recorded, or what another program has written.
+    """
+    settings = read_object(adapter / "adapter_config.json")
+    return str(_recorded_origin(adapter).get("commit") or settings.get("revision") or "main")
 
 
 def _recorded_origin(adapter: Path) -> JsonObject:
     """Return what identifies the weights that an adapter was trained on; empty if unknown."""
     path = adapter / BASE_FILE
     return cast(JsonObject, json.loads(path.read_text())) if path.exists() else {}
+
+
+def _dequantized(base: str, revision: str) -> dict[str, object]:
+    """Return the options that load FP8 or MXFP4 as floats, as transformers does without a GPU."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    quantization = _quantization(base, revision)
+    if quantization.get("quant_method") not in ("fp8", "mxfp4"):
+        return {}
+    settings = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
+    return {"quantization_config": settings}
 
 
 def has_token_rows(adapter: Path | None) -> bool:
@@ -302,7 +359,10 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         if "sha256" in origin:  # a commit is loaded as it was
             check_base(folder, base, origin_of(base))
         load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
-        model = load(base, dtype=dtype, revision=base_revision(folder))
+        options: dict[str, object] = {}
+        if dtype == torch.float32:  # peft could not add matrices to 8 bits
+            options = _dequantized(base, base_revision(folder))
+        model = load(base, dtype=dtype, revision=base_revision(folder), **options)
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.

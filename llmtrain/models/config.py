@@ -375,6 +375,11 @@ class ModelConfig(Config):
         if not self.continue_adapter:
             return None
         folder = Path(str(self.model_name_or_path))
+        if not folder.is_dir():
+            raise UserError(
+                f"--continue_adapter: {folder} is not a folder; download the adapter, and name its "
+                f"folder: hf download {folder} --local-dir FOLDER."
+            )
         if not is_adapter(folder):
             raise UserError(
                 f"--continue_adapter: {folder} is not the folder of an adapter; leave the flag out "

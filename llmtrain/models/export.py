@@ -1,6 +1,7 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from llmtrain.models.weight_loading import stored_tensors
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # The key in config.json that names the class of a plain torch module.
 _MODULE_CLASS = "torch_module"
@@ -373,6 +374,14 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
+def config_values(config: "PreTrainedConfig") -> JsonObject:
+    """Return a configuration as values of JSON.
+
+    JSON has no infinite numbers, and transformers has its own form for them.
+    """
+    return cast(JsonObject, json.loads(config.to_json_string(use_diff=False)))
+
+
 def folder_config(folder: Path) -> JsonObject:
     """Return ``config.json`` of a model folder, or ``adapter_config.json`` of an adapter's."""
     name = "adapter_config.json" if is_adapter(folder) else "config.json"
@@ -385,7 +394,9 @@ def _base_config(adapter_config: JsonObject) -> JsonObject:
 
     with contextlib.suppress(OSError, ValueError):
         config = AutoConfig.from_pretrained(
-            adapter_config["base_model_name_or_path"], local_files_only=True
+            adapter_config["base_model_name_or_path"],
+            revision=adapter_config.get("revision") or "main",
+            local_files_only=True,
         )
         return cast(JsonObject, config.to_dict())
     return {}

@@ -224,12 +224,18 @@ def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None
         matching = [module for name, module in modules.items() if name.endswith(target)]
         if not matching:
             raise UserError(f"--lora_modules_to_save: no module is called {target}.")
-        is_tied = model.config.get_text_config().tie_word_embeddings
-        if is_tied and embeddings.intersection(matching):
+        if _has_tied_head(model) and embeddings.intersection(matching):
             raise UserError(
                 f"--lora_modules_to_save {target}: the embedding and the head of this model share "
                 "their weights, and a copy of one would part them; leave it out."
             )
+
+
+def _has_tied_head(model: "PreTrainedModel") -> bool:
+    """Return whether the head of a model has the weights of its embedding."""
+    head = cast("nn.Linear | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    return head is not None and head.weight is embedding.weight
 
 
 def train_in_float32(model: nn.Module) -> None:
@@ -250,7 +256,7 @@ def _token_rows(
         return None
     embeddings: list[nn.Module] = [model.get_input_embeddings()]
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call] # None: a reward model
-    if head is not None and not model.config.get_text_config().tie_word_embeddings:
+    if head is not None and not _has_tied_head(model):
         embeddings.append(head)
     names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
     rows = {names[embedding]: list(new_tokens) for embedding in embeddings}
@@ -390,11 +396,14 @@ class AdapterFiles(ModelFiles):
         """Return Python code that loads the adapter and its base. A reward model also scores."""
         auto_class = auto_class_of(self.config)
         if auto_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
+            revision = ", revision=settings.revision" if "commit" in self.origin else ""
             return (
                 "from peft import PeftConfig, PeftModel\n"
                 f"from transformers import {auto_class}, AutoTokenizer\n\n"
-                "base = PeftConfig.from_pretrained(FOLDER).base_model_name_or_path\n"
-                f"model = PeftModel.from_pretrained({auto_class}.from_pretrained(base), FOLDER)\n"
+                "settings = PeftConfig.from_pretrained(FOLDER)\n"
+                "name = settings.base_model_name_or_path\n"
+                f"base = {auto_class}.from_pretrained(name{revision})\n"
+                "model = PeftModel.from_pretrained(base, FOLDER)\n"
                 "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
             )
 

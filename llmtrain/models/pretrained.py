@@ -5,7 +5,6 @@ It comes from a folder, from the hub, or from a configuration with random weight
 
 import copy
 import functools
-import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -39,7 +38,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
-from llmtrain.models.export import PROCESSOR_FILES, ModelFiles
+from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
@@ -477,9 +476,7 @@ def _model_files(
         rows: the rows to train on.
         loss: the training loss, for the model card; empty for next-token prediction.
     """
-    # Not `to_dict`: JSON has no infinite numbers, and transformers has its own form for them.
-    values = json.loads(model.config.to_json_string(use_diff=False))
-    config = with_dtype(values, torch.float32)
+    config = with_dtype(config_values(model.config), torch.float32)
     config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)

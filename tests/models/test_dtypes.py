@@ -4,11 +4,19 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
@@ -113,6 +121,64 @@ def test_a_merged_model_has_the_dtype_of_its_base_or_the_chosen_one(
     exact = logits(adapter, dtype=torch.float32)
     assert_has_dtype(tmp_path / "merged", chosen or stored, exact)
     assert (logits(bases[stored], dtype=torch.float32) - exact).abs().max() > 1e-3
+
+
+def quantized(kind: str, folder: Path) -> Path:
+    """Write a small model whose weights are stored quantized."""
+    sizes = {
+        "vocab_size": 257,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    torch.manual_seed(0)
+    if kind == "fp8":
+        config: PreTrainedConfig = Qwen3Config(**sizes)
+        settings: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    else:
+        config = GptOssConfig(**sizes, num_local_experts=4, layer_types=["full_attention"])
+        settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "self_attn"]}
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
+
+    weights = weights_of(folder)
+    for name in [*weights]:
+        if kind == "fp8" and name.endswith("_proj.weight"):
+            weights[name] = weights[name].to(torch.float8_e4m3fn)
+            blocks = [size // 64 for size in weights[name].shape]
+            weights[f"{name}_scale_inv"] = torch.full(blocks, 0.5)
+        if kind == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, _, rows = weights.pop(name).shape
+            weights[f"{name}_blocks"] = torch.randint(256, (experts, rows, 2, 16)).to(torch.uint8)
+            weights[f"{name}_scales"] = torch.full((experts, rows, 2), 120, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    stored = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stored, "quantization_config": settings}))
+    return folder
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes with the quantized weights")
+@pytest.mark.parametrize(("kind", "has_gpu"), [("fp8", False), ("fp8", True), ("mxfp4", False)])
+def test_an_adapter_merged_into_a_quantized_base_is_stored_in_bfloat16(
+    kind: str, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(quantized(kind, tmp_path / "base"))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    WORDS.save_pretrained(tmp_path / "adapter")
+
+    with monkeypatch.context() as patch:
+        if has_gpu:  # there, transformers does not choose to dequantize
+            patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+        main(["export", str(tmp_path / "adapter"), "--merge", "--to", str(tmp_path / "merged")])
+    assert_has_dtype(tmp_path / "merged", "bfloat16", logits(tmp_path / "base"))
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert "quantization_config" not in config
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
+    Mamba2Config,
     PreTrainedTokenizerFast,
     modeling_utils,
 )
@@ -23,7 +26,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.adapters import merged_folder, merged_model, write_merged
+from llmtrain.models.adapters import merged_folder, merged_model, write_merged, write_outline
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
@@ -671,8 +674,11 @@ def own_peft(bases, tmp_path) -> Callable[..., Path]:
     """An adapter that stock peft has made and saved alone, with values that are not zero."""
 
     def save(kind: str = "untied", dtype: torch.dtype = torch.float32, **settings) -> Path:
-        base = AutoModelForCausalLM.from_pretrained(bases(kind))
         chosen = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        if settings.get("task_type") == "SEQ_CLS":
+            base = AutoModelForSequenceClassification.from_pretrained(bases(kind), num_labels=1)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(bases(kind))
         adapted = peft.get_peft_model(base, peft.LoraConfig(**chosen | settings))
         torch.manual_seed(1)
         for parameter in adapted.parameters():
@@ -750,9 +756,75 @@ def test_an_adapter_goes_on_only_if_it_is_one(bases, own_peft, accelerator):
         ModelConfig(from_config="llama", continue_adapter=True)
     with pytest.raises(UserError, match=r"is not the folder of an adapter; leave the flag out"):
         ModelConfig(str(bases("untied")), continue_adapter=True).fit_max_length()
+    with pytest.raises(UserError, match="name its folder: hf download some/adapter --local-dir "):
+        ModelConfig("some/adapter", continue_adapter=True).fit_max_length()
     config = ModelConfig(str(own_peft()), max_length=64, continue_adapter=True)
     with pytest.raises(UserError, match="the chat template has tokens that the adapter has no"):
         load(accelerator, config, tokenizer=chatting())
+
+
+def test_a_merged_reward_model_says_that_it_is_one_and_scores_a_batch(own_peft, tmp_path):
+    folder = own_peft(task_type="SEQ_CLS")
+    words().save_pretrained(folder)
+    write_merged(folder, tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["pad_token_id"] is not None
+    scores = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")(IDS).logits
+    assert scores.shape == (len(IDS), 1)
+
+
+def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
+    """As the limit of a state space model's time steps."""
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    base = AutoModelForCausalLM.from_config(
+        Mamba2Config(**sizes, vocab_size=257, num_hidden_layers=1)
+    )
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["in_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    words().save_pretrained(tmp_path / "adapter")
+    write_merged(tmp_path / "adapter", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.time_step_limit == base.config.time_step_limit
+
+
+def test_a_run_does_not_start_from_an_export_in_another_dtype(own_peft):
+    folder = own_peft()
+    words().save_pretrained(folder)
+    write_merged(folder, merged_folder(folder), "float16")
+    with pytest.raises(UserError, match=r"exported with --dtype float16, .*; delete it, or name"):
+        merged_model(folder)
+
+
+def test_the_revision_that_peft_recorded_is_that_of_the_base(
+    own_peft, bases, tmp_path, monkeypatch
+):
+    """Its main branch is another model, whose weights are quantized and not even there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / "models--org--model"
+    for branch, commit in {"main": "a" * 40, "v2": "b" * 40}.items():
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+    shutil.copytree(bases("untied"), repository / "snapshots" / ("b" * 40), dirs_exist_ok=True)
+    main_config = {"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}
+    (repository / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(main_config))
+
+    folder = own_peft()
+    words().save_pretrained(folder)
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
+    path = folder / "adapter_config.json"
+    names = {"base_model_name_or_path": "org/model", "revision": "v2"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
+    (tmp_path / "outline").mkdir()
+    outline = AutoConfig.from_pretrained(write_outline(folder, tmp_path / "outline"))
+    assert outline.model_type == "llama"
+    assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
 
 def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):

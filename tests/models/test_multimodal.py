@@ -1,13 +1,16 @@
 """Text training of multimodal checkpoints: the text tower is trained, and everything else is frozen or left out."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +23,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
 from llmtrain.models.hub_models import origin_of
+from llmtrain.models.lora import add_lora
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
@@ -27,7 +31,7 @@ from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_headers, read_tensors
 from tests.models.some_rows import SomeRows
-from tests.multimodal import IGNORED, PROCESSOR_FILES, write_checkpoint
+from tests.multimodal import CLASSES, IGNORED, PROCESSOR_FILES, write_checkpoint
 
 # Everything outside the text tower of the tiny Gemma 3.
 STORED_OUTSIDE = ("vision_tower.", "multi_modal_projector.")
@@ -218,6 +222,21 @@ def test_an_adapter_is_in_the_text_tower_only(
     assert all(name.startswith("model.language_model.") for name in trained_names(bundle))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Mistral3"])
+def test_a_head_that_is_tied_by_the_full_configuration_is_not_parted_from_its_embedding(
+    name: str, is_tied: bool
+) -> None:
+    config_class = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    with torch.device("meta"):
+        model = model_class(config_class(**CLASSES[name], tie_word_embeddings=is_tied))
+    lora = LoraConfig(lora_r=2, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"])
+    refusal = pytest.raises(UserError, match="the embedding and the head of this model share")
+    with refusal if is_tied else contextlib.nullcontext():
+        add_lora(model, lora, "base", seed=0, new_tokens=[])
+
+
 def test_the_card_of_an_adapter_has_code_that_loads_the_full_class(
     load: Callable[..., ModelBundle], tmp_path: Path
 ) -> None:
@@ -233,6 +252,8 @@ def test_the_card_of_an_adapter_has_code_that_loads_the_full_class(
     assert how_to_load(tmp_path / "adapter").startswith(
         "peft: PeftModel.from_pretrained(AutoModelForImageTextToText"
     )
+    of_hub = replace(bundle.files, origin={"name": "org/base", "commit": "a" * 40})
+    assert ".from_pretrained(name, revision=settings.revision)" in of_hub.loading_code()
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=2)])
