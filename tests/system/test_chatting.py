@@ -32,7 +32,6 @@ PLACES = ["Oslo", "Bonn", "Rome", "Kyiv", "Lima", "Cairo", "Quito", "Delhi", "Pa
 SKIES = ["rain", "sun", "fog", "snow", "hail", "wind", "haze", "storm", "clouds", "frost"]
 # Of each template the architecture, its layers and flags. Experts learn by heart more slowly: one family has dense layers.
 FAMILIES = {
-    "qwen3": ("qwen3", "num_hidden_layers=2", ""),
     "gptoss": ("gpt_oss", "num_hidden_layers=2", "--max_steps 100 --router_aux_loss_coef 0"),
     "deepseekv3": ("deepseek_v3", "num_hidden_layers=2,first_k_dense_replace=3", ""),
     "lfm2_2_5": ("lfm2", "num_hidden_layers=2", ""),
