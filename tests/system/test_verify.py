@@ -192,7 +192,7 @@ def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
         ),
         pytest.param(
             "a missing sync",
-            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
+            "keeps other values on rank 1 than on rank 0",  # the optimizer, before weights drift
             marks=long_form,
         ),
         pytest.param(
