@@ -126,8 +126,8 @@ def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> 
     """
     from llmtrain.models.adapters import write_merged
     from llmtrain.models.base_tensors import refers_to_base
+    from llmtrain.models.complete_model import write_complete
     from llmtrain.models.dtypes import copy_with_dtype
-    from llmtrain.models.export import write_complete
 
     if arguments.merge:
         write_merged(source, folder, arguments.dtype or "auto")

@@ -1,5 +1,6 @@
 """Load an adapter with its base model, or merge it into that."""
 
+import functools
 import json
 import shutil
 import warnings
@@ -24,7 +25,13 @@ from llmtrain.models.export import (
     folder_config,
     gives_scores,
 )
-from llmtrain.models.hub_models import load_causal_lm, load_reward_model, local_folder, origin_of
+from llmtrain.models.hub_models import (
+    load_causal_lm,
+    load_reward_model,
+    local_folder,
+    origin_of,
+    without_weights,
+)
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
 from llmtrain.models.lora_config import LoraConfig
 
@@ -181,7 +188,6 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoTokenizer
 
     with as_user_error(f"{adapter}: no tokenizer could be loaded"):
@@ -197,9 +203,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         merged: PreTrainedModel = adapted.merge_and_unload()
 
     # A copy, because a model that has loaded weights remembers how these were quantized.
-    with init_empty_weights(include_buffers=False):
-        architecture = type(merged)(merged.config)
-    architecture.tie_weights()
+    architecture = without_weights(functools.partial(type(merged), merged.config))
     base_tensors: BaseTensors | None = None
     # The merged model of a base that is stored quantized has other tensors.
     if not _quantization(base, base_revision(adapter)):

@@ -61,6 +61,7 @@ def stored_base_tensors(
     revision: str,
     *,
     is_reward_model: bool,
+    origin: JsonObject | None = None,
 ) -> BaseTensors | None:
     """Return the stored tensors of a base that are not trained, and log those of no module.
 
@@ -75,49 +76,44 @@ def stored_base_tensors(
         revision: the branch, tag or commit of the base on the hub.
         is_reward_model: whether the class is another one than that of the stored model. Its files
             have a head for tokens then, which is left out.
+        origin: identifies the weights of the base, for checkpoints; ``None`` if none are written.
 
     Raises:
         UserError: if the files cannot be read, or if a checkpoint's base has changed.
     """
-    name, revision = _complete_base(name, revision)
+    if refers_to_base(Path(name)):
+        name, origin = _complete_base(Path(name))
+        revision = origin.get("commit") or "main"
     folder = local_folder(name, revision)
-    # The class ignores the scales of quantized weights, which the finished model does not have.
+    outside = _names_within(model.state_dict(), outside_text)
+    known = {*model.state_dict(), *dict(model.named_buffers())}
+    stored = [*stored_tensors(model, folder)]
+
+    untrained = [tensor for tensor in stored if tensor.name in outside]
+    _say_lost(model, outside - {tensor.name for tensor in untrained}, name)
+
+    ignored = [
+        tensor
+        for tensor in stored
+        if tensor.name not in known and not tensor.key.endswith(COMPUTED_BUFFERS)
+    ]
+    # The class ignores the scales of quantized weights, too. The finished model has none.
     is_quantized = "quantization_config" in read_object(folder / "config.json")
     keeps_ignored = not is_reward_model and not is_quantized
-    outside = _names_within(model.state_dict(), outside_text)
-    # A buffer that is computed is stored in old checkpoints.
-    known = {*model.state_dict(), *dict(model.named_buffers())}
-
-    untrained: list[StoredTensor] = []
-    ignored: list[StoredTensor] = []
-    others: list[str] = []
-    for tensor in stored_tensors(model, folder):
-        if tensor.name in outside:
-            untrained.append(tensor)
-        elif tensor.name in known:
-            others.append(tensor.key)
-        elif not tensor.key.endswith(COMPUTED_BUFFERS):
-            ignored.append(tensor)
-    others += [tensor.key for tensor in untrained]
-
-    found = {tensor.name for tensor in untrained}
-    lost = outermost_modules(
-        [key for key in model.state_dict() if key in outside - found],
-        others=model.state_dict().keys() - outside,
-    )
-    if lost:
-        say("left out", f"{' and '.join(lost)}: {name} does not hold them, nor will the result")
     if ignored:
+        ignored_keys = {tensor.key for tensor in ignored}
+        others = [tensor.key for tensor in stored if tensor.key not in ignored_keys]
         _say_ignored(model, ignored, others, is_kept=keeps_ignored)
     if keeps_ignored:
         untrained += ignored
+
     if not untrained:
         return None
     return BaseTensors(
         names=frozenset(tensor.key for tensor in untrained),
         read=functools.partial(_read, name, untrained, _headers(untrained)),
         folder=folder,
-        base={"name": _lasting_name(name), "origin": origin_of(name, revision)},
+        base={"name": _lasting_name(name), "origin": origin},
     )
 
 
@@ -168,28 +164,21 @@ def refers_to_base(folder: Path) -> bool:
     return (folder / BASE_FILE).exists() and not is_adapter(folder)
 
 
-def _complete_base(name: str, revision: str) -> tuple[str, str]:
-    """Return the folder or hub name of the base that has all tensors, and its revision.
-
-    That is ``name`` itself, unless it is a checkpoint that refers to its base.
+def _complete_base(checkpoint: Path) -> tuple[str, JsonObject]:
+    """Return the name of the base that a checkpoint refers to, and what identifies its weights.
 
     Raises:
         UserError: if that base has other weights now.
     """
-    folder = Path(name)
-    if not refers_to_base(folder):
-        return name, revision
-
-    base = read_object(folder / BASE_FILE)
-    base_name = str(base.get("name"))
-    origin = base.get("origin") or {}
-    base_revision = origin.get("commit") or "main"
-    if origin_of(base_name, base_revision) != origin:
+    base = read_object(checkpoint / BASE_FILE)
+    name = str(base.get("name"))
+    origin: JsonObject = base.get("origin") or {}
+    if origin_of(name, origin.get("commit") or "main") != origin:
         raise UserError(
-            f"{folder} does not hold what its run did not train, which is in {base_name}, and that "
+            f"{checkpoint} does not hold what its run did not train, which is in {name}, and that "
             "has other weights now; put those back."
         )
-    return base_name, base_revision
+    return name, origin
 
 
 def _lasting_name(name: str) -> str:
@@ -233,6 +222,17 @@ def _read(
         tensor.key: safe_open(tensor.path, "pt").get_tensor(tensor.key)  # type: ignore[no-untyped-call]
         for tensor in tensors
     }
+
+
+def _say_lost(model: "PreTrainedModel", lost: Collection[str], base: str) -> None:
+    """Log tensors of a model that are not trained, and that its base does not hold."""
+    names = [*model.state_dict()]
+    modules = outermost_modules(
+        [name for name in names if name in lost],
+        others=[name for name in names if name not in lost],
+    )
+    if modules:
+        say("left out", f"{' and '.join(modules)}: {base} does not hold them, nor will the result")
 
 
 def _say_ignored(

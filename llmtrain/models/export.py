@@ -6,10 +6,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
@@ -20,13 +18,10 @@ from llmtrain.models.base_tensors import (
     BASE_FILE,
     BaseTensors,
     published,
-    stored_base_tensors,
 )
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
-from llmtrain.models.hub_models import auto_class, causal_lm_classes
+from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
-from llmtrain.models.towers import outside_text_tower
-from llmtrain.models.weight_loading import stored_tensors
 from llmtrain.parallel.shards import meta_like
 
 if TYPE_CHECKING:
@@ -289,51 +284,6 @@ def copy_processor(base: Path, folder: Path) -> None:
     """Copy the files of a multimodal model's processor to another model folder."""
     for path in base.glob(PROCESSOR_FILES):
         shutil.copyfile(path, folder / path.name)
-
-
-def write_complete(checkpoint: Path, folder: Path) -> None:
-    """Write the model of a checkpoint that does not hold all tensors, with those of its base.
-
-    Args:
-        checkpoint: the model folder of the checkpoint.
-        folder: the folder to write, which exists.
-
-    Raises:
-        UserError: if the base cannot be read, or has other weights now.
-    """
-    import transformers
-    from accelerate import init_empty_weights
-
-    model_config = transformers.AutoConfig.from_pretrained(checkpoint)
-    is_reward_model = gives_scores(read_object(checkpoint / "config.json"))
-    model_class: Any = auto_class(model_config)
-    if is_reward_model:
-        model_class = transformers.AutoModelForSequenceClassification
-    with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = model_class.from_config(model_config)
-    model.tie_weights()
-
-    base_tensors = stored_base_tensors(
-        model,
-        outside_text_tower(model),
-        str(checkpoint),
-        revision="main",
-        is_reward_model=is_reward_model,
-    )
-    tensors = {}
-    for stored in stored_tensors(model, checkpoint):
-        file = safe_open(stored.path, "pt")
-        tensors[stored.name] = file.get_tensor(stored.key)  # type: ignore[no-untyped-call]
-    tensors = published(model, tensors)
-    if base_tensors is not None and base_tensors.folder is not None:
-        tensors.update(base_tensors.read())
-        copy_processor(base_tensors.folder, folder)
-
-    for path in checkpoint.iterdir():
-        is_weights = path.name.startswith(ModelFiles.weights_name.removesuffix(".safetensors"))
-        if not is_weights and path.name != BASE_FILE:
-            shutil.copyfile(path, folder / path.name)
-    save_file(tensors, folder / ModelFiles.weights_name, {"format": "pt"})
 
 
 def how_to_load(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections.abc import Callable
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +48,17 @@ def auto_class(model_config: "PreTrainedConfig") -> Any:
     if names is None or not is_of_transformers:  # the model may bring its own class
         return transformers.AutoModelForCausalLM
     return getattr(transformers, names[1])
+
+
+def without_weights(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":
+    """Build a model whose parameters are on the meta device. Its buffers are real."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = build()
+    # `init_empty_weights` made a separate parameter of each tied one.
+    model.tie_weights()
+    return model
 
 
 def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":

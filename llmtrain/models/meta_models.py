@@ -19,6 +19,7 @@ from llmtrain.models.hub_models import (
     causal_lm_classes,
     load_causal_lm,
     local_folder,
+    without_weights,
 )
 from llmtrain.models.hub_safety import refuse_hub_attention, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
@@ -78,7 +79,6 @@ def build_model(
     Raises:
         UserError: if there is no such model, or if it cannot be used this way.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoModelForSequenceClassification, GenerationConfig
     from transformers.utils import logging
 
@@ -113,19 +113,13 @@ def build_model(
         else:
             model_class = auto_class(model_config)
 
-        def build() -> "PreTrainedModel":
-            with init_empty_weights(include_buffers=False):
-                built: PreTrainedModel = model_class.from_config(model_config, **options)
-            # `init_empty_weights` made a separate parameter of each tied one.
-            built.tie_weights()
-            return built
-
-        model = build()
+        build = functools.partial(model_class.from_config, model_config, **options)
+        model = without_weights(build)
         if is_reward_model:
             check_score_head(model)
         elif name is not None and _is_tied_by_mistake(model, config):
             model_config.tie_word_embeddings = False
-            model = build()
+            model = without_weights(build)
         if name is not None:
             with contextlib.suppress(OSError):  # not every model has a generation_config.json
                 model.generation_config = GenerationConfig.from_pretrained(

@@ -41,14 +41,14 @@ from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.hub_safety import is_hub_kernel
-from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
+from llmtrain.models.initial_weights import InitialWeights
+from llmtrain.models.lora import AdapterFiles, add_lora
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.towers import outside_text_tower, remove_modules
-from llmtrain.models.weight_loading import load_buffers, random_weights, stored_weights
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -153,26 +153,27 @@ def load_model(
         has_preference=preference is not None,
     )
 
+    origin: JsonObject = {"random weights": config.from_config}
+    if name:
+        origin = origin_of(name, config.model_revision)
+
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
     base_tensors: BaseTensors | None = None
     if not has_adapter:
-        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model)
+        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model, origin)
     _remove_outside_text(model, outside_text)
 
     # The names of published tensors, and the initial weights, are those of the model as it is now.
     # It changes below.
     architecture: PreTrainedModel | None = None
-    initial_weights: _InitialWeights | None = None
+    initial_weights: InitialWeights | None = None
     if model.device.type == "meta":
-        initial_weights = _InitialWeights(model, config, dtype, seed, is_reward_model)
+        initial_weights = InitialWeights(model, config, dtype, seed, is_reward_model)
         # Another copy, because one that has loaded weights remembers the names of the last ones.
         architecture = copy.deepcopy(model)
     new_tokens = _change_as_configured(model, config, rows, adapter, initial_weights, seed)
 
-    origin: JsonObject = {"random weights": config.from_config}
-    if name:
-        origin = origin_of(name, config.model_revision)
     loss = preference.loss_name if preference is not None else ""
     files = _model_files(model, name, rows, loss)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
@@ -213,7 +214,7 @@ def _change_as_configured(
     config: ModelConfig,
     rows: PreparedRows,
     adapter: Path | None,
-    initial_weights: "_InitialWeights | None",
+    initial_weights: InitialWeights | None,
     seed: int,
 ) -> list[int]:
     """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing.
@@ -383,85 +384,6 @@ def _set_balance_weight(
         text_config.router_aux_loss_coef = weight
 
 
-class _InitialWeights:
-    """The initial weights of a model on the meta device: stored ones, or random ones.
-
-    The stored buffers of the model, which are small, are loaded at once.
-
-    This remembers the model as it was built. Later it may get new embeddings, and LoRA renames
-    parameters of the layers that it wraps.
-
-    Args:
-        model: the model, before any change.
-        config: which weights.
-        dtype: of stored weights.
-        seed: of random weights.
-        is_reward_model: its head is not stored anywhere, so it is initialised from the seed.
-    """
-
-    def __init__(
-        self,
-        model: "PreTrainedModel",
-        config: ModelConfig,
-        dtype: torch.dtype,
-        seed: int,
-        is_reward_model: bool,
-    ) -> None:
-        name = config.model_name_or_path
-        if name is not None:
-            load_buffers(model.train(False), local_folder(name, config.model_revision))
-        self._original = copy.deepcopy(model)
-        self._original_names = {parameter: key for key, parameter in model.named_parameters()}
-        self._folder = local_folder(name, config.model_revision) if name else None
-        self._dtype = dtype
-        self._seed = seed
-        self._is_reward_model = is_reward_model
-
-    def load_embeddings(self, model: "PreTrainedModel") -> None:
-        """Load the input and output embeddings of a model.
-
-        The embeddings of new tokens are made from those of the other tokens.
-        """
-        input_embeddings = self._original.get_input_embeddings()
-        output_embeddings = self._original.get_output_embeddings()  # type: ignore[no-untyped-call]
-        modules = [input_embeddings]
-        if output_embeddings is not None:
-            modules.append(output_embeddings)
-
-        for key, weight in self._weights(modules):
-            module_name, _, parameter_name = key.rpartition(".")
-            # A clone, because `weight` may be mapped from a file that changes during the run.
-            parameter = nn.Parameter(weight.clone())
-            setattr(model.get_submodule(module_name), parameter_name, parameter)
-        model.tie_weights()
-
-    def for_parameters_of(self, trained: CausalLM) -> Weights:
-        """Return the initial weights of the parameters that are still on the meta device.
-
-        Args:
-            trained: the model after all changes. The weights have its parameters' names.
-        """
-        new_names = {
-            self._original_names[parameter]: key
-            for key, parameter in trained.named_parameters()
-            if parameter.is_meta and parameter in self._original_names
-        }
-        renamed = ((new_names[key], weight) for key, weight in self._weights() if key in new_names)
-        return with_adapter_weights(trained, renamed)
-
-    def _weights(self, modules: Collection[nn.Module] = ()) -> Weights:
-        """Return the weights of the original model, or of some of its modules."""
-        if self._folder is None:
-            return random_weights(self._original, self._seed, modules)
-        return stored_weights(
-            self._original,
-            self._folder,
-            self._dtype,
-            modules,
-            head_seed=self._seed if self._is_reward_model else None,
-        )
-
-
 def _model_files(
     model: "PreTrainedModel",
     name: str | None,
@@ -569,6 +491,7 @@ def _base_tensors(
     outside_text: Collection[str],
     seed: int,
     is_reward_model: bool,
+    origin: JsonObject,
 ) -> BaseTensors | None:
     """Return what the finished model gets from its base, or from random initial values."""
     name = config.model_name_or_path
@@ -580,11 +503,12 @@ def _base_tensors(
         name,
         config.model_revision,
         is_reward_model=is_reward_model,
+        origin=origin,
     )
-    folder = local_folder(name, config.model_revision)
-    has_processor = bool([*folder.glob(PROCESSOR_FILES)])
-    if outside_text and not has_processor:
-        note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
+    if outside_text and tensors is not None and tensors.folder is not None:
+        has_processor = bool([*tensors.folder.glob(PROCESSOR_FILES)])
+        if not has_processor:
+            note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
     return tensors
 
 

@@ -36,3 +36,16 @@ def small_model(name: str, *, vocabulary: int, tokens: int, width: int) -> Any:
     llama = make_causal_lm(LlamaForCausalLM(llama_config).float(), row_length=tokens - 1)
     probe(llama)
     return llama
+
+
+def tiny_llama() -> LlamaConfig:
+    """Return the configuration of a Llama with the vocabulary of a tokenizer of bytes."""
+    return LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
-    LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
@@ -27,6 +26,7 @@ from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
+from tests.models.small_models import tiny_llama
 from tests.models.some_rows import SomeRows
 
 IDS = torch.arange(1, 40)[None]
@@ -37,15 +37,7 @@ WORDS = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of one small model, stored in each dtype."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    config = tiny_llama()
     model = AutoModelForCausalLM.from_config(config)
     folders = {}
     for name, dtype in DTYPES.items():

@@ -185,6 +185,23 @@ def test_a_base_without_its_towers_is_one_line(
     ) in capsys.readouterr().out
 
 
+def test_a_checkpoint_gets_the_tensors_and_the_processor_of_its_base(
+    load: Callable[..., ModelBundle],
+    gemma3: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    bundle = load(gemma3)
+    write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(bundle.model))
+    again = load(tmp_path / "checkpoint")
+    assert "processor" not in capsys.readouterr().err
+    finished: Any = again.files
+    assert (
+        finished.finished("auto").export_tensors(again.model).keys()
+        == dict(read_tensors(gemma3)).keys()
+    )
+
+
 def test_random_towers_are_in_the_result_and_do_not_depend_on_when_they_are_made(
     load: Callable[..., ModelBundle], accelerator: Any, gemma3: Path
 ) -> None:
@@ -207,6 +224,8 @@ def test_a_base_without_a_processor_is_one_line(
     capsys: pytest.CaptureFixture,
 ) -> None:
     folder = write_checkpoint("Gemma3", tmp_path)
+    load(folder, lora)
+    assert capsys.readouterr().err.count("has no processor either") == 0
     for name in PROCESSOR_FILES:
         (folder / name).unlink()
     load(folder, lora)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
@@ -14,6 +14,7 @@ from llmtrain.record.history import read_lines
 from llmtrain.training.run import Run
 from recipes import finetune
 from tests.launching import read_json
+from tests.models.small_models import tiny_llama
 
 KEPT_WIDE = "model.layers.1.input_layernorm.weight"  # stands for a routing bias
 
@@ -21,15 +22,7 @@ KEPT_WIDE = "model.layers.1.input_layernorm.weight"  # stands for a routing bias
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folders of one small model, stored in each dtype, or with other weights."""
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    config = tiny_llama()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
