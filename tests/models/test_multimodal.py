@@ -202,6 +202,18 @@ def test_a_checkpoint_gets_the_tensors_and_the_processor_of_its_base(
     )
 
 
+def test_a_checkpoint_whose_base_has_changed_is_one_line(
+    load: Callable[..., ModelBundle], tmp_path: Path
+) -> None:
+    base = write_checkpoint("Gemma3", tmp_path / "base")
+    bundle = load(base)
+    write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(bundle.model))
+    changed = {name: tensor + 1 for name, tensor in read_tensors(base)}
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"base, and that has other weights now; put those back"):
+        load(tmp_path / "checkpoint")
+
+
 def test_random_towers_are_in_the_result_and_do_not_depend_on_when_they_are_made(
     load: Callable[..., ModelBundle], accelerator: Any, gemma3: Path
 ) -> None:
