@@ -5,6 +5,7 @@ the loopback interface as names, so that the processes of a run find each other 
 """
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -271,6 +272,13 @@ class Job:
         wait_until(lambda: self.field("JobState") != "PENDING", 30)
         self.wait_for_state("PENDING")
         assert self.field("Restarts") == str(times)
+
+    def end_soon(self, seconds: int) -> None:
+        """Move the time limit to the first full minute that is at least so many seconds away."""
+        hours, minutes, whole_seconds = map(int, self.field("RunTime").split(":"))
+        elapsed = 3600 * hours + 60 * minutes + whole_seconds
+        limit = math.ceil((elapsed + seconds) / 60)
+        self.cluster.call("scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}")
 
     def begin_now(self) -> None:
         """Start a requeued job, which Slurm would let wait for two minutes."""

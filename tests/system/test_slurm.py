@@ -103,20 +103,19 @@ def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
 def test_a_job_is_requeued_at_its_time_limit_if_it_has_made_progress(
     cluster: Cluster, text_file: Path, tmp_path: Path
 ) -> None:
-    options = ["--nodes=1", "--time=1", "--signal=B:USR1@15"]
+    options = ["--nodes=1", "--time=30", "--signal=B:USR1@15"]
     saves = submit(cluster, tmp_path / "saves", text_file, options, steps=5000)
-    # These two neither finish their step nor save when they are asked to, so Slurm kills them.
-    hangs = submit(
-        cluster,
-        tmp_path / "hangs",
-        text_file,
-        options,
-        save_steps=1,
-        pause=LONGER_THAN_THE_TEST,
-    )
+    hangs = submit(cluster, tmp_path / "hangs", text_file, options, steps=5000, save_steps=1)
     makes_nothing = submit(
         cluster, tmp_path / "nothing", text_file, options, pause=LONGER_THAN_THE_TEST
     )
+
+    wait_for_steps(saves, 1)
+    wait_until(lambda: checkpoints(hangs) != [], 90)
+    # Like the third job, it no longer finishes its step when it is asked to save: Slurm kills both.
+    (hangs.submitted_from / "pause").write_text(LONGER_THAN_THE_TEST)
+    for job in (saves, hangs, makes_nothing):
+        job.end_soon(seconds=20)
 
     saves.wait_until_requeued()
     assert status(saves)["state"] == "preempted"
@@ -124,7 +123,8 @@ def test_a_job_is_requeued_at_its_time_limit_if_it_has_made_progress(
     assert f"requeue after step-{status(saves)['step']:08d}" in saves.log
 
     hangs.wait_until_requeued()
-    assert checkpoints(hangs) == [1]
+    assert status(hangs)["state"] == "running"
+    assert f"requeue after step-{checkpoints(hangs)[-1]:08d}" in hangs.log
     assert "DUE TO TIME LIMIT" in hangs.log
 
     makes_nothing.wait_for_state("TIMEOUT")
