@@ -9,6 +9,7 @@ from llmtrain.record.history import History, read_lines
 from llmtrain.record.tolerances import (
     QUANTITIES,
     Deviation,
+    Tolerance,
     deviation,
     tolerance_of,
     weight_difference,
@@ -84,7 +85,8 @@ class FinishedRun:
         }
         weights = weight_difference(self.weights, other.weights)
 
-        faults = _faults(deviations, weights, other.precision)
+        tolerance = tolerance_of(other.precision, other.history.settings)
+        faults = _faults(deviations, weights, tolerance)
         syncs = other.most_gradient_syncs()
         if syncs > 1 and not other.has("sync_each_batch"):
             faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
@@ -180,15 +182,14 @@ def _differing_bits(hashes: dict[str, str], other_hashes: dict[str, str]) -> lis
     return sorted(faults, reverse=True)
 
 
-def _faults(deviations: dict[str, Deviation], weights: float, precision: str) -> list[str]:
+def _faults(deviations: dict[str, Deviation], weights: float, tolerance: Tolerance) -> list[str]:
     """Return the differences that rounding cannot explain.
 
     Args:
         deviations: how far the logged quantities are apart.
         weights: the relative difference of the final weights.
-        precision: the precision in which the run computed.
+        tolerance: what rounding explains.
     """
-    tolerance = tolerance_of(precision)
     faults = []
     for key, deviated in deviations.items():
         name = QUANTITIES[key].name

@@ -9,7 +9,13 @@ from typing import TypeVar
 
 from llmtrain.json_types import JsonObject
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import NO_TOLERANCE, Tolerance, relative_difference, tolerance_of
+from llmtrain.record.tolerances import (
+    NO_TOLERANCE,
+    Tolerance,
+    relative_difference,
+    tolerance_of,
+    widest,
+)
 
 T = TypeVar("T")
 
@@ -105,9 +111,11 @@ def tolerance_between(run_a: History, run_b: History) -> Tolerance:
     if not may_bits_differ(run_a, run_b):
         return NO_TOLERANCE
 
-    precisions = [start.get("mixed_precision", "no") for start in (*run_a.starts, *run_b.starts)]
-    tolerances = [tolerance_of(str(precision)) for precision in precisions or ["no"]]
-    return max(tolerances, key=lambda tolerance: tolerance.loss)
+    tolerances = []
+    for run in (run_a, run_b):
+        precisions = [str(start.get("mixed_precision", "no")) for start in run.starts] or ["no"]
+        tolerances += [tolerance_of(precision, run.settings) for precision in precisions]
+    return widest(tolerances)
 
 
 def have_same_eval_loss(run_a: History, run_b: History) -> bool:

@@ -5,7 +5,7 @@ difference, are defined only here.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from llmtrain.json_types import Json
@@ -44,15 +44,34 @@ _TOLERANCES = {
 }
 
 
-def tolerance_of(mixed_precision: str) -> Tolerance:
+# Gradients in bfloat16 round in the sum over micro-batches and ranks. AdamW makes the first updates
+# of all weights equally large, also those whose gradients are smaller than that rounding.
+_BF16_WEIGHTS = Tolerance(loss=3e-2, grad_norm=5e-2, weights=5e-2)
+# A code may be the next one, because the rounding of a gradient carries it over a border.
+_EIGHT_BIT_MOMENTS = Tolerance(loss=1e-3, grad_norm=1e-2, weights=1e-3)
+
+
+def tolerance_of(mixed_precision: str, settings: Mapping[str, Json] | None = None) -> Tolerance:
     """Return the tolerance for runs with this precision.
 
     Args:
         mixed_precision: Accelerate's name, such as ``no`` or ``bf16``, or ``float64``. An unknown
             name gets the tolerance for half precision.
+        settings: the values of the run's flags, such as ``dtype``.
     """
+    settings = settings or {}
     precision = "float32" if mixed_precision == "no" else mixed_precision
-    return _TOLERANCES.get(precision, _HALF_PRECISION)
+    tolerances = [_TOLERANCES.get(precision, _HALF_PRECISION)]
+    if settings.get("dtype") == "bfloat16":
+        tolerances.append(_BF16_WEIGHTS)
+    if settings.get("optim") in ("adamw_torch_8bit", "paged_adamw_8bit"):
+        tolerances.append(_EIGHT_BIT_MOMENTS)
+    return widest(tolerances)
+
+
+def widest(tolerances: Iterable[Tolerance]) -> Tolerance:
+    """Return the tolerance with the largest of all limits."""
+    return Tolerance(*(max(limits) for limits in zip(*tolerances, strict=True)))
 
 
 class Quantity(NamedTuple):

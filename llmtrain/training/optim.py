@@ -138,9 +138,10 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
         return isinstance(optimizer, MuonWithAdamW)
     if name in _MAKERS:
         return type(optimizer).__name__ == _CLASS_NAMES[name]
-    if name == "adamw_torch_8bit":
-        return isinstance(optimizer, CompactAdamW) and optimizer.defaults["eight_bit"]
-    return isinstance(optimizer, torch.optim.AdamW | CompactAdamW)
+    if isinstance(optimizer, CompactAdamW):
+        is_eight_bit: bool = optimizer.defaults["eight_bit"]
+        return is_eight_bit == (name == "adamw_torch_8bit")
+    return name in ("adamw", "muon") and isinstance(optimizer, torch.optim.AdamW)
 
 
 def _may_share_work(accelerator: Accelerator) -> bool:

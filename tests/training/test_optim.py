@@ -14,12 +14,14 @@ from transformers import (
 )
 
 import llmtrain.training.muon as muon_module
+import llmtrain.training.optim as optim_module
+from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.muon import Muon, orthogonal
-from llmtrain.training.optim import MuonWithAdamW, make_optimizer
+from llmtrain.training.optim import MuonWithAdamW, is_made_by_flag, make_optimizer
 from llmtrain.training.settings import OptimConfig
 
 ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
@@ -235,3 +237,50 @@ def test_muon_has_the_runs_precision_and_momentum(
     )
     muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
     assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
+
+
+def trained(dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(4, 4).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_sharded", "why"),
+    [
+        ("adafactor", torch.bfloat16, False, "adafactor loses small updates of bfloat16 weights"),
+        ("adafactor", torch.float32, True, "adafactor cannot train sharded weights; use .*multi_gpu"),
+        ("paged_adamw_8bit", torch.float32, False, "needs bitsandbytes: pip install bitsandbytes"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_these_weights_is_one_line(
+    name: str,
+    dtype: torch.dtype,
+    is_sharded: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(optim_module, "Ranks", lambda _: SimpleNamespace(is_sharded=is_sharded))
+    monkeypatch.setattr(optim_module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=why):
+        make_optimizer(ALONE, trained(dtype), OptimConfig(optim=name))
+
+
+def test_paged_adamw_of_bitsandbytes_makes_a_step() -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = nn.Linear(64, 64)
+    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="paged_adamw_8bit"))
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    assert is_made_by_flag(optimizer, "paged_adamw_8bit", model)
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_torch_8bit", "muon", "adafactor"])
+def test_a_flag_knows_the_optimizer_that_it_makes(name: str) -> None:
+    model = build_gpt(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8), 64)
+    optimizers = {
+        other: make_optimizer(ALONE, model, OptimConfig(optim=other))
+        for other in ("adamw", "adamw_torch_8bit", "muon", "adafactor")
+    }
+    matching = [o for o in optimizers if is_made_by_flag(optimizers[o], name, model)]
+    assert matching == [name]
