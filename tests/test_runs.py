@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmtrain.commands import runs
+from llmtrain.models.hub_models import origin_of
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid, path_of
@@ -84,6 +85,26 @@ def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_take
         if path.is_file()
     )
     assert f" {size_text(size)} " in lines[30]
+
+
+def test_another_model_than_the_run_began_with_is_named_with_status_1(
+    run: Path, tmp_path: Path, capsys
+) -> None:
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"the weights")
+    record = json.loads((run / "run.json").read_text())
+    record["settings"] = {"model_name_or_path": {"value": str(model), "origin": "command line"}}
+    record["fingerprint"] = {"initial_weights": {"weights": origin_of(str(model))}}
+    (run / "run.json").write_text(json.dumps(record))
+    status, out, _ = check(capsys, run)
+    assert status == 0
+    assert "changed" not in out
+
+    (model / "model.safetensors").write_bytes(b"THE WEIGHTS")
+    status, out, _ = check(capsys, run)
+    assert status == 1
+    assert f"{model} has other weights than the run began with" in out
 
 
 def test_json_says_what_the_lines_say(run: Path, capsys) -> None:

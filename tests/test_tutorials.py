@@ -54,8 +54,8 @@ JOURNEYS = {"pretrain": ["pretrain.md"], "align": ["finetune.md", "align.md"]}
 NOT_HERE = ("curl", "pip", "vllm")
 
 # Commands that train on a builtin data set have been measured at their full length. Here they are
-# short, and evaluate on a few documents.
-SHORT = ["--max_steps", "3", "--eval_fraction", "0.002"]
+# short, and read a few documents.
+SHORT = ["--max_steps", "3", "--eval_fraction", "0.002", "--max_train_samples", "200"]
 # A model for a GPU is narrow here. It would take minutes, and 12 GB.
 NARROW = ["--n_embd", "64"]
 
@@ -140,7 +140,7 @@ def write_splits(folder: Path, records: list[dict[str, object]], eval_split: str
 
 def write_preferences(folder: Path) -> None:
     """Write pairs with the fields of trl-lib/ultrafeedback_binarized."""
-    write_pairs(folder / "pairs.jsonl")
+    write_pairs(folder / "pairs.jsonl", count=24)
     records = []
     for line in (folder / "pairs.jsonl").read_text().splitlines():
         pair = json.loads(line)
@@ -164,7 +164,7 @@ def prepare(folder: Path) -> None:
     write_text(folder / "small.txt")
 
     write_qwen3(folder / "Qwen" / "Qwen3-0.6B")
-    write_chats(folder / "chats.jsonl")
+    write_chats(folder / "chats.jsonl", count=24)
     chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     for chat in chats:
         chat.update(source="made up", num_turns=len(chat["messages"]) // 2)

@@ -161,8 +161,8 @@ def _answers_path(
     Its name depends on everything that the answers depend on, including the content of the model,
     or its commit on the hub.
     """
-    from llmtrain.data.cache import file_digest
     from llmtrain.errors import as_user_error
+    from llmtrain.file_digests import file_digest
     from llmtrain.files import cache_folder, json_text
     from llmtrain.models.hub_models import commit_of
 

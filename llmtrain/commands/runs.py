@@ -1,8 +1,8 @@
 """List runs with their state, losses and age; or check the checkpoints of one run.
 
-A check reads each checkpoint, compares its files with their hashes, and changes nothing. The exit
-status is 0 if all checkpoints are intact, and 1 otherwise. With --finished, the exit status is 0 if
-the run is finished, and 1 otherwise.
+A check reads each checkpoint, and the model that the run began with if it is in a folder. It
+compares their files with their hashes, and changes nothing. The exit status is 0 if all is intact,
+and 1 otherwise. With --finished, the exit status is 0 if the run is finished, and 1 otherwise.
 """
 
 import argparse
@@ -222,7 +222,9 @@ def _check(path: Path, as_json: bool) -> bool:
         checked.append(checkpoint)
         if not as_json:
             print(_checkpoint_line(checkpoint), flush=True)
+    changed_model = _changed_model(history)
     is_well = not is_lost and not any(checkpoint.fault for checkpoint in checked)
+    is_well = is_well and changed_model is None
 
     if as_json:
         content = {
@@ -230,19 +232,22 @@ def _check(path: Path, as_json: bool) -> bool:
             "summary": summary,
             "well": is_well,
             "checkpoints": [checkpoint.as_json() for checkpoint in checked],
+            "changed_model": changed_model,
             "set_aside": set_aside,
             "leftovers": leftovers,
         }
         print(json_text(content, indent=1))
         return is_well
 
+    if changed_model is not None:
+        say("changed", f"{changed_model} has other weights than the run began with; put those back")
     for name in set_aside:
         say("set aside", f"{name}: a resume found it damaged and renamed it")
+    cause = "is incomplete; the next start deletes it"
+    if history.is_in_progress:
+        cause = "is being written or deleted"
     for name in leftovers:
-        if history.is_in_progress:
-            say("leftover", f"{name} is being written or deleted")
-        else:
-            say("leftover", f"{name} is incomplete; the next start deletes it")
+        say("leftover", f"{name} {cause}")
     if is_lost:
         say("none", f"no checkpoint is left in {target.folder}")
     elif not target.checkpoints:
@@ -310,6 +315,29 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
             fault=fault,
             is_resumable=saved.path == resumable,
         )
+
+
+def _changed_model(history: History) -> str | None:
+    """Return the folder of the model that a run began with, if it has other weights now.
+
+    Its files are read even if their hashes are known, so that a disk that returns other bytes is
+    noticed.
+    """
+    fingerprint = history.record.get("fingerprint") or {}
+    initial_weights = fingerprint.get("initial_weights") or {}
+    sha256 = initial_weights.get("weights", {}).get("sha256")
+    name = history.settings.get("model_name_or_path")
+    if sha256 is None or name is None or not Path(name).is_dir():
+        return None
+    from llmtrain.model_folders import is_adapter
+    from llmtrain.models.adapters import base_of
+    from llmtrain.models.hub_models import origin_of
+
+    if is_adapter(Path(name)):  # it is trained further
+        name = base_of(Path(name))
+        if not Path(name).is_dir():
+            return None
+    return None if origin_of(name, reread=True)["sha256"] == sha256 else name
 
 
 def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:

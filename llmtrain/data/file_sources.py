@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from llmtrain.data.cache import file_digest
 from llmtrain.data.readers import (
     READABLE,
     Record,
@@ -21,6 +20,7 @@ from llmtrain.data.readers import (
 )
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.errors import UserError, first_line
+from llmtrain.file_digests import file_digest
 
 # Files beside the data of a folder that hold counts and types.
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -95,7 +95,7 @@ def _fingerprint_of_files(paths: list[Path]) -> str:
 
 
 def digest_of(path: Path) -> bytes:
-    """Return the sha256 of a file's content; see :func:`llmtrain.data.cache.file_digest`."""
+    """Return the sha256 of a file's content; see :func:`llmtrain.file_digests.file_digest`."""
     try:
         return file_digest(path)
     except OSError as error:

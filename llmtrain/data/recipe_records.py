@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from llmtrain.data.hub import dataset_source
-from llmtrain.data.once_per_machine import once_per_machine
 from llmtrain.data.readers import Record, numbered
 from llmtrain.data.sources import Fields, Source
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.once_per_machine import once_per_machine
 
 RecordFunction: TypeAlias = Callable[[], Iterable[str | Fields]]
 # What a recipe passes: a function that yields records, a datasets.Dataset, or a list.

@@ -7,10 +7,11 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from llmtrain.errors import as_user_error
-from llmtrain.files import read_hashed
+from llmtrain.errors import UserError, as_user_error
+from llmtrain.file_digests import file_digest
 from llmtrain.json_types import JsonObject
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_hub_attention, refuse_pickles
+from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -149,13 +150,42 @@ def commit_of(name: str, revision: str = "main") -> str:
     return Path(path).parent.name
 
 
-def origin_of(name: str, revision: str = "main") -> JsonObject:
+def origin_of(name: str, revision: str = "main", *, reread: bool = False) -> JsonObject:
     """Identify a model: by a hash of the weights and the configuration in its folder.
 
-    A hub name is identified by the commit of its revision.
+    One process of each machine reads the folder, unless the hashes of its files are known; see
+    :func:`llmtrain.file_digests.file_digest`. A hub name is identified by the commit of its
+    revision.
+
+    Args:
+        name: the folder or hub name of the model.
+        revision: a branch, tag or commit on the hub.
+        reread: read the files even if their hashes are known.
     """
-    if Path(name).is_dir():
-        files = [*sorted(Path(name).glob("*.safetensors")), *Path(name).glob("config.json")]
-        hashes = [read_hashed(path)["sha256"] for path in files]
-        return {"sha256": hashlib.sha256("".join(hashes).encode()).hexdigest()}
-    return {"name": name, "commit": commit_of(name, revision)}
+    folder = Path(name)
+    if not folder.is_dir():
+        return {"name": name, "commit": commit_of(name, revision)}
+
+    def read() -> str:
+        files = [*sorted(folder.glob("*.safetensors")), *folder.glob("config.json")]
+        hashes = [file_digest(path, reread=reread).hex() for path in files]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    return {"sha256": once_per_machine(f"origin of {folder.resolve()}, {reread}", read)}
+
+
+def check_origin(name: str, origin: JsonObject) -> None:
+    """Read a model's files again, and check that they are those that identified it.
+
+    Args:
+        name: the folder or hub name of the model.
+        origin: what identified it; see :func:`origin_of`.
+
+    Raises:
+        UserError: if they are not.
+    """
+    if "sha256" in origin and origin_of(name, reread=True) != origin:
+        raise UserError(
+            f"{name}: the weights are not those that the run began with, though their size and "
+            "times are the same; put those back."
+        )

@@ -61,6 +61,7 @@ class ResumePoint(NamedTuple):
     reason: str = ""  # the reason for this start, for the start-up log
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
     lost_checkpoints: tuple[str, ...] = ()  # damaged ones, if the run starts again for them
+    follows_failure: bool = False  # whether the last start of the run failed or was killed
 
     @property
     def extended_run(self) -> Path | None:
@@ -221,7 +222,12 @@ def _continued(
     Raises:
         UserError: if the run has checkpoints, and none is intact.
     """
-    point = point._replace(folder=folder, run_id=record["run_id"])
+    state = read_object(folder / "status.json").get("state")
+    point = point._replace(
+        folder=folder,
+        run_id=record["run_id"],
+        follows_failure=state != "preempted",
+    )
     known_losses = [
         name for start in record["starts"] for name in start.get("lost_checkpoints", [])
     ]

@@ -148,6 +148,8 @@ def open_run(
         else:
             resume_point = team.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
+            if resume_point.follows_failure:
+                team.on_all(bundle.check_files)
 
         run = _new_run(
             ranks,

@@ -109,7 +109,6 @@ def rebuild_nothing(engine: ReplicatedEngine, batch: Batch) -> None:
 PLANT: dict[str, tuple[Any, str, Any]] = {
     "nothing": (Engine, "forward_backward", Engine.forward_backward),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
-    "a forgotten data-parallel factor": (Engine, "forward_backward", controls.averaged_over_ranks),
     "a missing sync": (Engine, "forward_backward", controls.never_synced),
     "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
     "a scheduler stepped per rank": (LearningRates, "after", rates_of_steps_of_all_ranks),

@@ -65,14 +65,15 @@ def readings(folder: Path) -> int:
 
 
 def wait_for_some_instant(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
-    """While it starts, or some seconds into its training."""
-    if draw.random() < 0.2:
-        time.sleep(draw.uniform(0.5, 6))
+    """Until it has made some steps, or while it starts: until some of its ranks exist."""
+    if draw.random() < 0.8:
+        before = readings(folder) + draw.randrange(1, 12)
+        while process.poll() is None and readings(folder) < before:
+            time.sleep(0.01)
         return
-    before = readings(folder)
-    while process.poll() is None and readings(folder) <= before:
+    ranks = draw.randrange(3)
+    while process.poll() is None and len(ranks_of(process.pid)) < ranks:
         time.sleep(0.01)
-    time.sleep(draw.uniform(0, 2.5))
 
 
 def wait_for_a_save(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:

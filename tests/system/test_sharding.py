@@ -70,7 +70,7 @@ SHORT["FSDP2 2"] += ["base-lora-saved/1"]
 # With norms inside heads, with outputs that are joined, and with fused heads.
 JOINED = ["qwen3/1", "phi3/1", "gpt_neox/1"]
 SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
-UPDATES = 10 if LONG_FORM else 3
+UPDATES = 5 if LONG_FORM else 3
 
 
 @pytest.fixture(scope="module")

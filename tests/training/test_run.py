@@ -3,8 +3,10 @@ import json
 import multiprocessing
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import filelock
 import pytest
@@ -55,13 +57,18 @@ def opened(
 ):
     """Open a run in ``tmp_path/run`` of an fingerprint that the test chooses."""
 
-    def go(fingerprint: dict = FINGERPRINT, **flags: object):
+    def go(
+        fingerprint: dict = FINGERPRINT,
+        check_files: Callable[[], None] = lambda: None,
+        **flags: object,
+    ):
         monkeypatch.setattr(opening, "run_fingerprint", lambda *_: fingerprint)
         told = {"output_dir": str(tmp_path / "run"), "report_to": ["none"], **flags}
         settings = Settings(data=DataConfig(), optim=OptimConfig(seed=3), run=RunConfig(**told))
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
-        return open_run(accelerator, settings, rows, ModelBundle(model, Files()), optimizer)
+        bundle = ModelBundle(model, Files(), check_files=check_files)
+        return open_run(accelerator, settings, rows, bundle, optimizer)
 
     return go
 
@@ -74,7 +81,7 @@ def begin(accelerator: Accelerator, opened):
         fingerprint: dict = FINGERPRINT,
         steps: tuple[int, ...] = (),
         crash: bool = False,
-        **flags: str,
+        **flags: Any,
     ):
         model = torch.nn.Linear(3, 2)
         optimizer = make_optimizer(accelerator, model, OptimConfig())
@@ -129,6 +136,18 @@ def test_a_second_interrupted_run_is_found_behind_a_finished_one(begin) -> None:
 def test_a_run_with_no_checkpoint_yet_starts_again_in_its_place(begin) -> None:
     begin(crash=True)
     assert begin() == ("run", 0)
+
+
+def test_only_a_resume_after_a_failure_checks_the_files_of_the_base(begin, tmp_path: Path) -> None:
+    checks: list[str] = []
+    begin(steps=(10,), crash=True, check_files=lambda: checks.append("new"))
+    begin(steps=(20,), crash=True, check_files=lambda: checks.append("failed"))
+    status = tmp_path / "run/status.json"
+    status.write_text(json.dumps({**read_json(status), "state": "running"}))
+    begin(steps=(30,), crash=True, check_files=lambda: checks.append("killed"))
+    status.write_text(json.dumps({**read_json(status), "state": "preempted"}))
+    begin(check_files=lambda: checks.append("preempted"))
+    assert checks == ["failed", "killed"]
 
 
 @pytest.mark.parametrize("key", ["model", "data", "seed", "optimizer"])

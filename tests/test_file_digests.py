@@ -9,8 +9,8 @@ from typing import IO
 
 import pytest
 
-from llmtrain.data import cache
-from llmtrain.data.cache import file_digest
+from llmtrain import file_digests
+from llmtrain.file_digests import file_digest
 from llmtrain.files import cache_folder
 
 
@@ -18,11 +18,11 @@ from llmtrain.files import cache_folder
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is worth remembering, and a clock that says that it was written long ago."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_MIN_KEPT_SIZE", 3)
+    monkeypatch.setattr(file_digests, "_MIN_KEPT_SIZE", 3)
     path = tmp_path / "text"
     path.write_text("one")
     later = time.time() + 600
-    monkeypatch.setattr(cache.time, "time", lambda: later)
+    monkeypatch.setattr(file_digests.time, "time", lambda: later)
     return path
 
 
@@ -30,13 +30,13 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read."""
     read: list[str] = []
-    original = cache._digest
+    original = file_digests._digest
 
     def digest(file: IO[bytes]) -> bytes:
         read.append(file.name)
         return original(file)
 
-    monkeypatch.setattr(cache, "_digest", digest)
+    monkeypatch.setattr(file_digests, "_digest", digest)
     return read
 
 
@@ -68,6 +68,12 @@ def test_a_changed_file_is_read_again_though_size_and_time_are_set_back(
     assert len(reads) == 2
 
 
+def test_a_file_is_read_if_the_caller_wants_it(large: Path, reads: list[str]) -> None:
+    file_digest(large)
+    assert file_digest(large, reread=True) == sha256("one")
+    assert len(reads) == 2
+
+
 def test_another_file_in_its_place_is_read(large: Path, tmp_path: Path) -> None:
     file_digest(large)
     (tmp_path / "other").write_text("two")
@@ -78,7 +84,7 @@ def test_another_file_in_its_place_is_read(large: Path, tmp_path: Path) -> None:
 def test_a_file_written_just_now_is_not_remembered(
     large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache.time, "time", lambda: large.stat().st_ctime_ns / 1e9 + 59)
+    monkeypatch.setattr(file_digests.time, "time", lambda: large.stat().st_ctime_ns / 1e9 + 59)
     assert file_digest(large) == file_digest(large) == sha256("one")
     assert len(reads) == 2
 
@@ -86,14 +92,14 @@ def test_a_file_written_just_now_is_not_remembered(
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = cache._digest
+    original = file_digests._digest
 
     def digest(file: IO[bytes]) -> bytes:
         found = original(file)
         write_later(large, "two")
         return found
 
-    monkeypatch.setattr(cache, "_digest", digest)
+    monkeypatch.setattr(file_digests, "_digest", digest)
     assert file_digest(large) == sha256("one")
     assert not (cache_folder() / "digests").exists()
 
@@ -101,7 +107,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
 def test_a_small_file_is_read_each_time(
     large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "_MIN_KEPT_SIZE", 4)
+    monkeypatch.setattr(file_digests, "_MIN_KEPT_SIZE", 4)
     assert file_digest(large) == file_digest(large) == sha256("one")
     assert len(reads) == 2
 

@@ -17,12 +17,16 @@ _MIN_KEPT_SIZE = 1 << 20
 _SETTLING_TIME = 60.0
 
 
-def file_digest(path: Path) -> bytes:
+def file_digest(path: Path, *, reread: bool = False) -> bytes:
     """Return the sha256 of a file's content.
 
     The digest of a large file is kept in the cache. It is used again as long as the file system
     reports the same size and times, which is also how git decides whether a file has changed. A
     file that changed a short time ago is always read, because its times may hide the next change.
+
+    Args:
+        path: the file.
+        reread: read the file in any case. A disk may return other bytes without a change of times.
     """
     path_hash = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     record = cache_folder() / "digests" / path_hash
@@ -30,7 +34,7 @@ def file_digest(path: Path) -> bytes:
     with path.open("rb") as file:
         state = _state(file.fileno())
         kept_digest = _read_record(record, state)
-        if kept_digest is not None:
+        if kept_digest is not None and not reread:
             return kept_digest
         digest = _digest(file)
         age = time.time() - max(state.modified, state.changed) / 1e9

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.data import once_per_machine as module
+from llmtrain import once_per_machine as module
 from llmtrain.data import recipe_records
-from llmtrain.data.once_per_machine import once_per_machine
 from llmtrain.data.recipe_records import records_source
+from llmtrain.once_per_machine import once_per_machine
 from tests.launching import PYTHON, run, torchrun
 
 # Two functions of one name, whose records are other ones. Each writes a line when all are read.
@@ -179,7 +179,7 @@ def test_a_process_whose_launch_is_not_known_computes_for_itself(
 
 def test_a_program_that_a_launched_process_starts_computes_for_itself(launched: Path) -> None:
     program = (
-        "from llmtrain.data.once_per_machine import once_per_machine\n"
+        "from llmtrain.once_per_machine import once_per_machine\n"
         "import os; print(once_per_machine('a', lambda: str(os.getpid())))"
     )
     starter = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {program!r}])"
