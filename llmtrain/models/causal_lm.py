@@ -81,6 +81,27 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
                 return module
         return self
 
+    def recompute_blocks(self, every: int) -> None:
+        """Choose the blocks that compute their activations again in the backward pass.
+
+        Args:
+            every: n: blocks 0, n, 2n, ... do; 0: no block does.
+
+        Raises:
+            UserError: if the class cannot compute activations again.
+        """
+        self.activation_checkpointing_disable()  # type: ignore[no-untyped-call]
+        # Enabling adds a hook to the embedding each time.
+        self.disable_input_require_grads()  # type: ignore[no-untyped-call]
+        if not every:
+            return
+        if not self.supports_gradient_checkpointing:
+            raise UserError(
+                f"{self.own_class.__name__} cannot compute activations again; leave "
+                "--gradient_checkpointing out."
+            )
+        self.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+
     def own_forward(self, **arguments: Any) -> Any:
         """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
 
