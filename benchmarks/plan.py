@@ -12,7 +12,8 @@ from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
 from llmtrain.lab.commands.plan import as_json
 from llmtrain.lab.plan.calibration import calibrate
-from llmtrain.lab.plan.layouts import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.lab.plan.hardware import GLOO_LATENCY, PlanRequest
+from llmtrain.lab.plan.layouts import make_plan
 from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Memory

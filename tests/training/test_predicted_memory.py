@@ -20,8 +20,9 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
-from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
+from llmtrain.training.parameter_bytes import LocalParameter, Unit
+from llmtrain.training.predicted_memory import Memory, RecipeModel
+from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 
@@ -52,8 +53,8 @@ def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
 
 
 def test_a_base_in_bfloat16_is_gathered_as_it_is_stored() -> None:
-    base = LocalParameter("base", 4, 8, element_bytes=2, is_trained=False, states=0)
-    matrix = LocalParameter("lora_A", 4, 1, element_bytes=4, is_trained=True, states=2)
+    base = LocalParameter("base", 4, 8, element_bytes=2, is_trained=False)
+    matrix = LocalParameter("lora_A", 4, 1, element_bytes=4, is_trained=True)
     for is_bf16, expected in ((False, 2 * 32 + 4 * 4), (True, 2 * 32 + 2 * 4)):
         unit = Unit(frozenset(["base", "lora_A"]), is_bf16=is_bf16, stays_gathered=False)
         assert unit.gathered_bytes([base, matrix]) == expected

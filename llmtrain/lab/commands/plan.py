@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
     # command, such as --processes, from there to attributes of `arguments`. --json is among them:
     # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)
-    from llmtrain.lab.plan.layouts import PlanRequest, make_plan
+    from llmtrain.lab.plan.hardware import PlanRequest
+    from llmtrain.lab.plan.layouts import make_plan
 
     options = {
         name: value for name, value in vars(arguments).items() if name in PlanRequest._fields
@@ -140,7 +141,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
-    from llmtrain.lab.plan.layouts import device_name
+    from llmtrain.lab.plan.hardware import device_name
 
     recipe = plan.memory.recipe
     parameters = [*recipe.model.parameters()]

@@ -1,0 +1,75 @@
+"""How many blocks must compute their activations again, so that a run fits into memory."""
+
+from typing import NamedTuple
+
+from llmtrain.parallel.sharding import Sharding
+from llmtrain.quantities import size_text
+from llmtrain.training.activations import can_recompute
+from llmtrain.training.predicted_memory import Memory
+
+
+class Recomputation(NamedTuple):
+    """Which blocks compute their activations again in the backward pass.
+
+    Attributes:
+        every: n: blocks 0, n, 2n, ... do; 0: no block does.
+        reason: how much memory the run needs, for the log.
+    """
+
+    every: int
+    reason: str
+
+
+def least_recomputation(
+    memory: Memory,
+    sharding: Sharding,
+    *,
+    rows: int,
+    accumulation: int,
+    device_bytes: float,
+) -> Recomputation:
+    """Return the fewest blocks to recompute so that a run fits.
+
+    If it does not fit in any case, all blocks are computed again.
+
+    Args:
+        memory: the memory that the model needs.
+        sharding: how processes share the model.
+        rows: rows per micro-batch.
+        accumulation: micro-batches per step.
+        device_bytes: memory of the device.
+
+    Raises:
+        UserError: if the activations depend on the values of tensors.
+    """
+    without = memory.bytes_of(sharding, rows, accumulation, every=0).total
+    limit = size_text(device_bytes)
+    if without <= device_bytes:
+        return Recomputation(0, f"no block: the run needs {size_text(without)} of {limit}")
+    if not can_recompute(memory.recipe.model):
+        return Recomputation(
+            0,
+            f"no block, although the run needs {size_text(without)} of {limit}: "
+            f"{memory.recipe.class_name} cannot compute activations again",
+        )
+
+    blocks = memory.activations(rows, sharding.is_sharded, every=0).blocks
+    every = blocks
+    needed = memory.bytes_of(sharding, rows, accumulation, every).total
+    while needed > device_bytes and every > 1:
+        every -= 1
+        needed = memory.bytes_of(sharding, rows, accumulation, every).total
+
+    which = "every block" if every == 1 else f"one of {every} blocks"
+    return Recomputation(
+        every,
+        f"{which}: the run needs {size_text(without)} without and {size_text(needed)} with it, "
+        f"of {limit}",
+    )
+
+
+def recomputed_share(blocks: int, every: int) -> float:
+    """Return the share of all blocks that is computed again, if one of ``every`` blocks is."""
+    if every == 0:
+        return 0.0
+    return -(-blocks // every) / blocks
