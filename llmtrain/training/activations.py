@@ -337,16 +337,22 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
     """Return a copy of a model, without memory for weights, with its first ``depth`` blocks."""
-    weightless: dict[int, object] = {}
+    blocks = list_of_blocks(model)
+    further_blocks = [] if blocks is None else [*blocks[depth:]]
+
+    # What stands for a part of the model in the copy.
+    no_block = nn.Identity()
+    copies: dict[int, object] = {id(block): no_block for block in further_blocks}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
-        weightless[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    shallow = copy.deepcopy(model, weightless)
-    blocks = list_of_blocks(shallow)
-    if blocks is None:
+        copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    shallow = copy.deepcopy(model, copies)
+    if not further_blocks:
         return shallow
 
-    del blocks[depth:]
+    for module in shallow.modules():
+        if isinstance(module, nn.ModuleList) and no_block in [*module]:
+            del module[depth:]
     if isinstance(shallow, GPT):
         shallow.config.n_layer = depth
     elif isinstance(shallow, PreTrainedModel):

@@ -54,17 +54,19 @@ def least_recomputation(
         )
 
     blocks = memory.activations(rows, sharding.is_sharded, every=0).blocks
-    every = blocks
-    needed = memory.bytes_of(sharding, rows, accumulation, every).total
-    while needed > device_bytes and every > 1:
-        every -= 1
+    for recomputed in range(1, blocks + 1):
+        # The smallest `every` that leaves so many: a larger one may recompute the last block, too,
+        # for which more memory is needed.
+        every = -(-blocks // recomputed)
         needed = memory.bytes_of(sharding, rows, accumulation, every).total
+        if needed <= device_bytes:
+            break
 
-    which = "every block" if every == 1 else f"one of {every} blocks"
+    recomputed = -(-blocks // every)
+    which = "all blocks" if every == 1 else f"{recomputed} of {blocks} blocks"
     return Recomputation(
         every,
-        f"{which}: the run needs {size_text(without)} without and {size_text(needed)} with it, "
-        f"of {limit}",
+        f"{which}: the run needs {size_text(needed)} of {limit}, and {size_text(without)} without",
     )
 
 

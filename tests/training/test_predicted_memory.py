@@ -19,10 +19,12 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.sharding import Sharding
+from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.parameter_bytes import LocalParameter, Unit
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
+from llmtrain.training.recomputation import Recomputation, least_recomputation
 from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 
@@ -103,6 +105,54 @@ def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
     input_of_block = 4 * 2 * 32 * 64
     assert activations_of(again).per_block == input_of_block
+
+
+@pytest.mark.parametrize("every", range(1, 7))
+def test_some_recomputed_blocks_are_composed_of_a_model_with_all_and_one_with_none(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as a model in which these blocks are recomputed, and all blocks are counted."""
+    planned = memory(config=GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=256))
+    composed = planned.activations(rows=2, gathers_weights=False, every=every)
+
+    monkeypatch.setattr(activations, "_MAX_BLOCKS", 6)
+    planned.recipe.model.recompute_blocks(every)
+    counted = count_activations(planned.recipe.model, Objective(), MicroBatch(2, 32))
+    assert composed.highest == counted.highest
+    assert composed.end_of_backward == counted.end_of_backward
+
+
+def test_as_few_blocks_are_recomputed_as_memory_makes_necessary() -> None:
+    planned = memory()
+    one_process = Sharding(1, 1)
+    totals = [planned.bytes_of(one_process, 8, 4, every).total for every in range(7)]
+
+    def least(device_bytes: float) -> Recomputation:
+        return least_recomputation(
+            planned, one_process, rows=8, accumulation=4, device_bytes=device_bytes
+        )
+
+    assert totals[0] > totals[6] > totals[3] > totals[2] > totals[1]
+    assert [least(totals[every]).every for every in (0, 6, 3, 2, 1)] == [0, 6, 3, 2, 1]
+    assert least(totals[3] - 1).every == 2
+    assert least(1e6).every == 1
+    assert least(totals[2]).reason.startswith("3 of 6 blocks: the run needs ")
+
+
+def test_counting_leaves_a_model_as_it_is_and_copies_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = GPT(CONFIG, 1000)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda self, memo: copies.append(self))
+
+    count_activations(model, Objective(), MicroBatch(2, 32, recomputes=True))
+
+    assert copies == []
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert len(model.transformer.h) == 6
+    assert model.base_model.recompute_every == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
