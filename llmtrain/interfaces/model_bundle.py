@@ -36,6 +36,9 @@ class ModelFormat(Protocol):
     def may_split_weights(self) -> bool:
         """Whether the weights may be split over several files."""
 
+    def trained_in(self, dtype: torch.dtype) -> ModelFormat:
+        """Return the format of a model whose weights are trained in another dtype than float32."""
+
     def finished(self, dtype: str) -> ModelFormat:
         """Return the format of the finished model's folder.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import read_object, write_json
@@ -139,6 +140,14 @@ def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
         index = read_object(index_file)
         index.setdefault("metadata", {})["total_size"] = size
         write_json(index_file, index)
+
+
+def cast_trained_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the weights of a model that are trained a dtype, in place. Tied weights stay tied."""
+    for parameter in [*model.parameters()]:
+        if parameter.requires_grad and parameter.dtype != dtype:
+            cast = nn.Parameter(parameter.detach().to(dtype))
+            torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
 
 
 def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:

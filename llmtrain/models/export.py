@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
+import torch
 from torch import Size, Tensor, nn
 
 from llmtrain.files import read_object, write_json
@@ -90,6 +91,10 @@ class ModelFiles:
         if dtypes is None:
             return files
         return replace(files, config=with_dtype(self.config, dtypes.main), dtypes=dtypes)
+
+    def trained_in(self, dtype: torch.dtype) -> "ModelFiles":
+        """Return the files of a model whose weights are trained in another dtype than float32."""
+        return replace(self, config=with_dtype(self.config, dtype))
 
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.

@@ -110,11 +110,11 @@ class _RMSNorm(torch.autograd.Function):
             [len(weight)],
             torch.zeros_like(scale),
             scale,
-            weight,
+            weight.to(wide.dtype),
             None,
             [True, True, False],
         )
-        grad_x += (incoming @ (weight / len(weight)))[..., None] * scale
+        grad_x += (incoming @ (weight.to(wide.dtype) / len(weight)))[..., None] * scale
 
         no_grads = [None for _ in angles]
         return grad_x.to(ctx.dtype), grad_weight.to(weight.dtype), *no_grads

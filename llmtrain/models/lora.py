@@ -20,6 +20,7 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.base_tensors import BASE_FILE
+from llmtrain.models.dtypes import cast_trained_weights
 from llmtrain.models.export import (
     MULTIMODAL_CLASSES,
     ModelFiles,
@@ -108,7 +109,8 @@ def add_lora(
     _check_module_targets(model, module_targets)
 
     _initialise(model, seed)
-    train_in_float32(model)
+    # Also if the base has fewer bits.
+    cast_trained_weights(model, torch.float32)
     set_base(adapted, base, base_commit)
     return adapted
 
@@ -236,13 +238,6 @@ def _has_tied_head(model: "PreTrainedModel") -> bool:
     head = cast("nn.Linear | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
     embedding = cast(nn.Embedding, model.get_input_embeddings())
     return head is not None and head.weight is embedding.weight
-
-
-def train_in_float32(model: nn.Module) -> None:
-    """Make the trained parameters float32, in place, also if the base has fewer bits."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().float()))  # type: ignore[no-untyped-call]
 
 
 def _token_rows(
@@ -375,6 +370,10 @@ class AdapterFiles(ModelFiles):
     weights_name: ClassVar[str] = ADAPTER_WEIGHTS
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "peft"
+
+    def trained_in(self, dtype: torch.dtype) -> "AdapterFiles":
+        """Return these files: an adapter's settings name no dtype."""
+        return self
 
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""

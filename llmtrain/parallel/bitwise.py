@@ -87,7 +87,7 @@ class BitwiseEngine(ReplicatedEngine):
         sizes = [parameter.numel() for parameter in self.parameters]
         *gradients_of_parameters, loss_sum = total.split_with_sizes([*sizes, 1])
         for parameter, gradient in zip(self.parameters, gradients_of_parameters, strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
         loss = loss_sum[0] if self.ranks.is_main else torch.zeros_like(loss_sum[0])
         return LossSums(loss, metric_sums)
 
@@ -112,7 +112,7 @@ class BitwiseEngine(ReplicatedEngine):
         """Compute the gradient of a micro-batch, and add its further metrics to ``metric_sums``.
 
         Returns:
-            All gradients as one vector, with the summed loss at the end.
+            All gradients as one vector, in float32 or more, with the summed loss at the end.
         """
         with self.no_sync():
             sums = self.loss(batch, extra)
@@ -126,4 +126,5 @@ class BitwiseEngine(ReplicatedEngine):
             else:
                 flat.append(parameter.grad.flatten())
             parameter.grad = None
-        return torch.cat([*flat, sums.loss.detach().to(flat[0].dtype)[None]])
+        dtype = torch.promote_types(flat[0].dtype, torch.float32)
+        return torch.cat([vector.to(dtype) for vector in [*flat, sums.loss.detach()[None]]])

@@ -245,13 +245,21 @@ class Engine:
         Returns:
             The norm before; a scalar, the same on every rank.
         """
-        norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if all(p.dtype != torch.bfloat16 for p in parameters):
+            norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+            return norm
+
+        norm = _norm_in_float32([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
         """Return the norm of all trained weights; a scalar, the same on every rank."""
         trained = [p.detach() for p in self.model.parameters() if p.requires_grad]
+        if any(p.dtype == torch.bfloat16 for p in trained):
+            return _norm_in_float32(trained)
         return nn.utils.get_total_norm(trained)
 
     def watching_buckets(self, watcher: BucketWatcher) -> contextlib.AbstractContextManager[None]:
@@ -264,6 +272,16 @@ class Engine:
         Call this after passes without a backward pass, which would free them. Only a sharded engine
         gathers any, so there is nothing to do here.
         """
+
+
+def _norm_in_float32(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all tensors together.
+
+    torch's own function would round the norm of each tensor to its dtype.
+    """
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -101,6 +101,24 @@ def distribute(full: torch.Tensor, like: DTensor, dim: int | None) -> DTensor:
     )
 
 
+def zeros_by_row(like: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return zeros, float32 [rows, columns], for the rows of a tensor: sharded as its rows are."""
+    shard = local_shard(like)
+    zeros = torch.zeros((len(shard), columns), dtype=torch.float32, device=shard.device)
+    if not isinstance(like, DTensor):
+        return zeros
+    assert sharded_dim(like) in (0, None)
+    shape = torch.Size([len(like), columns])
+    return DTensor.from_local(
+        zeros,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=(columns, 1),
+    )
+
+
 @torch.no_grad()
 def fill(targets: Mapping[str, torch.Tensor], weights: Weights) -> None:
     """Copy full tensors, in place, into tensors that may be sharded.

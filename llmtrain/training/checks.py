@@ -12,7 +12,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
-from llmtrain.training.optim import optimizer_class
+from llmtrain.training.optim import is_made_by_flag
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 
@@ -104,7 +104,7 @@ def check_optimizer_flags(
         UserError: if a flag has no effect.
     """
     unread: list[str] = []
-    if config.is_set("optim") and not isinstance(optimizer, optimizer_class(config.optim, model)):
+    if config.is_set("optim") and not is_made_by_flag(optimizer, config.optim, model):
         unread.append(f"--optim {config.optim} (the recipe makes {type(optimizer).__name__})")
 
     values_of_flag = {

@@ -17,6 +17,7 @@ from torch import nn
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
+from llmtrain.training.compensation import needs_compensation, update_weights
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -85,6 +86,9 @@ class Muon(torch.optim.Optimizer):
             matrices=matrices,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
+            compensations={
+                p: self.state[p]["compensation"] for p in matrices if needs_compensation(p)
+            },
             results=results,
             work=work,
         )
@@ -119,12 +123,15 @@ class Muon(torch.optim.Optimizer):
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
         """Update the momentum of a matrix and return the Nesterov momentum."""
         assert p.grad is not None
+        gradient = p.grad.float()
         if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
+            if needs_compensation(p):
+                self.state[p]["compensation"] = torch.zeros_like(p)
         buffer = self.state[p]["momentum_buffer"]
         # `lerp` computes the same result, but takes five times as long on a CPU.
-        buffer.mul_(momentum).add_(p.grad, alpha=1 - momentum)
-        return p.grad.mul(1 - momentum).add_(buffer, alpha=momentum)
+        buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
+        return gradient.mul(1 - momentum).add_(buffer, alpha=momentum)
 
 
 @dataclass
@@ -134,6 +141,7 @@ class _PendingUpdate:
     matrices: list[nn.Parameter]
     lr: float
     weight_decay: float
+    compensations: dict[nn.Parameter, torch.Tensor]  # of the matrices in bfloat16
     results: torch.Tensor  # [N, m, n], m at most n; N is the number of matrices or larger
     work: dist.Work | None
 
@@ -146,8 +154,18 @@ class _PendingUpdate:
             # The root mean square of AdamW's updates is about 0.2.
             scale = 0.2 * max(p.shape) ** 0.5
             shard = local_shard(p)
-            update = shard_like(full_update, p).to(shard)
-            shard.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr * scale)
+            update = shard_like(full_update, p).to(shard.device, torch.float32)
+            decay = 1 - self.lr * self.weight_decay
+            compensation = self.compensations.get(p)
+            if compensation is None:
+                shard.mul_(decay).add_(update, alpha=-self.lr * scale)
+            else:
+                update_weights(
+                    shard,
+                    update * (-self.lr * scale),
+                    decay=decay,
+                    compensation=local_shard(compensation),
+                )
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""The optimizers AdamW and Muon."""
+"""The optimizers that ``--optim`` names."""
 
+import importlib.util
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.errors import UserError
+from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.shipped import shipped_config
+from llmtrain.training.adamw import CompactAdamW
+from llmtrain.training.compensation import needs_compensation
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 
@@ -20,30 +26,27 @@ def make_optimizer(
     AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices and not to vectors. With
     ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
     if that is the accelerator's mixed precision.
+
+    Raises:
+        UserError: if the optimizer is not installed, or does not support the model's weights.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    _check_supported(config.optim, accelerator, trained)
 
     for_muon: list[nn.Parameter] = []
     if config.optim == "muon":
         for_muon = hidden_matrices(model)
 
     muon_ids = {id(p) for p in for_muon}
-    for_adamw = [p for p in trained if id(p) not in muon_ids]
-    matrices = [p for p in for_adamw if p.dim() >= 2]
-    vectors = [p for p in for_adamw if p.dim() < 2]
-
-    adamw = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    others = [p for p in trained if id(p) not in muon_ids]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    make = _MAKERS.get(config.optim, _adamw)
+    optimizer = make(groups, config)
     if not for_muon:
-        return adamw
+        return optimizer
 
     muon = Muon(
         for_muon,
@@ -53,18 +56,91 @@ def make_optimizer(
         dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
         ranks=Ranks(accelerator) if _may_share_work(accelerator) else None,
     )
-    return MuonWithAdamW(muon, adamw)
+    return MuonWithAdamW(muon, optimizer)
 
 
-def optimizer_class(name: str, model: nn.Module) -> type[torch.optim.Optimizer]:
-    """Return the class that :func:`make_optimizer` uses if ``--optim`` is ``name``.
+def _adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW, which is torch's own if all weights are float32."""
+    settings: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+    }
+    has_compact_weights = any(needs_compensation(p) for group in groups for p in group["params"])
+    if has_compact_weights or config.optim == "adamw_torch_8bit":
+        eight_bit = config.optim == "adamw_torch_8bit"
+        return CompactAdamW(groups, eight_bit=eight_bit, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _adafactor(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
+    """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), with the loop's learning rate.
+
+    Like transformers' Trainer, it leaves the learning rate as it is.
+    """
+    from transformers.optimization import Adafactor
+
+    optimizer: torch.optim.Optimizer = Adafactor(  # type: ignore[no-untyped-call]
+        groups,
+        lr=config.learning_rate,
+        scale_parameter=False,
+        relative_step=False,
+    )
+    return optimizer
+
+
+def _paged_adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
+    """Return AdamW of bitsandbytes, whose 8-bit state may be moved to the host's memory."""
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    optimizer: torch.optim.Optimizer = PagedAdamW8bit(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
+    return optimizer
+
+
+# By --optim. All others are AdamW of this package or of torch.
+_MAKERS = {"adafactor": _adafactor, "paged_adamw_8bit": _paged_adamw}
+_CLASS_NAMES = {"adafactor": "Adafactor", "paged_adamw_8bit": "PagedAdamW8bit"}
+
+
+def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Parameter]) -> None:
+    """Raise :class:`UserError` if an optimizer of another library cannot train these weights."""
+    if name not in _MAKERS:
+        return
+    if name == "paged_adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "--optim paged_adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use "
+            "adamw_torch_8bit, which needs nothing."
+        )
+    if any(needs_compensation(p) for p in trained):
+        raise UserError(
+            f"--optim {name} loses small updates of bfloat16 weights; use adamw, adamw_torch_8bit "
+            "or muon, or leave --dtype bfloat16 out."
+        )
+    if Ranks(accelerator).is_sharded:
+        raise UserError(
+            f"--optim {name} cannot train sharded weights; use {shipped_config('multi_gpu')}, "
+            "which does not shard, or adamw_torch_8bit."
+        )
+
+
+def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Module) -> bool:
+    """Return whether an optimizer is of the kind that ``--optim`` names.
 
     For a model without hidden matrices, such as one whose adapters are all in the embedding, Muon
-    has nothing to do, and that is AdamW.
+    has nothing to do, and AdamW is of its kind.
     """
     if name == "muon" and hidden_matrices(model):
-        return MuonWithAdamW
-    return torch.optim.AdamW
+        return isinstance(optimizer, MuonWithAdamW)
+    if name in _MAKERS:
+        return type(optimizer).__name__ == _CLASS_NAMES[name]
+    if name == "adamw_torch_8bit":
+        return isinstance(optimizer, CompactAdamW) and optimizer.defaults["eight_bit"]
+    return isinstance(optimizer, torch.optim.AdamW | CompactAdamW)
 
 
 def _may_share_work(accelerator: Accelerator) -> bool:
@@ -109,7 +185,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Its parameter groups are Muon's, then AdamW's. Each keeps the settings that it has.
     """
 
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
+    def __init__(self, muon: Muon, adamw: torch.optim.Optimizer) -> None:
         self.parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share_state()

@@ -58,10 +58,17 @@ class OptimConfig(Config):
     group: ClassVar[str] = "optimization"
     affects: ClassVar[str] = "update"
 
-    optim: Literal["adamw", "muon"] = flag(
+    optim: Literal["adamw", "adamw_torch_8bit", "muon", "adafactor", "paged_adamw_8bit"] = flag(
         "adamw",
-        "optimizer; muon trains the matrices of hidden layers with Muon, and all other weights "
-        "with AdamW",
+        "optimizer; adamw_torch_8bit is AdamW with its state in 8 bits, which saves 6 bytes per "
+        "weight; muon trains the matrices of hidden layers with Muon, and all other weights with "
+        "AdamW; adafactor is that of transformers, and paged_adamw_8bit that of bitsandbytes",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto",
+        "dtype of the weights that are trained; auto is float32; bfloat16 saves 2 bytes per weight "
+        "for weights and 2 for gradients, and the optimizer keeps what rounding cuts off, in 2 "
+        "bytes",
     )
     num_train_epochs: float | None = flag(
         None,
@@ -222,7 +229,13 @@ class OptimConfig(Config):
         values = asdict(self)
         for name in ("num_train_epochs", "skip_nonfinite", "seed"):
             del values[name]
+        values["dtype"] = self.trained_dtype
         return values
+
+    @property
+    def trained_dtype(self) -> str:
+        """The dtype of the weights that are trained: ``float32`` or ``bfloat16``."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
 
 @dataclass

@@ -16,6 +16,7 @@ from llmtrain.errors import UserError, first_line, short_repr
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
+from llmtrain.models.dtypes import cast_trained_weights
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
@@ -24,7 +25,7 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.planning import current_plan
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
-from llmtrain.training.settings import Settings
+from llmtrain.training.settings import OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle
 
 S = TypeVar("S", bound=Settings)
@@ -93,6 +94,7 @@ def place(
     if current_plan() is not None:
         with _meta_device():
             bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
+            _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
         raise PlannedModel(settings, rows, bundle)
 
     layout = Layout.of(
@@ -105,6 +107,7 @@ def place(
     torch.manual_seed(settings.optim.seed)
     bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
     check_built_weights(Ranks(accelerator), bundle.model)
+    _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
     return placement.place(accelerator, bundle)
 
 
@@ -162,6 +165,23 @@ def _build_bundle(
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
     return bundle
+
+
+def _set_trained_dtype(bundle: ModelBundle, config: OptimConfig, precision: str) -> None:
+    """Give the weights that are trained the dtype of ``--dtype``. Frozen ones keep theirs.
+
+    Raises:
+        UserError: if the mixed precision does not go with it.
+    """
+    if config.trained_dtype == "float32":
+        return
+    if precision == "fp16":
+        raise UserError(
+            "--dtype bfloat16 needs the mixed precision bf16 or no, and the accelerate config asks "
+            "for fp16; use accelerate launch --mixed_precision bf16."
+        )
+    cast_trained_weights(bundle.model, torch.bfloat16)
+    bundle.files = bundle.files.trained_in(torch.bfloat16)
 
 
 def _describe_layout(layout: Layout, settings: Settings) -> str:

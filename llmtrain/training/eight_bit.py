@@ -1,0 +1,137 @@
+"""Tensors in 8 bits: a code for each number, and a scale for each block of numbers.
+
+This is block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861). A scale is the
+largest absolute value of its block. A code stands for a fraction of the scale, by a codebook of 256
+values that are denser near zero.
+
+A *row* of a tensor is ``tensor[i]``, flattened. Blocks never cross a row, and FSDP2 cuts tensors
+between rows. So the codes and the scales are the same however a tensor is sharded.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+BLOCK_SIZE = 256
+
+# Smaller tensors, or tensors with shorter rows, would save little.
+_MIN_NUMEL = 4096
+_MIN_ROW_NUMEL = 64
+
+_CODES = 256
+_BFLOAT16_VALUES = 1 << 16
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def is_eight_bit(shape: Sequence[int]) -> bool:
+    """Return whether a tensor of this full shape is kept in 8 bits."""
+    numel = math.prod(shape)
+    return len(shape) >= 2 and numel >= _MIN_NUMEL and numel // shape[0] >= _MIN_ROW_NUMEL
+
+
+def blocks_per_row(shape: Sequence[int]) -> int:
+    """Return the number of blocks in a row of a tensor of this shape."""
+    return -(-math.prod(shape[1:]) // BLOCK_SIZE)
+
+
+class Codebook(NamedTuple):
+    """The values of the codes, and the code of each fraction.
+
+    Attributes:
+        values: float32 [256], ascending.
+        codes: uint8 [65,536]: the code of each value of bfloat16, by its bits read as an int16 and
+            increased by 32,768. A search in ``values`` takes 15 times as long on a CPU.
+    """
+
+    values: torch.Tensor
+    codes: torch.Tensor
+
+    def encode(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return numbers as codes and scales.
+
+        Args:
+            numbers: float32 [rows, ...].
+
+        Returns:
+            The codes, uint8 of the same shape, and the scales, float32 [rows, blocks].
+        """
+        blocks = _in_blocks(numbers)
+        scales = blocks.abs().amax(-1)
+        fractions = blocks / scales.clamp(min=_SMALLEST_SCALE).unsqueeze(-1)
+
+        # Fractions are rounded to the nearest bfloat16, which is closer than neighbouring codes.
+        bits = fractions.to(torch.bfloat16).view(torch.int16)
+        indices = bits.to(torch.int32).add_(_BFLOAT16_VALUES // 2)
+        codes = self.codes.index_select(0, indices.flatten()).view(blocks.shape)
+        return _without_padding(codes, numbers.shape), scales
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of codes and scales, in float32."""
+        blocks = _in_blocks(codes)
+        values = self.values.index_select(0, blocks.flatten().to(torch.int32)).view(blocks.shape)
+        return _without_padding(values.mul_(scales.unsqueeze(-1)), codes.shape)
+
+
+@functools.cache
+def signed_codebook(device: torch.device) -> Codebook:
+    """Return the codebook for numbers of either sign. Zero has a code."""
+    positive = _dynamic_values(bits=7)
+    # 128 of the 256 values are positive, one is zero, and -1 is left out.
+    values = torch.cat([-positive[:-1], positive.new_zeros(1), positive])
+    return _codebook(values, device)
+
+
+@functools.cache
+def positive_codebook(device: torch.device) -> Codebook:
+    """Return the codebook for numbers that are not negative.
+
+    Zero has no code. A second moment that was rounded to zero would make an update very large.
+    """
+    return _codebook(_dynamic_values(bits=8), device)
+
+
+def _dynamic_values(bits: int) -> torch.Tensor:
+    """Return the positive values of dynamic quantization with some bits, in float64.
+
+    The number of zero bits in front of the first one is a decimal exponent. The bits behind it
+    choose one of the intervals into which the range from 0.1 to 1 is divided evenly; the value is
+    the middle of the interval, times the power of ten. The value 1 is added, so that the largest
+    number of a block has a code of its own.
+    """
+    values = [torch.ones(1, dtype=torch.float64)]
+    for zeros in range(bits):
+        borders = torch.linspace(0.1, 1, 2 ** (bits - 1 - zeros) + 1, dtype=torch.float64)
+        middles = (borders[1:] + borders[:-1]) / 2
+        values.append(middles * 10.0**-zeros)
+    return torch.cat(values).sort().values
+
+
+def _codebook(values: torch.Tensor, device: torch.device) -> Codebook:
+    """Return a codebook of 256 ascending values in float64."""
+    assert len(values) == _CODES
+
+    half = _BFLOAT16_VALUES // 2
+    bits = torch.arange(-half, half, dtype=torch.int32).to(torch.int16)
+    fractions = bits.view(torch.bfloat16).to(torch.float64).nan_to_num(0.0)
+    borders = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(fractions, borders).to(torch.uint8)
+    return Codebook(values.float().to(device), codes.to(device))
+
+
+def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as [rows, blocks, numbers of a block], with zeros at the end of each row."""
+    rows = tensor.reshape(len(tensor), -1)
+    size = min(BLOCK_SIZE, rows.shape[1])
+    padding = -rows.shape[1] % size
+    if padding:
+        rows = F.pad(rows, (0, padding))
+    return rows.view(len(tensor), -1, size)
+
+
+def _without_padding(blocks: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of a shape, given its blocks: the inverse of :func:`_in_blocks`."""
+    return blocks.flatten(1)[:, : math.prod(shape[1:])].reshape(shape)
