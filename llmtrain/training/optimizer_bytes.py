@@ -100,7 +100,7 @@ def step_bytes(optim: str, largest_numel: int, is_bf16: bool, on_gpu: bool) -> i
         on_gpu: whether the step runs on a GPU.
     """
     if optim == "adafactor":
-        return 2 * largest_numel * _FLOAT32_BYTES  # the update, and a second tensor
+        return 3 * largest_numel * _FLOAT32_BYTES  # the update, and two tensors to compute it
 
     is_chunked = optim == "adamw_torch_8bit" or (is_bf16 and optim not in UNSHARDED_OPTIMIZERS)
     if not is_chunked:
