@@ -44,8 +44,8 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     Attributes:
         own_class: the class that the model had before.
         head_is_linear: whether logits come from the last hidden states, a linear head and a softcap
-            alone; :func:`llmtrain.models.probe.probe` finds out. The loss is then computed in
-            chunks, without holding all logits in memory.
+            alone. It is assumed until :func:`llmtrain.models.probe.probe` finds out. The loss is
+            then computed in chunks, without holding all logits in memory.
         row_length: the number of tokens in a row, the longest span that attention can cover.
         shares_prompts: whether a row of preference pairs holds a prompt once, followed by both
             answers. Only this package's attention can keep the answers apart.
@@ -372,6 +372,7 @@ def make_causal_lm(
     head = head_of(causal_lm)
     if head is not None and linear_parts(head)[0] is not None:
         put_in_front(LossHead, head)
+        causal_lm.head_is_linear = True  # of nearly all models
     return causal_lm
 
 

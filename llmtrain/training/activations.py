@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from llmtrain.interfaces.model_bundle import RecomputesBlocks
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.models import attention_cpu, nll_kernels
@@ -52,14 +53,6 @@ class MicroBatch(NamedTuple):
     weights_in_bf16: frozenset[str] = frozenset()
     on_gpu: bool = False
     recomputes: bool | None = None
-
-
-@runtime_checkable
-class RecomputesBlocks(Protocol):
-    """A model whose blocks may compute their activations again in the backward pass."""
-
-    def recompute_blocks(self, every: int) -> None:
-        """Let blocks 0, n, 2n, ... do so, if ``every`` is n; or none, if it is 0."""
 
 
 def can_recompute(model: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.launching.accelerator import forget_accelerator
-from llmtrain.models.causal_lm import CausalLM, head_of
 from llmtrain.planning import planning
 from llmtrain.training.predicted_memory import RecipeModel
 from llmtrain.training.start import PlannedModel
@@ -31,12 +30,8 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
     planned = _run_to_model(recipe, flags, precision)
-    model = planned.bundle.model
-    if isinstance(model, CausalLM):
-        # A run tests this with values. Nearly all models have a linear head.
-        model.head_is_linear = head_of(model) is not None
     return RecipeModel(
-        model=model,
+        model=planned.bundle.model,
         settings=planned.settings,
         precision=precision,
         positions=planned.rows.positions,

@@ -1,23 +1,10 @@
 """How many blocks must compute their activations again, so that a run fits into memory."""
 
-from typing import NamedTuple
-
+from llmtrain.interfaces.model_bundle import Recomputation
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_text
 from llmtrain.training.activations import can_recompute
 from llmtrain.training.predicted_memory import Memory
-
-
-class Recomputation(NamedTuple):
-    """Which blocks compute their activations again in the backward pass.
-
-    Attributes:
-        every: n: blocks 0, n, 2n, ... do; 0: no block does.
-        reason: how much memory the run needs, for the log.
-    """
-
-    every: int
-    reason: str
 
 
 def least_recomputation(

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from llmtrain.config.flags import configs_of, value_of
+from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest
-from llmtrain.lab.plan.layouts import RESERVED_MEMORY, Plan, plan_without_layouts, shardings
+from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from llmtrain.devices import Device
+from llmtrain.devices import RESERVED_MEMORY, Device
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
@@ -16,10 +16,6 @@ from llmtrain.training.recomputation import least_recomputation, recomputed_shar
 
 # Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)
-
-# The share of a GPU's memory that tensors cannot have: the context of CUDA and NCCL takes some, and
-# the allocator leaves gaps.
-RESERVED_MEMORY = 0.06
 
 
 class PlannedLayout(NamedTuple):
