@@ -81,7 +81,7 @@ def signed_codebook(device: torch.device) -> Codebook:
     """Return the codebook for numbers of either sign. Zero has a code."""
     positive = _dynamic_values(bits=7)
     # 128 of the 256 values are positive, one is zero, and -1 is left out.
-    values = torch.cat([-positive[:-1], positive.new_zeros(1), positive])
+    values = torch.cat([-positive[:-1].flip(0), positive.new_zeros(1), positive])
     return _codebook(values, device)
 
 

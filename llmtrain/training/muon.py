@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
     def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
         """Update the momentum of a matrix and return the Nesterov momentum."""
         assert p.grad is not None
-        gradient = p.grad.float()
+        gradient = p.grad.to(torch.promote_types(p.dtype, torch.float32))
         if not self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
             if needs_compensation(p):
@@ -154,7 +154,8 @@ class _PendingUpdate:
             # The root mean square of AdamW's updates is about 0.2.
             scale = 0.2 * max(p.shape) ** 0.5
             shard = local_shard(p)
-            update = shard_like(full_update, p).to(shard.device, torch.float32)
+            dtype = torch.promote_types(shard.dtype, torch.float32)
+            update = shard_like(full_update, p).to(shard.device, dtype)
             decay = 1 - self.lr * self.weight_decay
             compensation = self.compensations.get(p)
             if compensation is None:

@@ -8,21 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from llmtrain.training.adamw import CHUNK_NUMEL
+from llmtrain.training.eight_bit import BLOCK_SIZE, blocks_per_row, is_eight_bit
+
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
 
-# Each block of so many elements of a row has a scale of its own, in float32.
-_BLOCK_NUMEL = 256
-# Smaller tensors, and those with shorter rows, keep their moments in float32.
-_MIN_8BIT_NUMEL = 4096
-_MIN_8BIT_ROW = 64
+# bitsandbytes keeps the moments of smaller tensors in float32.
+_BITSANDBYTES_MIN_NUMEL = 4096
+# Of temporary memory for each element that the AdamW of this package computes at a time.
+_CHUNK_BYTES = 24
 
-# The optimizers of this package work on so many elements at a time.
-_CHUNK_NUMEL_CPU = 1 << 18
-_CHUNK_NUMEL_GPU = 1 << 24
-_CHUNK_BYTES = 24  # of temporary memory for each element of a chunk
-
-# Their step reads and writes the full tensors, as other code cannot do for a shard.
+# Optimizers of other libraries, which cannot train shards, nor weights in bfloat16.
 UNSHARDED_OPTIMIZERS = ("adafactor", "paged_adamw_8bit")
 
 
@@ -64,9 +61,8 @@ def state_bytes(optim: str, shape: torch.Size, is_bf16: bool) -> StateBytes:
 
     step = _FLOAT32_BYTES
     moments = 2 * row_numel * _FLOAT32_BYTES
-    if optim == "adamw_torch_8bit" and _has_8bit_moments(rows, row_shape):
-        scales = -(-row_numel // _BLOCK_NUMEL) * _FLOAT32_BYTES
-        moments = 2 * (row_numel + scales)
+    if optim == "adamw_torch_8bit" and is_eight_bit(shape):
+        moments = 2 * (row_numel + blocks_per_row(shape) * _FLOAT32_BYTES)
     return StateBytes(per_row=moments + compensation, fixed=step)
 
 
@@ -75,12 +71,6 @@ def compensation_bytes(optim: str, is_bf16: bool) -> int:
     if not is_bf16 or optim in UNSHARDED_OPTIMIZERS:
         return 0
     return _BF16_BYTES
-
-
-def _has_8bit_moments(rows: int, row_shape: list[int]) -> bool:
-    row_numel = math.prod(row_shape)
-    is_matrix = len(row_shape) > 0
-    return is_matrix and rows * row_numel >= _MIN_8BIT_NUMEL and row_numel >= _MIN_8BIT_ROW
 
 
 def _adafactor_bytes(shape: torch.Size) -> StateBytes:
@@ -94,9 +84,9 @@ def _adafactor_bytes(shape: torch.Size) -> StateBytes:
 
 def _bitsandbytes_bytes(numel: int) -> StateBytes:
     """Return the bytes of AdamW in bitsandbytes, which divides the flattened tensor into blocks."""
-    if numel < _MIN_8BIT_NUMEL:
+    if numel < _BITSANDBYTES_MIN_NUMEL:
         return StateBytes(fixed=2 * numel * _FLOAT32_BYTES)
-    scales = -(-numel // _BLOCK_NUMEL) * _FLOAT32_BYTES
+    scales = -(-numel // BLOCK_SIZE) * _FLOAT32_BYTES
     return StateBytes(fixed=2 * (numel + scales))
 
 
@@ -110,12 +100,10 @@ def step_bytes(optim: str, largest_numel: int, is_bf16: bool, on_gpu: bool) -> i
         on_gpu: whether the step runs on a GPU.
     """
     if optim == "adafactor":
-        # The update and a second tensor; in bfloat16, the weights and the gradient in float32, too.
-        copies = 4 if is_bf16 else 2
-        return copies * largest_numel * _FLOAT32_BYTES
+        return 3 * largest_numel * _FLOAT32_BYTES  # the update, and two tensors to compute it
 
     is_chunked = optim == "adamw_torch_8bit" or (is_bf16 and optim not in UNSHARDED_OPTIMIZERS)
     if not is_chunked:
         return 0  # a fused kernel
-    chunk = _CHUNK_NUMEL_GPU if on_gpu else _CHUNK_NUMEL_CPU
+    chunk = CHUNK_NUMEL["cuda" if on_gpu else "cpu"]
     return _CHUNK_BYTES * min(largest_numel, chunk)

@@ -121,7 +121,7 @@ class Memory:
         self.bf16 = recipe.precision == "bf16"
         self.reduces_once = not recipe.settings.parallel.sync_each_batch
         self.optim: str = recipe.settings.optim.optim
-        self.has_bf16_weights = getattr(recipe.settings.optim, "dtype", "auto") == "bfloat16"
+        self.has_bf16_weights = recipe.settings.optim.trained_dtype == "bfloat16"
         self._activations: dict[MicroBatch, ActivationBytes] = {}
 
     @property

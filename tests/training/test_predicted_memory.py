@@ -21,7 +21,9 @@ from llmtrain.parallel.placement import place
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.training.parameter_bytes import LocalParameter, Unit
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.optimizer_bytes import state_bytes
+from llmtrain.training.parameter_bytes import LocalParameter, Unit, bytes_per_parameter
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import Recomputation, least_recomputation
@@ -32,12 +34,16 @@ CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 
 
 def memory(
-    optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **parallel: object
+    optim: str = "adamw",
+    precision: str = "no",
+    config: GPTConfig = CONFIG,
+    dtype: str = "auto",
+    **parallel: object,
 ) -> Memory:
     with torch.device("meta"):
         model = GPT(config, 1000)
     settings = SimpleNamespace(
-        model=config, optim=OptimConfig(optim), parallel=ParallelConfig(**parallel)
+        model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
     return Memory(RecipeModel(model, settings, precision, positions=32), on_gpu=False)
 
@@ -52,6 +58,60 @@ def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
     )
     # Every first dimension is even.
     assert memory().bytes_of(Sharding(1, 2), 4, 1).weights == 2 * numbers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optim", ["adamw", "adamw_torch_8bit", "muon", "adafactor"])
+def test_bytes_per_parameter_are_those_of_a_step(
+    optim: str, dtype: str, accelerator: Accelerator
+) -> None:
+    if (optim, dtype) == ("adafactor", "bfloat16"):
+        pytest.skip("make_optimizer refuses it")
+    settings = OptimConfig(optim, dtype=dtype)
+    model = GPT(CONFIG, 1000).to(getattr(torch, dtype))
+    optimizer = make_optimizer(accelerator, model, settings)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    planned = memory(optim, dtype=dtype).bytes_of(Sharding(1, 1), 4, 1)
+    assert planned.weights == sum(p.nbytes for p in model.parameters())
+    assert planned.gradients == sum(p.grad.nbytes for p in model.parameters())
+    assert planned.optimizer == sum(s.nbytes for s in states if isinstance(s, torch.Tensor))
+
+
+def test_bytes_per_parameter_of_large_matrices() -> None:
+    """A row of 256 elements has a scale for each moment: 2 x 4 / 256 bytes per element."""
+    wide = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
+    for optim, dtype, expected in (
+        ("adamw", "float32", (4, 4, 8, 0)),
+        ("adamw", "bfloat16", (2, 2, 8, 2)),
+        ("adamw_torch_8bit", "float32", (4, 4, 2 + 8 / 256, 0)),
+        ("adamw_torch_8bit", "bfloat16", (2, 2, 2 + 8 / 256, 2)),
+        ("muon", "bfloat16", (2, 2, 4, 2)),
+    ):
+        planned = memory(optim, dtype=dtype, config=wide)
+        matrix = next(p for p in planned.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
+        kinds = bytes_per_parameter([matrix], optim, planned.has_bf16_weights)
+        assert [*kinds.values()] == pytest.approx(expected, abs=1e-5)
+
+
+def test_moments_in_8_bits_are_sharded_by_rows() -> None:
+    """1,000 rows of 64 elements on three processes: 334 rows with 2 x 64 codes and 2 scales."""
+    embedding = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
+    assert embedding.of_rows(334) == 334 * (2 * 64 + 2 * 4) + 4
+    assert state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False).of_rows(4096) == (
+        8 * 4096 + 4  # a vector has moments in float32
+    )
+
+
+def test_gradients_that_fsdp2_does_not_reduce_yet_are_float32_under_autocast() -> None:
+    weights = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 1).weights
+    in_blocks = 6 * 12 * 64**2
+    autocast = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2)
+    assert autocast.gradients == pytest.approx(2 * weights + 2 * in_blocks, rel=0.01)
+    assert memory(dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2).gradients == 2 * weights
 
 
 def test_a_base_in_bfloat16_is_gathered_as_it_is_stored() -> None:

@@ -112,6 +112,10 @@ def run(arguments: argparse.Namespace) -> None:
     for layout in plan.layouts:
         for note in notes(layout):
             print(f"note: {note}", file=sys.stderr)
+        if plan.memory.decides_recomputation and layout.recompute_every:
+            every = layout.recompute_every
+            blocks = "every block" if every == 1 else f"one of {every} blocks"
+            print(f"note: {layout.name}: {blocks} computes its activations again", file=sys.stderr)
     for reason in plan.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 

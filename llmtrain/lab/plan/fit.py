@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
             flags["sync_each_batch"] = ""
         if self.every:
             flags["gradient_checkpointing"] = "auto" if self.memory.on_gpu else ""
-        if self.memory.has_bf16_weights and getattr(settings.optim, "dtype", "") != "bfloat16":
+        if self.memory.has_bf16_weights and settings.optim.trained_dtype != "bfloat16":
             flags["dtype"] = "bfloat16"
         if self.memory.optim != settings.optim.optim:
             flags["optim"] = self.memory.optim
@@ -133,7 +133,20 @@ def find_fit(request: PlanRequest, size: str) -> Fit:
     plan = plan_without_layouts(request)
     if plan.memory.on_gpu:
         limit *= 1 - RESERVED_MEMORY
+    return fit_into(limit, plan, request)
 
+
+def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
+    """Return the cheapest flags with which a process needs at most ``limit`` bytes.
+
+    Args:
+        limit: bytes.
+        plan: the model and the hardware.
+        request: the recipe that the plan was made of.
+
+    Raises:
+        UserError: if the global batch cannot be divided among the processes.
+    """
     too_large: list[Candidate] = []
     for memory in _arithmetics(plan.memory):
         candidates = _candidates(plan, memory, request.processes, limit)
@@ -385,7 +398,9 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
             answers.append(f"FSDP2 on {processes} processes: {size_text(total)} each")
             break
 
-    if value_of(plan.memory.recipe.settings, "lora_r", default=None) == 0:
+    settings = plan.memory.recipe.settings
+    has_base = bool(value_of(settings, "model_name_or_path", default=None))
+    if has_base and value_of(settings, "lora_r", default=None) == 0:
         flags = [*request.flags, "--lora_r", str(_LORA_RANK)]
         recipe = build_recipe_model(request.recipe, flags, plan.memory.recipe.precision)
         total = _least_bytes(

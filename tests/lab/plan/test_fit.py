@@ -1,22 +1,30 @@
 """The cheapest flags with which a run fits, and what else would fit if none do."""
 
+import functools
 import shlex
+from pathlib import Path
 
-import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.lab.plan.fit import Fit, find_fit
+from llmtrain.lab.plan.fit import Fit, fit_into
 from llmtrain.lab.plan.hardware import PlanRequest
-from llmtrain.lab.plan.layouts import RESERVED_MEMORY
-from tests.launching import FINETUNE, GPT, SMALL_LLAMA
+from llmtrain.lab.plan.layouts import Plan, plan_without_layouts
+from tests.launching import FINETUNE, GPT
 
-MODEL = "--n_layer 4 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte --optim adamw"
-UNSET = MODEL.replace("--optim adamw", "")
+MODEL = "--n_layer 8 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte"
+MODEL += " --global_batch_size 4 --per_device_train_batch_size 2"
+LONG_ROWS = "--n_layer 2 --n_head 4 --n_embd 64 --block_size 512 --tokenizer byte"
 
 
-def fit(size: float, flags: str = MODEL, recipe: str = GPT, processes: int = 1) -> Fit:
+@functools.cache
+def plan_of(request: PlanRequest) -> Plan:
+    return plan_without_layouts(request._replace(flags=[*request.flags]))
+
+
+def fit(limit: float, flags: str = MODEL, recipe: str = GPT, processes: int = 1) -> Fit:
     """Return what fits into some bytes of a GPU."""
-    request = PlanRequest(recipe, flags.split(), processes=processes, device="h100-80gb")
-    return find_fit(request, f"{size / (1 - RESERVED_MEMORY):.0f}b")
+    request = PlanRequest(recipe, tuple(flags.split()), processes=processes, device="h100-80gb")
+    return fit_into(limit, plan_of(request), request)
 
 
 def test_flags_that_fit_are_not_changed() -> None:
@@ -29,10 +37,10 @@ def test_flags_that_fit_are_not_changed() -> None:
 def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
     """Each answer is asked for again with a byte less, until nothing fits."""
     answers = []
-    found = fit(1e9, UNSET)
+    found = fit(1e9)
     while found.fits:
         answers.append(found)
-        found = fit(found.chosen.total - 2, UNSET)
+        found = fit(found.chosen.total - 1)
 
     ranks = []
     for answer in answers:
@@ -48,16 +56,17 @@ def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
 
 
 def test_each_change_has_its_seconds_and_its_promise() -> None:
-    smallest = fit(1)
+    smallest = fit(1, LONG_ROWS)
     changes = {change.flag: change for change in smallest.changes}
     assert changes["--gradient_checkpointing auto"].seconds > 0
     assert changes["--gradient_checkpointing auto"].promise == "the same bits"
     assert changes["--per_device_train_batch_size 1"].promise == "equal to rounding"
-    assert changes["--dtype bfloat16"].promise.startswith("other arithmetic")
+    assert changes["--dtype bfloat16"].promise.startswith("other arithmetic: weights in bfloat16")
+    assert changes["--optim adamw_torch_8bit"].promise.startswith("other arithmetic: AdamW")
 
 
 def test_flags_of_the_user_stay_as_they_are() -> None:
-    fixed = f"{MODEL} --dtype float32 --per_device_train_batch_size 8 --gradient_checkpointing"
+    fixed = f"{MODEL} --dtype float32 --optim adamw --gradient_checkpointing"
     smallest = fit(1, fixed)
     assert not smallest.fits
     assert smallest.changes == []
@@ -65,9 +74,8 @@ def test_flags_of_the_user_stay_as_they_are() -> None:
 
 
 def test_processes_share_a_model_that_one_cannot_hold() -> None:
-    together = fit(1e9, processes=2)
-    assert together.chosen.layout == "DDP"
     apart = fit(fit(1, processes=2).chosen.total, processes=2)
+    assert apart.fits
     assert apart.chosen.layout == "FSDP2"
     words = shlex.split(apart.command)
     assert words[:3] == ["accelerate", "launch", "--config_file"]
@@ -75,12 +83,17 @@ def test_processes_share_a_model_that_one_cannot_hold() -> None:
     assert words[4:6] == ["--num_processes", "2"]
 
 
-def test_what_would_fit_is_named_if_nothing_does() -> None:
-    flags = [*SMALL_LLAMA, "--dtype", "float32", "--optim", "adamw", "--global_batch_size", "64"]
-    smallest = fit(1, " ".join(flags), FINETUNE)
+def test_what_would_fit_is_named_if_nothing_does(tmp_path: Path, text_file: Path) -> None:
+    config = LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    flags = (
+        f"--model_name_or_path {tmp_path} --tokenizer byte --dataset {text_file} --max_length 32"
+    )
+    flags += " --dtype float32 --optim adamw --global_batch_size 8"
+    smallest = fit(1, flags, FINETUNE)
     assert (smallest.fits, smallest.would_fit) == (False, [])
 
-    found = fit(0.7 * smallest.chosen.total, " ".join(flags), FINETUNE)
+    found = fit(0.7 * smallest.chosen.total, flags, FINETUNE)
     assert not found.fits
     processes, lora = found.would_fit
     assert processes.startswith("FSDP2 on ")
