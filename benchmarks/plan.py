@@ -1,10 +1,11 @@
 """Predictions of `llmtrain plan` beside measurements: bytes of a process, and seconds of an update over slow links.
 
-python -m benchmarks.plan [memory] [seconds]      needs root, for network namespaces; about ten minutes
+python -m benchmarks.plan [memory] [dtypes] [seconds]      seconds needs root, for network namespaces; about 20 minutes
 """
 
 import argparse
 import statistics
+import sys
 from pathlib import Path
 
 from benchmarks.comparison import Row, report
@@ -12,7 +13,8 @@ from benchmarks.links import seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
 from llmtrain.lab.commands.plan import as_json
 from llmtrain.lab.plan.calibration import calibrate
-from llmtrain.lab.plan.layouts import GLOO_LATENCY, PlanRequest, make_plan
+from llmtrain.lab.plan.hardware import GLOO_LATENCY, PlanRequest
+from llmtrain.lab.plan.layouts import make_plan
 from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.predicted_memory import Memory
@@ -45,6 +47,24 @@ CASES = [  # what, recipe, flags, precision
         "no",
     ),
     ("Llama", FINETUNE_RECIPE, LLAMA, "no"),
+]
+LARGE = [
+    *MODEL,
+    *flags(n_layer=14, n_head=12, n_embd=768, architecture="gpt2", max_steps=4),
+    *flags(global_batch_size=2, per_device_train_batch_size=1, resume_from_checkpoint="never"),
+]
+DTYPES = [  # what, flags of a GPT with 100 million parameters
+    ("adamw", flags(optim="adamw")),
+    ("adamw, bfloat16", flags(optim="adamw", dtype="bfloat16")),
+    ("adamw_torch_8bit", flags(optim="adamw_torch_8bit")),
+    ("adamw_torch_8bit, bfloat16", flags(optim="adamw_torch_8bit", dtype="bfloat16")),
+    ("muon", flags(optim="muon")),
+    ("muon, bfloat16", flags(optim="muon", dtype="bfloat16")),
+    ("adafactor", flags(optim="adafactor")),
+    (
+        "adamw_torch_8bit, bfloat16, recomputed",
+        flags(optim="adamw_torch_8bit", dtype="bfloat16", gradient_checkpointing=True),
+    ),
 ]
 CONFIGS = {"DDP": "cpu_ddp", "FSDP2": "fsdp2"}  # the accelerate config of each layout
 MIB = 2**20
@@ -86,6 +106,29 @@ def memory_table(folder: Path) -> list[Row]:
             sizes = (predicted_most(layout) - gradients) / MIB, (found["most"] - gradients) / MIB
             table.append(Row(f"{name}: activations", "measured", *sizes, "MiB", "+- 0.1"))
             print(table[-1], flush=True)
+    return table
+
+
+def dtypes_table(folder: Path) -> list[Row]:
+    """Return the bytes per parameter, and the peak of a process: all that training adds to it."""
+    table = []
+    for case, words in DTYPES:
+        run_flags = [*LARGE, *words]
+        plan = as_json(make_plan(PlanRequest(GPT_RECIPE, run_flags, device="cpu")))
+        [layout] = plan["layouts"]
+        found = measured([sys.executable], GPT_RECIPE, run_flags, folder / case.replace(" ", "-"))
+        kinds = plan["bytes_per_parameter"]
+        numel = layout["bytes"]["weights"] / kinds["weights"]
+        peak = found["weights"] + found["optimizer"] + found["most"]
+        for name, predicted, seen in (
+            ("weights", kinds["weights"], found["weights"] / numel),
+            ("gradients", kinds["gradients"], found["gradients"] / numel),
+            ("state", kinds["moments"] + kinds["compensation"], found["optimizer"] / numel),
+        ):
+            table.append(Row(f"{case}: {name}", "measured", predicted, seen, "bytes", "+- 0"))
+        sizes = (layout["bytes"]["total"] / MIB, peak / MIB)
+        table.append(Row(f"{case}: peak", "measured", *sizes, "MiB", "+- 0.05"))
+        print(*table[-4:], sep="\n", flush=True)
     return table
 
 
@@ -141,11 +184,13 @@ def side_by_side(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="*", choices=[[], "memory", "seconds"])
-    asked = parser.parse_args().tables or ["memory", "seconds"]
+    parser.add_argument("tables", nargs="*", choices=[[], "memory", "dtypes", "seconds"])
+    asked = parser.parse_args().tables or ["memory", "dtypes", "seconds"]
     with scratch() as folder:
         if "memory" in asked:
             report("plan_memory", memory_table(folder))
+        if "dtypes" in asked:
+            report("plan_dtypes", dtypes_table(folder))
         if "seconds" in asked:
             report("plan_seconds", seconds_table(folder))
 

@@ -7,6 +7,10 @@ from typing import NamedTuple
 from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
 
+# The share of a GPU's memory that tensors cannot have: the context of CUDA and NCCL takes some, and
+# the allocator leaves gaps.
+RESERVED_MEMORY = 0.06
+
 
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use."""

@@ -1,6 +1,9 @@
 """Sizes, durations and rates as text, in the unit that fits the number."""
 
+import re
 from collections.abc import Sequence
+
+from llmtrain.errors import UserError
 
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _LONG_DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"))
@@ -51,3 +54,22 @@ def _digits(number: float) -> str:
     if number >= 10:
         return f"{number:.1f}"
     return f"{number:.2f}"
+
+
+_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def size_bytes(text: str) -> float:
+    """Return the bytes of a size such as ``80gb``, ``1.5 GiB`` or ``800mb``.
+
+    Raises:
+        UserError: if the text is no size.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
+    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    if size == 0:
+        raise UserError(
+            f"{text} is no size of memory; write a number and a unit, such as 80gb, 24gib or 800mb."
+        )
+    return size

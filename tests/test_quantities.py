@@ -1,6 +1,7 @@
 import pytest
 
-from llmtrain.quantities import duration_text, rate_text, size_text
+from llmtrain.errors import UserError
+from llmtrain.quantities import duration_text, rate_text, size_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,20 @@ from llmtrain.quantities import duration_text, rate_text, size_text
 )
 def test_sizes(size: float, text: str) -> None:
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80gb", 80e9), ("24gib", 24 * 2**30), ("800 MB", 800e6), ("1.5GiB", 1.5 * 2**30)],
+)
+def test_a_size_is_read(text: str, size: float) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "gb", "80 cards", "-1gb", "0gb", "1e3gb", ""])
+def test_what_is_no_size_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="write a number and a unit, such as 80gb, 24gib or 800mb"):
+        size_bytes(text)
 
 
 @pytest.mark.parametrize(

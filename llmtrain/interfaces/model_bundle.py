@@ -5,7 +5,7 @@ from __future__ import annotations  # so that annotations do not import torch
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import Objective
@@ -70,6 +70,26 @@ class ModelFormat(Protocol):
         """Return the function that converts a checkpoint's tensors to those of a finished model."""
 
 
+@runtime_checkable
+class RecomputesBlocks(Protocol):
+    """A model whose blocks may compute their activations again in the backward pass."""
+
+    def recompute_blocks(self, every: int) -> None:
+        """Let blocks 0, n, 2n, ... do so, if ``every`` is n; or none, if it is 0."""
+
+
+class Recomputation(NamedTuple):
+    """Which blocks of a model compute their activations again in the backward pass.
+
+    Attributes:
+        every: n: blocks 0, n, 2n, ... do; 0: no block does.
+        reason: why, for the start-up log; empty if the flags say so.
+    """
+
+    every: int
+    reason: str = ""
+
+
 @dataclass
 class ModelBundle:
     """A model that a recipe has built, with its weights, files and objective.
@@ -86,6 +106,8 @@ class ModelBundle:
         objective: the loss that is minimised.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
+        recomputation: which blocks compute their activations again. :func:`llmtrain.place` sets it;
+            ``None`` if it is left to the model.
     """
 
     model: nn.Module
@@ -97,3 +119,4 @@ class ModelBundle:
     objective: Objective = field(default_factory=Objective)
     columns: frozenset[str] = frozenset()
     prepare_batch: Callable[[Batch], Batch] | None = None
+    recomputation: Recomputation | None = None

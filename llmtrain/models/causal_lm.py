@@ -44,8 +44,8 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     Attributes:
         own_class: the class that the model had before.
         head_is_linear: whether logits come from the last hidden states, a linear head and a softcap
-            alone; :func:`llmtrain.models.probe.probe` finds out. The loss is then computed in
-            chunks, without holding all logits in memory.
+            alone. It is assumed until :func:`llmtrain.models.probe.probe` finds out. The loss is
+            then computed in chunks, without holding all logits in memory.
         row_length: the number of tokens in a row, the longest span that attention can cover.
         shares_prompts: whether a row of preference pairs holds a prompt once, followed by both
             answers. Only this package's attention can keep the answers apart.
@@ -80,6 +80,27 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             if is_model and head is not None and head not in {*module.modules()}:
                 return module
         return self
+
+    def recompute_blocks(self, every: int) -> None:
+        """Choose the blocks that compute their activations again in the backward pass.
+
+        Args:
+            every: n: blocks 0, n, 2n, ... do; 0: no block does.
+
+        Raises:
+            UserError: if the class cannot compute activations again.
+        """
+        self.activation_checkpointing_disable()  # type: ignore[no-untyped-call]
+        # Enabling adds a hook to the embedding each time.
+        self.disable_input_require_grads()  # type: ignore[no-untyped-call]
+        if not every:
+            return
+        if not self.supports_gradient_checkpointing:
+            raise UserError(
+                f"{self.own_class.__name__} cannot compute activations again; leave "
+                "--gradient_checkpointing out."
+            )
+        self.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
 
     def own_forward(self, **arguments: Any) -> Any:
         """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
@@ -351,6 +372,7 @@ def make_causal_lm(
     head = head_of(causal_lm)
     if head is not None and linear_parts(head)[0] is not None:
         put_in_front(LossHead, head)
+        causal_lm.head_is_linear = True  # of nearly all models
     return causal_lm
 
 

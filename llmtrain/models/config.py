@@ -45,9 +45,11 @@ class GPTConfig(Config):
         "dropout probability, after the embedding and in each residual branch",
         affects="pass",
     )
-    gradient_checkpointing: bool = flag(
+    gradient_checkpointing: bool | None = flag(
         False,
-        "save memory: compute activations again in the backward pass instead of keeping them",
+        "save memory: compute activations again in the backward pass instead of keeping them; "
+        "auto: for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose "
+        "memory other programs share, and never with --bitwise",
         affects="layout",
         group="batch and memory",
     )
@@ -169,9 +171,11 @@ class ModelConfig(Config):
         affects="pass",
         hidden=True,
     )
-    gradient_checkpointing: bool = flag(
-        False,
-        "save memory: compute activations again in the backward pass instead of keeping them",
+    gradient_checkpointing: bool | None = flag(
+        None,
+        "save memory: compute activations again in the backward pass instead of keeping them; "
+        "auto: for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose "
+        "memory other programs share, and never with --bitwise (default: auto)",
         affects="layout",
         group="batch and memory",
     )

@@ -157,12 +157,13 @@ class Stack(nn.Module):
     """Blocks that are computed one after the other.
 
     Attributes:
-        recomputes: whether activations are computed again in the backward pass.
+        recompute_every: n: blocks 0, n, 2n, ... compute their activations again in the backward
+            pass; 0: no block does.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.recomputes = config.gradient_checkpointing
+        self.recompute_every = 1 if config.gradient_checkpointing else 0
 
     def run_blocks(
         self,
@@ -181,7 +182,8 @@ class Stack(nn.Module):
         """
         for index, block in enumerate(blocks):
             block_keys = keys_at(keys, 2 * index + 1)
-            if self.recomputes and self.training:
+            is_recomputed = self.recompute_every > 0 and index % self.recompute_every == 0
+            if is_recomputed and self.training:
                 # Dropout depends on its keys only, so no state of a generator has to be restored.
                 x = checkpoint(
                     block,
@@ -248,6 +250,14 @@ class GPT(TrainableModel):
     def head(self) -> Tensor:
         """The matrix [V, C] that hidden states are multiplied with to get logits."""
         return self.transformer.wte.weight
+
+    def recompute_blocks(self, every: int) -> None:
+        """Choose the blocks that compute their activations again in the backward pass.
+
+        Args:
+            every: n: blocks 0, n, 2n, ... do; 0: no block does.
+        """
+        self.base_model.recompute_every = every
 
     @property
     def num_lookup_weights(self) -> int:

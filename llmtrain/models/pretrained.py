@@ -191,6 +191,8 @@ def load_model(
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
+    if config.gradient_checkpointing:
+        trained.recompute_blocks(every=1)
     objective, prepare_batch = _objective(trained, rows, preference)
     if bitwise:
         _check_no_dropout(trained)
@@ -218,7 +220,7 @@ def _change_as_configured(
     initial_weights: InitialWeights | None,
     seed: int,
 ) -> list[int]:
-    """Fit a model's vocabulary to its rows, freeze parameters, and set gradient checkpointing.
+    """Fit a model's vocabulary to its rows, and freeze parameters.
 
     Returns:
         The tokens that the model had no embeddings for.
@@ -231,8 +233,6 @@ def _change_as_configured(
     _fit_vocabulary(model, config, rows, new_tokens, seed)
     if config.freeze is not None:
         _freeze(model, config.freeze)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
     return new_tokens
 
 

@@ -16,7 +16,7 @@ from llmtrain.files import digest, json_text, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
-from llmtrain.record.history import candidate_folders, is_free
+from llmtrain.record.history import History, candidate_folders, is_free
 from llmtrain.record.run_description import difference, named_difference
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class ResumePoint(NamedTuple):
     named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
     lost_checkpoints: tuple[str, ...] = ()  # damaged ones, if the run starts again for them
     follows_failure: bool = False  # whether the last start of the run failed or was killed
+    recompute_every: int | None = None  # as the run that made the checkpoint has recorded it
 
     @property
     def extended_run(self) -> Path | None:
@@ -469,9 +470,13 @@ def _resumed_from(
         named_fingerprint: its fingerprint, if the user has named it.
     """
     state = checkpoint.read_state(path)
+    starts = History.read(path.parent.parent).starts
+    recorded = [start.get("recompute_every") for start in starts]
+    known = [every for every in recorded if every is not None]
     return point._replace(
         checkpoint=path,
         step=state["step"],
         tokens=state["tokens"],
         named_fingerprint=named_fingerprint,
+        recompute_every=known[-1] if known else None,
     )

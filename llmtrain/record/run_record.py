@@ -35,7 +35,7 @@ def run_record(
         settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         details: further keys of the file, about the data.
         resume_point: where this start begins.
-        start: ``processes``, ``sharded``, ``device`` and ``mixed_precision`` of this start.
+        start: what else this start is recorded with, such as its processes and its device.
     """
     this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

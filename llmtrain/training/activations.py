@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from llmtrain.interfaces.model_bundle import RecomputesBlocks
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
-from llmtrain.models import attention_cpu
+from llmtrain.models import attention_cpu, nll_kernels
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes
 
@@ -37,16 +38,27 @@ class MicroBatch(NamedTuple):
         rows: rows of the micro-batch.
         positions: positions of each row.
         bf16: compute under autocast in bfloat16.
-        gathered_in_bf16: names of the weights that FSDP2 gathers in bfloat16. Autocast casts all
-            other weights, and keeps the copies.
-        has_gpu_attention: attention runs on a GPU, which keeps no probabilities.
+        weights_in_bf16: names of the weights that are in bfloat16 when they are used, because they
+            are trained in it, or because FSDP2 gathers them in it. Autocast casts all other
+            weights, and keeps the copies.
+        on_gpu: whether a GPU computes. Its attention keeps no probabilities, and it computes more
+            logits at a time than a CPU.
+        recomputes: whether all blocks compute their activations again in the backward pass, or
+            none does; ``None``: those that the model was built to recompute.
     """
 
     rows: int
     positions: int
     bf16: bool = False
-    gathered_in_bf16: frozenset[str] = frozenset()
-    has_gpu_attention: bool = False
+    weights_in_bf16: frozenset[str] = frozenset()
+    on_gpu: bool = False
+    recomputes: bool | None = None
+
+
+def can_recompute(model: nn.Module) -> bool:
+    """Return whether blocks of a model can compute their activations again."""
+    is_supported = getattr(model, "supports_gradient_checkpointing", True)  # of transformers
+    return isinstance(model, RecomputesBlocks) and bool(is_supported)
 
 
 class PeakBytes(NamedTuple):
@@ -67,12 +79,12 @@ class PeakBytes(NamedTuple):
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes that a micro-batch keeps; all blocks of a model keep the same number.
+    """Bytes that a micro-batch keeps.
 
     Attributes:
         before_blocks: kept by the layers before the first block.
-        per_block: kept by one block.
-        peak: at the peak of the memory use.
+        per_block: kept by one block, in the mean of all blocks.
+        peak: the most before the first block's backward pass.
         end_of_backward: the most from the first block's backward pass on. By then, the other blocks
             have freed theirs.
         blocks: the number of blocks.
@@ -84,9 +96,47 @@ class ActivationBytes(NamedTuple):
     end_of_backward: float
     blocks: int
 
+    @property
+    def highest(self) -> PeakBytes:
+        """The bytes at the peak of the whole micro-batch."""
+        if self.peak.total < self.end_of_backward:
+            return PeakBytes(activations=self.end_of_backward, logits=0)
+        return self.peak
+
+
+def with_some_recomputed(
+    kept: ActivationBytes, recomputed: ActivationBytes, every: int
+) -> ActivationBytes:
+    """Return the bytes if blocks 0, n, 2n, ... compute their activations again.
+
+    The last block decides what is needed besides the bytes that all blocks keep: if it is computed
+    again, all of its activations come back while the other blocks still have theirs. When an
+    earlier block is computed again, a kept block after it has freed as much. The first block is
+    always computed again.
+
+    Args:
+        kept: the bytes if no block does so.
+        recomputed: the bytes if all do.
+        every: n, at least 1.
+    """
+    blocks = kept.blocks
+    recomputed_blocks = -(-blocks // every)
+    kept_blocks = blocks - recomputed_blocks
+    in_blocks = kept_blocks * kept.per_block + recomputed_blocks * recomputed.per_block
+
+    like_last = recomputed if (blocks - 1) % every == 0 else kept
+    activations = like_last.peak.activations - blocks * like_last.per_block + in_blocks
+    return ActivationBytes(
+        before_blocks=kept.before_blocks,
+        per_block=in_blocks / blocks,
+        peak=PeakBytes(activations=activations, logits=like_last.peak.logits),
+        end_of_backward=recomputed.end_of_backward,
+        blocks=blocks,
+    )
+
 
 def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch) -> ActivationBytes:
-    """Count what a micro-batch keeps in a model on the meta device.
+    """Count what a micro-batch keeps in a model, on the meta device or not.
 
     Only the first few blocks of a deep model are computed. All others keep as much as these.
 
@@ -98,6 +148,8 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     blocks = list_of_blocks(model)
     block_count = 1 if blocks is None else len(blocks)
     shallow_model = _with_first_blocks(model, min(block_count, _MAX_BLOCKS))
+    if batch.recomputes is not None and isinstance(shallow_model, RecomputesBlocks):
+        shallow_model.recompute_blocks(every=1 if batch.recomputes else 0)
 
     counter = _run_on_fake_tensors(shallow_model, objective, batch)
     after_block = counter.after_block or [counter.peak["activations"]]
@@ -113,8 +165,6 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
         activations=counter.peak["activations"] + per_block * (block_count - computed_blocks),
         logits=counter.peak["logits"],
     )
-    if peak.total < counter.end_of_backward:
-        peak = PeakBytes(activations=counter.end_of_backward, logits=0)
     return ActivationBytes(
         before_blocks=after_block[-1] - per_block * computed_blocks,
         per_block=per_block,
@@ -126,8 +176,8 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
 
 def _run_on_fake_tensors(model: nn.Module, objective: Objective, batch: MicroBatch) -> "_LiveBytes":
     """Make a forward and a backward pass on fake tensors, and count live bytes."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _one_document_per_row(batch.has_gpu_attention):
-        _replace_with_fakes(model, batch.gathered_in_bf16)
+    with FakeTensorMode(allow_non_fake_inputs=True), _as_on_device(batch.on_gpu):
+        _replace_with_fakes(model, batch.weights_in_bf16)
         model.train()
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
         labels = ids.clone()
@@ -279,13 +329,23 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
-    """Return a copy of a model with its first ``depth`` blocks."""
-    shallow = copy.deepcopy(model)
-    blocks = list_of_blocks(shallow)
-    if blocks is None:
+    """Return a copy of a model, without memory for weights, with its first ``depth`` blocks."""
+    blocks = list_of_blocks(model)
+    further_blocks = [] if blocks is None else [*blocks[depth:]]
+
+    # What stands for a part of the model in the copy.
+    no_block = nn.Identity()
+    copies: dict[int, object] = {id(block): no_block for block in further_blocks}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    shallow = copy.deepcopy(model, copies)
+    if not further_blocks:
         return shallow
 
-    del blocks[depth:]
+    for module in shallow.modules():
+        if isinstance(module, nn.ModuleList) and no_block in [*module]:
+            del module[depth:]
     if isinstance(shallow, GPT):
         shallow.config.n_layer = depth
     elif isinstance(shallow, PreTrainedModel):
@@ -293,12 +353,12 @@ def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
     return shallow
 
 
-def _replace_with_fakes(model: nn.Module, gathered_in_bf16: frozenset[str]) -> None:
+def _replace_with_fakes(model: nn.Module, weights_in_bf16: frozenset[str]) -> None:
     """Replace parameters and buffers by fake tensors. Tied parameters stay tied."""
     fakes: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
         if parameter not in fakes:
-            is_cast = name in gathered_in_bf16 and parameter.is_floating_point()
+            is_cast = name in weights_in_bf16 and parameter.is_floating_point()
             fake = torch.empty(
                 parameter.shape, dtype=torch.bfloat16 if is_cast else parameter.dtype
             )
@@ -312,14 +372,14 @@ def _replace_with_fakes(model: nn.Module, gathered_in_bf16: frozenset[str]) -> N
 
 
 @contextlib.contextmanager
-def _one_document_per_row(has_gpu_attention: bool) -> Iterator[None]:
-    """Compute as if every row were one document.
+def _as_on_device(on_gpu: bool) -> Iterator[None]:
+    """Compute as the device of the run does, and as if every row were one document.
 
     Fake tensors have no values by which a model could tell documents apart.
 
     Args:
-        has_gpu_attention: compute with a GPU's attention. A CPU's keeps probabilities, for rows up
-            to some length.
+        on_gpu: compute as a GPU does. A CPU's attention keeps probabilities, for rows up to some
+            length, and its loss computes fewer logits at a time.
     """
     masks = sys.modules.get("transformers.masking_utils")
     experts = sys.modules.get("transformers.integrations.moe")
@@ -334,6 +394,8 @@ def _one_document_per_row(has_gpu_attention: bool) -> Iterator[None]:
             patches.enter_context(
                 mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
             )
-        if has_gpu_attention:
+        if on_gpu:
+            limits = nll_kernels.LOGIT_LIMITS
             patches.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
+            patches.enter_context(mock.patch.dict(limits, cpu=limits["cuda"]))
         yield

@@ -10,6 +10,7 @@ from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.model_bundle import RecomputesBlocks
 from llmtrain.interfaces.part import as_json, name_of
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
@@ -104,6 +105,12 @@ class MemoryAdvice(LoopCallback):
             )
         else:
             advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
+        bundle = self.run.bundle
+        recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
+        if isinstance(bundle.model, RecomputesBlocks) and not recomputes_all:
+            advice += (
+                " --gradient_checkpointing computes activations again instead of keeping them."
+            )
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
             advice += (
                 " With several micro-batches per step, --sync_each_batch also saves memory for "

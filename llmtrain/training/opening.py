@@ -37,6 +37,7 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
+from llmtrain.training.auto_recomputation import keep_recomputation
 from llmtrain.training.checks import check_optimizer_flags
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
@@ -150,6 +151,9 @@ def open_run(
             say("run", f"{resume_point.folder} ({resume_point.reason})")
             if resume_point.follows_failure:
                 team.on_all(bundle.check_files)
+        keep_recomputation(settings, bundle, resume_point.recompute_every)
+        if bundle.recomputation is not None and bundle.recomputation.reason:
+            say("recompute", bundle.recomputation.reason)
 
         run = _new_run(
             ranks,
@@ -321,11 +325,13 @@ def _record_addresses(run: Run) -> None:
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
     ranks = run.ranks
+    recomputation = run.bundle.recomputation
     start = {
         "processes": ranks.world_size,
         "sharded": ranks.sharding.layout if ranks.is_sharded else None,
         "device": ranks.device.type,
         "mixed_precision": run.accelerator.mixed_precision,
+        "recompute_every": None if recomputation is None else recomputation.every,
     }
     return run_record(
         run.folder,

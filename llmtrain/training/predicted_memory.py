@@ -5,34 +5,70 @@ The bytes of weights, gradients and optimizer state follow from the shapes of th
 the activations.
 """
 
-import copy
 import functools
-import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
 
+from llmtrain.config.flags import value_of
 from llmtrain.errors import UserError, first_line
-from llmtrain.parallel.fsdp import units_of
+from llmtrain.interfaces.objective import Objective
+from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.activations import (
     ActivationBytes,
     MicroBatch,
-    PeakBytes,
     count_activations,
+    with_some_recomputed,
 )
 from llmtrain.training.muon import batches_of
 from llmtrain.training.optim import hidden_matrices
-from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
+from llmtrain.training.optimizer_bytes import step_bytes
+from llmtrain.training.parameter_bytes import (
+    LocalParameter,
+    Unit,
+    gradient_bytes,
+    parameters_of,
+    units_of_model,
+    weight_bytes,
+)
+from llmtrain.training.settings import Settings
 
-# Trained weights are float32, and so are their gradients and their optimizer state.
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2
 
-# Elements of optimizer state for each trained element.
-_MUON_STATES = 1
-_ADAMW_STATES = 2
+
+class RecipeModel(NamedTuple):
+    """A model, and how it is trained.
+
+    Attributes:
+        model: the model, on the meta device or not.
+        settings: the settings of the run.
+        precision: mixed precision, ``no`` or ``bf16``.
+        positions: the positions of a row that a micro-batch computes.
+        objective: the loss that is minimised.
+    """
+
+    model: nn.Module
+    settings: Settings
+    precision: str
+    positions: int
+    objective: Objective = Objective()
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class, before this package has extended it."""
+        return str(getattr(self.model, "own_class", type(self.model)).__name__)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a forward and a backward pass; 0 if they are unknown."""
+        return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
+
+    @property
+    def recompute_every(self) -> int:
+        """1 if the flags let all blocks compute their activations again, and 0 if not."""
+        return int(bool(value_of(self.settings, "gradient_checkpointing", default=False)))
 
 
 class Bytes(NamedTuple):
@@ -57,61 +93,6 @@ class Bytes(NamedTuple):
     total: float
 
 
-class LocalParameter(NamedTuple):
-    """A parameter as one process has it, before FSDP2 shards it.
-
-    Attributes:
-        name: its name in the model.
-        rows: the size of its first dimension.
-        row_numel: elements of each row.
-        element_bytes: bytes of an element.
-        is_trained: whether it is trained.
-        states: elements of optimizer state for each of its own.
-    """
-
-    name: str
-    rows: int
-    row_numel: int
-    element_bytes: int
-    is_trained: bool
-    states: int
-
-    @property
-    def is_muon(self) -> bool:
-        """Whether Muon trains it."""
-        return self.states == _MUON_STATES
-
-    def numel(self, shards: int = 1) -> int:
-        """Return the number of elements in the largest of ``shards`` shards."""
-        return -(-self.rows // shards) * self.row_numel
-
-
-class Unit(NamedTuple):
-    """Parameters that FSDP2 gathers together.
-
-    Attributes:
-        names: the names of the parameters.
-        is_bf16: whether they are gathered in bfloat16.
-        stays_gathered: whether they stay gathered between the forward and the backward pass.
-    """
-
-    names: frozenset[str]
-    is_bf16: bool
-    stays_gathered: bool
-
-    def gathered_bytes(self, parameters: Iterable[LocalParameter]) -> int:
-        """Return the bytes of the full weights, as FSDP2 gathers them.
-
-        Args:
-            parameters: parameters of the model, among which are those of this unit.
-        """
-        return sum(
-            parameter.numel() * (_BF16_BYTES if self.is_bf16 else parameter.element_bytes)
-            for parameter in parameters
-            if parameter.name in self.names
-        )
-
-
 class _Buckets(NamedTuple):
     """Bytes of gathered weights and of gradients being sent, at two moments."""
 
@@ -130,6 +111,8 @@ class Memory:
         bf16: whether autocast computes in bfloat16.
         reduces_once: whether gradients accumulate over the micro-batches of a step, and are reduced
             after the last one. With ``--sync_each_batch`` they are reduced after each one.
+        optim: the optimizer, as in ``--optim``.
+        has_bf16_weights: whether the trained weights are in bfloat16.
     """
 
     def __init__(self, recipe: RecipeModel, on_gpu: bool) -> None:
@@ -137,28 +120,36 @@ class Memory:
         self.on_gpu = on_gpu
         self.bf16 = recipe.precision == "bf16"
         self.reduces_once = not recipe.settings.parallel.sync_each_batch
+        self.optim: str = recipe.settings.optim.optim
+        self.has_bf16_weights = recipe.settings.optim.trained_dtype == "bfloat16"
+        self._activations: dict[MicroBatch, ActivationBytes] = {}
 
-        muon_matrices: set[nn.Parameter] = set()
-        if recipe.settings.optim.optim == "muon":
-            muon_matrices.update(hidden_matrices(recipe.model))
-        self._muon_matrices = {
-            name: p for name, p in recipe.model.named_parameters() if p in muon_matrices
-        }
+    @property
+    def decides_recomputation(self) -> bool:
+        """Whether a run chooses how many blocks compute their activations again.
 
-    @classmethod
-    def of_recipe(cls, path: str, flags: list[str], precision: str, on_gpu: bool) -> "Memory":
-        """Return the memory that a recipe needs.
-
-        Args:
-            path: path of the recipe.
-            flags: its flags.
-            precision: mixed precision, ``no`` or ``bf16``.
-            on_gpu: whether it is trained on GPUs.
-
-        Raises:
-            UserError: if the file is not a recipe, or its model cannot be built without weights.
+        It does so on a GPU, for ``--gradient_checkpointing auto``.
         """
-        return cls(build_recipe_model(path, flags, precision), on_gpu)
+        settings = self.recipe.settings
+        is_auto = value_of(settings, "gradient_checkpointing", default=False) is None
+        return is_auto and self.on_gpu and not settings.parallel.bitwise
+
+    def with_flags(
+        self,
+        *,
+        optim: str | None = None,
+        has_bf16_weights: bool | None = None,
+        reduces_once: bool | None = None,
+    ) -> "Memory":
+        """Return the memory that the same model needs with other flags."""
+        memory = Memory(self.recipe, self.on_gpu)
+        memory._activations = self._activations  # counting takes a second
+        memory.optim = self.optim if optim is None else optim
+        memory.has_bf16_weights = (
+            self.has_bf16_weights if has_bf16_weights is None else has_bf16_weights
+        )
+        memory.reduces_once = self.reduces_once if reduces_once is None else reduces_once
+        return memory
 
     # --- what a process has
 
@@ -169,122 +160,101 @@ class Memory:
         Raises:
             UserError: if the model has no blocks.
         """
-        names = {p: name for name, p in self.recipe.model.named_parameters()}
-        units = []
-        for unit in units_of(self.recipe.model, separate_norms=self.bf16):
-            # A parameter belongs to the first unit that has it.
-            unit_names = [names.pop(p) for p in unit.parameters() if p in names]
-            units.append(
-                Unit(
-                    names=frozenset(unit_names),
-                    is_bf16=unit.is_autocast and self.bf16,
-                    stays_gathered=unit.starts_backward,
-                )
-            )
-        rest = Unit(names=frozenset(names.values()), is_bf16=False, stays_gathered=True)
-        return [*units, rest]
+        return units_of_model(self.recipe.model, bf16=self.bf16)
 
     @functools.cached_property
     def parameters(self) -> list[LocalParameter]:
         """Each parameter, before FSDP2 shards it."""
-        parameters = []
-        for name, p in self.recipe.model.named_parameters():
-            rows, *row_shape = p.shape or [1]
-            parameters.append(
-                LocalParameter(
-                    name=name,
-                    rows=rows,
-                    row_numel=math.prod(row_shape),
-                    element_bytes=p.element_size(),
-                    is_trained=p.requires_grad,
-                    states=self._states(name, p),
-                )
-            )
-        return parameters
+        return parameters_of(
+            self.recipe.model,
+            self.optim,
+            has_bf16_weights=self.has_bf16_weights,
+            muon_matrices=self._muon_matrices,
+        )
 
-    def _states(self, name: str, parameter: nn.Parameter) -> int:
-        """Return the elements of optimizer state for each element of a parameter."""
-        if not parameter.requires_grad:
-            return 0
-        return _MUON_STATES if name in self._muon_matrices else _ADAMW_STATES
+    @functools.cached_property
+    def _muon_matrices(self) -> list[nn.Parameter]:
+        return hidden_matrices(self.recipe.model) if self.optim == "muon" else []
 
-    @functools.cache  # noqa: B019 - as long as the plan lives
-    def activations(self, rows: int, gathers_weights: bool) -> ActivationBytes:
+    def activations(
+        self, rows: int, gathers_weights: bool, every: int | None = None
+    ) -> ActivationBytes:
         """Count the activations of a micro-batch.
 
         Args:
             rows: rows of the micro-batch.
             gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
+            every: n: blocks 0, n, 2n, ... compute their activations again; 0: no block does;
+                ``None``: those that the model was built to recompute.
 
         Raises:
             UserError: if the activations depend on the values of tensors.
         """
-        gathered_in_bf16: frozenset[str] = frozenset()
+        in_bf16: set[str] = set()
         if gathers_weights:
-            names = [unit.names for unit in self.units if unit.is_bf16]
-            gathered_in_bf16 = frozenset().union(*names)
+            for unit in self.units:
+                if unit.is_bf16:
+                    in_bf16 |= unit.names
+        if self.has_bf16_weights:
+            in_bf16.update(p.name for p in self.parameters if p.is_trained)
 
         batch = MicroBatch(
             rows=rows,
             positions=self.recipe.positions,
             bf16=self.bf16,
-            gathered_in_bf16=gathered_in_bf16,
-            has_gpu_attention=self.on_gpu,
+            weights_in_bf16=frozenset(in_bf16),
+            on_gpu=self.on_gpu,
         )
+        if every is None:
+            return self._count(batch)
+        if every <= 1:
+            return self._count(batch._replace(recomputes=every == 1))
+        return with_some_recomputed(
+            kept=self._count(batch._replace(recomputes=False)),
+            recomputed=self._count(batch._replace(recomputes=True)),
+            every=every,
+        )
+
+    def _count(self, batch: MicroBatch) -> ActivationBytes:
+        """Count the activations of a micro-batch once."""
+        if batch in self._activations:
+            return self._activations[batch]
         try:
-            return count_activations(self.recipe.model, self.recipe.objective, batch)
+            counted = count_activations(self.recipe.model, self.recipe.objective, batch)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"the activations cannot be counted, because {self.recipe.class_name} or its loss "
                 f"looks at the values of tensors ({first_line(error)}); if the loss selects "
                 "positions by a mask, multiply by the mask instead"
             ) from None
+        self._activations[batch] = counted
+        return counted
 
     # --- bytes of a process
 
-    def bytes_of(self, sharding: Sharding, rows: int, accumulation: int) -> Bytes:
-        """Return the bytes on the process that holds most.
-
-        Args:
-            sharding: how processes share the model.
-            rows: rows per micro-batch.
-            accumulation: micro-batches per step.
-        """
-        activations = self.activations(rows, sharding.is_sharded)
-        other_blocks = activations.per_block * (activations.blocks - 1)
-        return self._bytes(
-            sharding,
-            accumulation,
-            at_loss=activations.peak,
-            in_backward=activations.before_blocks + other_blocks,
-            end_of_backward=activations.end_of_backward,
-        )
-
-    def _bytes(
-        self,
-        sharding: Sharding,
-        accumulation: int,
-        *,
-        at_loss: PeakBytes,
-        in_backward: float,
-        end_of_backward: float,
+    def bytes_of(
+        self, sharding: Sharding, rows: int, accumulation: int, every: int | None = None
     ) -> Bytes:
-        """Return the bytes of the parameters and of the activations.
+        """Return the bytes on the process that holds most.
 
         The total is the largest of four moments: the loss, the backward pass, its end, and the
         optimizer step.
 
         Args:
             sharding: how processes share the model.
+            rows: rows per micro-batch.
             accumulation: micro-batches per step.
-            at_loss: activations and logits when the loss is computed.
-            in_backward: activations when the backward pass of the last block has ended.
-            end_of_backward: activations at the end of the backward pass.
+            every: which blocks compute their activations again, as in :meth:`activations`.
         """
+        activations = self.activations(rows, sharding.is_sharded, every)
+        at_loss = activations.highest
+        other_blocks = activations.per_block * (activations.blocks - 1)
+        in_backward = activations.before_blocks + other_blocks
+
         parameters = self.parameters
-        weights = _weight_bytes(parameters, sharding.shards)
-        optimizer = _optimizer_bytes(parameters, sharding.shards)
-        reduced_gradients = _gradient_bytes(parameters, sharding.shards)
+        weights = weight_bytes(parameters, sharding.shards)
+        optimizer = float(sum(p.state_bytes(sharding.shards) for p in parameters))
+        reduced_gradients = gradient_bytes(parameters, sharding.shards)
 
         gradients = reduced_gradients
         # The gradients that earlier micro-batches have left when the last micro-batch begins.
@@ -295,7 +265,7 @@ class Memory:
         if sharding.is_sharded:
             buckets = self._gathered(reduces_each_batch)
             if not reduces_each_batch:
-                gradients = _gradient_bytes(parameters)
+                gradients = float(sum(unit.gradient_bytes(parameters) for unit in self.units))
                 earlier_gradients = gradients
         elif sharding.replicas > 1:
             # DDP keeps its buckets from step to step, and gradients live in them. If gradients
@@ -307,8 +277,8 @@ class Memory:
         moments = [
             earlier_gradients + at_loss.total + buckets.at_loss,
             earlier_gradients + in_backward + buckets.in_backward,
-            gradients + end_of_backward + buckets.in_backward,
-            reduced_gradients + self._muon_bytes(),
+            gradients + activations.end_of_backward + buckets.in_backward,
+            reduced_gradients + self._step_bytes(sharding.shards),
         ]
         return Bytes(
             weights=weights,
@@ -335,7 +305,7 @@ class Memory:
         by_name = {p.name: p for p in self.parameters}
         staying = 0
         largest_weights = 0
-        largest_gradient = 0.0
+        largest_gradient = 0
         for unit in self.units:
             unit_parameters = [by_name[name] for name in unit.names]
             weights = unit.gathered_bytes(unit_parameters)
@@ -343,13 +313,20 @@ class Memory:
                 staying += weights
             else:
                 largest_weights = max(largest_weights, weights)
-                largest_gradient = max(largest_gradient, _gradient_bytes(unit_parameters))
+                largest_gradient = max(largest_gradient, unit.gradient_bytes(unit_parameters))
 
         gradient_copies = 2 if reduces_each_batch else 1
         return _Buckets(
             at_loss=float(staying + largest_weights),
             in_backward=staying + 2 * largest_weights + gradient_copies * largest_gradient,
         )
+
+    def _step_bytes(self, shards: int) -> float:
+        """Return the bytes that the optimizer step allocates."""
+        trained = [p for p in self.parameters if p.is_trained and not p.is_muon]
+        largest_numel = max((p.numel(shards) for p in trained), default=0)
+        own = step_bytes(self.optim, largest_numel, self.has_bf16_weights, self.on_gpu)
+        return max(float(own), self._muon_bytes())
 
     def _muon_bytes(self) -> float:
         """Return the bytes of Muon's iterations, which are made on full matrices.
@@ -360,7 +337,7 @@ class Memory:
         element_bytes = _BF16_BYTES if self.bf16 else _FLOAT32_BYTES
         copies = 3 if self.bf16 else 2
         largest = 0
-        for matrices in batches_of([*self._muon_matrices.values()]):
+        for matrices in batches_of(self._muon_matrices):
             short, long = sorted(matrices[0].shape)
             numel = len(matrices) * short * long
             updates = _FLOAT32_BYTES * numel
@@ -369,21 +346,26 @@ class Memory:
             largest = max(largest, updates + approximations + products)
         return float(largest)
 
-    # --- sizes of a micro-batch
+    # --- what fits
 
-    def fits_if_synced(self, sharding: Sharding, share: int, device_bytes: float) -> bool:
+    def fits_if_synced(
+        self, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
+    ) -> bool:
         """Return whether micro-batches of one row fit with ``--sync_each_batch``.
 
         Args:
             sharding: how processes share the model.
             share: rows of the global batch that a process has.
             device_bytes: memory of the device.
+            every: which blocks compute their activations again, as in :meth:`activations`.
         """
-        synced = copy.copy(self)
-        synced.reduces_once = False
-        return synced.bytes_of(sharding, rows=1, accumulation=share).total <= device_bytes
+        synced = self.with_flags(reduces_once=False)
+        needed = synced.bytes_of(sharding, rows=1, accumulation=share, every=every).total
+        return needed <= device_bytes
 
-    def fitting(self, sharding: Sharding, share: int, device_bytes: float) -> list[int]:
+    def fitting(
+        self, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
+    ) -> list[int]:
         """Return the sizes of a micro-batch that fit, in ascending order.
 
         A smaller micro-batch may need more memory. If a step has several micro-batches, gradients
@@ -393,32 +375,16 @@ class Memory:
             sharding: how processes share the model.
             share: rows of the global batch that a process has. A micro-batch divides them.
             device_bytes: memory of the device.
+            every: which blocks compute their activations again, as in :meth:`activations`.
         """
         sizes = []
         for rows in range(1, share + 1):
             if share % rows != 0:
                 continue
 
-            if self.bytes_of(sharding, rows, accumulation=share // rows).total <= device_bytes:
+            if self.bytes_of(sharding, rows, share // rows, every).total <= device_bytes:
                 sizes.append(rows)
-            elif self.bytes_of(sharding, rows, accumulation=1).total > device_bytes:
+            elif self.bytes_of(sharding, rows, 1, every).total > device_bytes:
                 # One micro-batch of this size is too large by itself, so larger ones are, too.
                 break
         return sizes
-
-
-def _weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
-    return float(sum(p.numel(shards) * p.element_bytes for p in parameters))
-
-
-def _gradient_bytes(parameters: list[LocalParameter], shards: int = 1) -> float:
-    return float(sum(p.numel(shards) * _FLOAT32_BYTES for p in parameters if p.is_trained))
-
-
-def _optimizer_bytes(parameters: list[LocalParameter], shards: int) -> float:
-    elements = 0
-    for p in parameters:
-        elements += p.states * p.numel(shards)
-        if p.states == _ADAMW_STATES:
-            elements += 1  # AdamW counts its steps for each tensor
-    return float(elements * _FLOAT32_BYTES)

@@ -7,52 +7,12 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from torch import nn
-
-from llmtrain.config.flags import value_of
 from llmtrain.errors import UserError, explain, first_line
-from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import forget_accelerator
-from llmtrain.models.causal_lm import CausalLM, head_of
-from llmtrain.observe.throughput import CountsFlops
 from llmtrain.planning import planning
-from llmtrain.training.settings import Settings
+from llmtrain.training.predicted_memory import RecipeModel
 from llmtrain.training.start import PlannedModel
-
-
-class RecipeModel(NamedTuple):
-    """A model to plan for, and how it is trained.
-
-    Attributes:
-        model: the model, on the meta device.
-        settings: the settings of the run.
-        precision: mixed precision, ``no`` or ``bf16``.
-        positions: the positions of a row that a micro-batch computes.
-        objective: the loss that is minimised.
-    """
-
-    model: nn.Module
-    settings: Settings
-    precision: str
-    positions: int
-    objective: Objective = Objective()
-
-    @property
-    def class_name(self) -> str:
-        """The name of the model's class, before this package has extended it."""
-        return str(getattr(self.model, "own_class", type(self.model)).__name__)
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of a forward and a backward pass; 0 if they are unknown."""
-        return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
-
-    @property
-    def has_gradient_checkpointing(self) -> bool:
-        """Whether the backward pass computes activations again."""
-        return bool(value_of(self.settings, "gradient_checkpointing", default=False))
 
 
 def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:
@@ -70,12 +30,8 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
     planned = _run_to_model(recipe, flags, precision)
-    model = planned.bundle.model
-    if isinstance(model, CausalLM):
-        # A run tests this with values. Nearly all models have a linear head.
-        model.head_is_linear = head_of(model) is not None
     return RecipeModel(
-        model=model,
+        model=planned.bundle.model,
         settings=planned.settings,
         precision=precision,
         positions=planned.rows.positions,

@@ -23,6 +23,7 @@ from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.planning import current_plan
+from llmtrain.training.auto_recomputation import choose_recomputation
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig, Settings
@@ -108,6 +109,7 @@ def place(
     bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
     check_built_weights(Ranks(accelerator), bundle.model)
     _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
+    choose_recomputation(Ranks(accelerator), bundle, settings, layout, rows.positions)
     return placement.place(accelerator, bundle)
 
 

@@ -201,6 +201,7 @@ def test_a_few_real_updates_correct_a_plan(
         (["--per_machine", "-1"], "--per_machine -1: a machine has at least one process"),
         (["--mfu", "2"], "write a fraction"),
         (["--device", "abacus"], "abacus is not known"),
+        (["--fit", "80"], "80 is no size of memory; write a number and a unit, such as 80gb"),
         (["--device", "h100-80gb", "--calibrate"], "which has no h100-80gb"),
         (["--n_lyer", "2"], "did you mean --n_layer"),
         (

@@ -19,9 +19,14 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.sharding import Sharding
+from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
-from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.optimizer_bytes import state_bytes
+from llmtrain.training.parameter_bytes import LocalParameter, Unit, bytes_per_parameter
+from llmtrain.training.predicted_memory import Memory, RecipeModel
+from llmtrain.training.recipe_model import build_recipe_model
+from llmtrain.training.recomputation import Recomputation, least_recomputation
 from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 
@@ -29,12 +34,16 @@ CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 
 
 def memory(
-    optim: str = "adamw", precision: str = "no", config: GPTConfig = CONFIG, **parallel: object
+    optim: str = "adamw",
+    precision: str = "no",
+    config: GPTConfig = CONFIG,
+    dtype: str = "auto",
+    **parallel: object,
 ) -> Memory:
     with torch.device("meta"):
         model = GPT(config, 1000)
     settings = SimpleNamespace(
-        model=config, optim=OptimConfig(optim), parallel=ParallelConfig(**parallel)
+        model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
     return Memory(RecipeModel(model, settings, precision, positions=32), on_gpu=False)
 
@@ -51,9 +60,63 @@ def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
     assert memory().bytes_of(Sharding(1, 2), 4, 1).weights == 2 * numbers
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optim", ["adamw", "adamw_torch_8bit", "muon", "adafactor"])
+def test_bytes_per_parameter_are_those_of_a_step(
+    optim: str, dtype: str, accelerator: Accelerator
+) -> None:
+    if (optim, dtype) == ("adafactor", "bfloat16"):
+        pytest.skip("make_optimizer refuses it")
+    settings = OptimConfig(optim, dtype=dtype)
+    model = GPT(CONFIG, 1000).to(getattr(torch, dtype))
+    optimizer = make_optimizer(accelerator, model, settings)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    planned = memory(optim, dtype=dtype).bytes_of(Sharding(1, 1), 4, 1)
+    assert planned.weights == sum(p.nbytes for p in model.parameters())
+    assert planned.gradients == sum(p.grad.nbytes for p in model.parameters())
+    assert planned.optimizer == sum(s.nbytes for s in states if isinstance(s, torch.Tensor))
+
+
+def test_bytes_per_parameter_of_large_matrices() -> None:
+    """A row of 256 elements has a scale for each moment: 2 x 4 / 256 bytes per element."""
+    wide = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
+    for optim, dtype, expected in (
+        ("adamw", "float32", (4, 4, 8, 0)),
+        ("adamw", "bfloat16", (2, 2, 8, 2)),
+        ("adamw_torch_8bit", "float32", (4, 4, 2 + 8 / 256, 0)),
+        ("adamw_torch_8bit", "bfloat16", (2, 2, 2 + 8 / 256, 2)),
+        ("muon", "bfloat16", (2, 2, 4, 2)),
+    ):
+        planned = memory(optim, dtype=dtype, config=wide)
+        matrix = next(p for p in planned.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
+        kinds = bytes_per_parameter([matrix], optim, planned.has_bf16_weights)
+        assert [*kinds.values()] == pytest.approx(expected, abs=1e-5)
+
+
+def test_moments_in_8_bits_are_sharded_by_rows() -> None:
+    """1,000 rows of 64 elements on three processes: 334 rows with 2 x 64 codes and 2 scales."""
+    embedding = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
+    assert embedding.of_rows(334) == 334 * (2 * 64 + 2 * 4) + 4
+    assert state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False).of_rows(4096) == (
+        8 * 4096 + 4  # a vector has moments in float32
+    )
+
+
+def test_gradients_that_fsdp2_does_not_reduce_yet_are_float32_under_autocast() -> None:
+    weights = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 1).weights
+    in_blocks = 6 * 12 * 64**2
+    autocast = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2)
+    assert autocast.gradients == pytest.approx(2 * weights + 2 * in_blocks, rel=0.01)
+    assert memory(dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2).gradients == 2 * weights
+
+
 def test_a_base_in_bfloat16_is_gathered_as_it_is_stored() -> None:
-    base = LocalParameter("base", 4, 8, element_bytes=2, is_trained=False, states=0)
-    matrix = LocalParameter("lora_A", 4, 1, element_bytes=4, is_trained=True, states=2)
+    base = LocalParameter("base", 4, 8, element_bytes=2, is_trained=False)
+    matrix = LocalParameter("lora_A", 4, 1, element_bytes=4, is_trained=True)
     for is_bf16, expected in ((False, 2 * 32 + 4 * 4), (True, 2 * 32 + 2 * 4)):
         unit = Unit(frozenset(["base", "lora_A"]), is_bf16=is_bf16, stays_gathered=False)
         assert unit.gathered_bytes([base, matrix]) == expected
@@ -102,6 +165,54 @@ def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
     again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
     input_of_block = 4 * 2 * 32 * 64
     assert activations_of(again).per_block == input_of_block
+
+
+@pytest.mark.parametrize("every", range(1, 7))
+def test_some_recomputed_blocks_are_composed_of_a_model_with_all_and_one_with_none(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as a model in which these blocks are recomputed, and all blocks are counted."""
+    planned = memory(config=GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=256))
+    composed = planned.activations(rows=2, gathers_weights=False, every=every)
+
+    monkeypatch.setattr(activations, "_MAX_BLOCKS", 6)
+    planned.recipe.model.recompute_blocks(every)
+    counted = count_activations(planned.recipe.model, Objective(), MicroBatch(2, 32))
+    assert composed.highest == counted.highest
+    assert composed.end_of_backward == counted.end_of_backward
+
+
+def test_as_few_blocks_are_recomputed_as_memory_makes_necessary() -> None:
+    planned = memory()
+    one_process = Sharding(1, 1)
+    totals = [planned.bytes_of(one_process, 8, 4, every).total for every in range(7)]
+
+    def least(device_bytes: float) -> Recomputation:
+        return least_recomputation(
+            planned, one_process, rows=8, accumulation=4, device_bytes=device_bytes
+        )
+
+    assert totals[0] > totals[6] > totals[3] > totals[2] > totals[1]
+    assert [least(totals[every]).every for every in (0, 6, 3, 2, 1)] == [0, 6, 3, 2, 1]
+    assert least(totals[3] - 1).every == 2
+    assert least(1e6).every == 1
+    assert least(totals[2]).reason.startswith("3 of 6 blocks: the run needs ")
+
+
+def test_counting_leaves_a_model_as_it_is_and_copies_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = GPT(CONFIG, 1000)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda self, memo: copies.append(self))
+
+    count_activations(model, Objective(), MicroBatch(2, 32, recomputes=True))
+
+    assert copies == []
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert len(model.transformer.h) == 6
+    assert model.base_model.recompute_every == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -17,6 +17,7 @@ from llmtrain.quantities import duration_text, rate_text, size_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 
 if TYPE_CHECKING:
+    from llmtrain.lab.plan.fit import Candidate, Fit
     from llmtrain.lab.plan.layouts import Plan, PlannedLayout
 
 EXAMPLES = (
@@ -72,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure the speed with a few real steps on this machine, instead of --mfu",
     )
+    parser.add_argument(
+        "--fit",
+        metavar="SIZE",
+        help="print the cheapest flags with which the run fits into so much memory per process, "
+        "such as 80gb, instead of the tables",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -79,12 +86,23 @@ def run(arguments: argparse.Namespace) -> None:
     # command, such as --processes, from there to attributes of `arguments`. --json is among them:
     # `llmtrain.cli` adds it to every command.
     separate_recipe_flags(arguments)
-    from llmtrain.lab.plan.layouts import PlanRequest, make_plan
+    from llmtrain.lab.plan.fit import find_fit
+    from llmtrain.lab.plan.hardware import PlanRequest
+    from llmtrain.lab.plan.layouts import make_plan
 
     options = {
         name: value for name, value in vars(arguments).items() if name in PlanRequest._fields
     }
-    plan = make_plan(PlanRequest(**options))
+    request = PlanRequest(**options)
+    if arguments.fit is not None:
+        fit = find_fit(request, arguments.fit)
+        if arguments.json:
+            print(json_text(fit_as_json(fit), indent=1))
+        else:
+            _print_fit(fit, arguments.fit)
+        return
+
+    plan = make_plan(request)
     if arguments.json:
         print(json_text(as_json(plan), indent=1))
         return
@@ -94,6 +112,10 @@ def run(arguments: argparse.Namespace) -> None:
     for layout in plan.layouts:
         for note in notes(layout):
             print(f"note: {note}", file=sys.stderr)
+        if plan.memory.decides_recomputation and layout.recompute_every:
+            every = layout.recompute_every
+            blocks = "every block" if every == 1 else f"one of {every} blocks"
+            print(f"note: {layout.name}: {blocks} computes its activations again", file=sys.stderr)
     for reason in plan.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 
@@ -106,7 +128,41 @@ def as_json(plan: "Plan") -> JsonObject:
         if layout.step is not None:
             step = {**layout.step._asdict(), "total": layout.step.total}
         layouts.append({**layout._asdict(), "bytes": layout.bytes._asdict(), "step": step})
-    return {"layouts": layouts, "left_out": plan.left_out}
+    return {
+        "bytes_per_parameter": _bytes_per_parameter(plan),
+        "layouts": layouts,
+        "left_out": plan.left_out,
+    }
+
+
+def _bytes_per_parameter(plan: "Plan") -> dict[str, float]:
+    from llmtrain.training.parameter_bytes import bytes_per_parameter
+
+    memory = plan.memory
+    return bytes_per_parameter(memory.parameters, memory.optim, memory.has_bf16_weights)
+
+
+def fit_as_json(fit: "Fit") -> JsonObject:
+    """Return the flags with which a run fits as a JSON object."""
+    return {
+        "fits": fit.fits,
+        "limit": fit.limit,
+        "command": fit.command,
+        "chosen": _candidate_as_json(fit.chosen),
+        "changes": [change._asdict() for change in fit.changes],
+        "too_large": None if fit.too_large is None else _candidate_as_json(fit.too_large),
+        "would_fit": fit.would_fit,
+    }
+
+
+def _candidate_as_json(candidate: "Candidate") -> JsonObject:
+    return {
+        "layout": candidate.layout,
+        "flags": candidate.flags,
+        "rows": candidate.rows,
+        "total": candidate.total,
+        "seconds": candidate.seconds,
+    }
 
 
 def notes(layout: "PlannedLayout") -> list[str]:
@@ -136,11 +192,54 @@ def _listed(numbers: list[int]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+# --- flags with which a run fits
+
+
+def _print_fit(fit: "Fit", size: str) -> None:
+    needed = f"{size_text(fit.chosen.total)} of {size_text(fit.limit)} ({size})"
+    if fit.fits:
+        print(labelled("fits", f"{fit.chosen.layout}: {needed}{_step_text(fit.chosen)}"))
+    else:
+        print(
+            labelled("too large", f"{fit.chosen.layout}: {needed}, with all flags that save memory")
+        )
+        answers = "; ".join(fit.would_fit) or "a smaller model, or shorter rows"
+        print(labelled("would fit", answers))
+    print(labelled("command", fit.command))
+
+    if fit.changes:
+        width = max(len(change.flag) for change in fit.changes) + 2
+        print(f"\n{'flag':<{width}}{'step':>10}   numbers")
+        for change in fit.changes:
+            print(f"{change.flag:<{width}}{_cost_text(change.seconds):>10}   {change.promise}")
+
+    if fit.too_large is not None:
+        flags = " ".join(f"--{name} {value}".strip() for name, value in fit.too_large.flags.items())
+        flags = flags or "no further flags"
+        print(
+            f"\nnext cheaper: {fit.too_large.layout} with {flags}: "
+            f"{size_text(fit.too_large.total)}{_step_text(fit.too_large)}, which is too large"
+        )
+
+
+def _step_text(candidate: "Candidate") -> str:
+    if candidate.seconds is None:
+        return ""
+    return f", {duration_text(candidate.seconds)} per step"
+
+
+def _cost_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    sign = "-" if seconds < 0 else "+"
+    return f"{sign}{duration_text(abs(seconds))}"
+
+
 # --- the lines above the tables
 
 
 def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
-    from llmtrain.lab.plan.layouts import device_name
+    from llmtrain.lab.plan.hardware import device_name
 
     recipe = plan.memory.recipe
     parameters = [*recipe.model.parameters()]
@@ -158,6 +257,10 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     rows = f"{settings.data.global_batch_size:,} rows of {recipe.positions:,} tokens"
     precision = "bf16" if plan.memory.bf16 else "float32"
     print(labelled("run", f"{settings.optim.max_steps:,} steps of {rows}, {precision}"))
+
+    kinds = _bytes_per_parameter(plan)
+    per_kind = ", ".join(f"{kind} {size:.4g}" for kind, size in kinds.items() if size)
+    print(labelled("bytes", f"{sum(kinds.values()):.4g} per trained parameter: {per_kind}"))
 
     cluster = plan.cluster
     devices = f"{arguments.processes:,} x {device_name(arguments.device)}"

@@ -1,75 +1,21 @@
 """The parallel layouts of a run, and what each of them costs."""
 
-import timeit
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import psutil
-import torch
-
-from llmtrain.devices import (
-    DEVICES,
-    USUAL_MFU,
-    Device,
-    bytes_per_second,
-    get_device,
-    known_device,
-)
+from llmtrain.devices import RESERVED_MEMORY, Device
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.calibration import calibrate, measured_peak
-from llmtrain.lab.plan.speed import (
-    Cluster,
-    Compute,
-    Link,
-    Step,
-    bytes_sent,
-    estimate_compute,
-    step_time,
-)
-from llmtrain.launching.children import gpu_count
+from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
+from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
 from llmtrain.parallel.sharding import Sharding
+from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
 from llmtrain.training.predicted_memory import Bytes, Memory
+from llmtrain.training.recipe_model import build_recipe_model
+from llmtrain.training.recomputation import least_recomputation, recomputed_share
 
 # Numbers of processes for which a plan shows the efficiency.
 PROCESS_COUNTS = (1, 8, 64, 512, 4096)
-
-# Seconds of the shortest message from one process to another.
-NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
-GLOO_LATENCY = {"inside": 30e-6, "between": 100e-6}
-# Seconds for which gloo occupies the processors to send a byte: measured with two processes on two
-# cores, torch 2.13.
-GLOO_SECONDS_PER_BYTE = 4e-9
-
-# The share of a GPU's memory that tensors cannot have: the context of CUDA and NCCL takes some, and
-# the allocator leaves gaps.
-_RESERVED_MEMORY = 0.06
-
-
-class PlanRequest(NamedTuple):
-    """A recipe, and the hardware to plan it for.
-
-    Attributes:
-        recipe: path of the recipe.
-        flags: its flags.
-        processes: the number of processes.
-        device: name of the device; ``None`` for this machine's.
-        link: the rate at which a process sends to another machine, such as ``400Gbit``.
-        per_machine: processes of a machine; ``None`` for the usual number.
-        mixed_precision: ``no`` or ``bf16``; ``None`` for the device's usual precision.
-        mfu: the share of its peak that the device reaches.
-        calibrate: measure the seconds of computing on this machine.
-    """
-
-    recipe: str
-    flags: list[str]
-    processes: int = 1
-    device: str | None = None
-    link: str | None = None
-    per_machine: int | None = None
-    mixed_precision: str | None = None
-    mfu: float = USUAL_MFU
-    calibrate: bool = False
 
 
 class PlannedLayout(NamedTuple):
@@ -85,6 +31,7 @@ class PlannedLayout(NamedTuple):
         fits_if_synced: whether nothing fits, but a row would with ``--sync_each_batch``.
         rows: the size of the micro-batch that is planned for.
         accumulation: micro-batches per step.
+        recompute_every: n: blocks 0, n, 2n, ... compute their activations again; 0: no block does.
         step: seconds of a step; ``None`` if the model's FLOPs are unknown.
         tokens_per_second: positions that are computed in a second, on all processes.
         hours: of the full run.
@@ -100,6 +47,7 @@ class PlannedLayout(NamedTuple):
     fits_if_synced: bool
     rows: int
     accumulation: int
+    recompute_every: int
     step: Step | None
     tokens_per_second: float
     hours: float
@@ -132,22 +80,10 @@ def make_plan(request: PlanRequest) -> Plan:
     Raises:
         UserError: if no layout is possible, or if the recipe cannot be planned.
     """
-    _check(request)
-    device, cluster = _hardware(request)
-    precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
-    memory = Memory.of_recipe(request.recipe, request.flags, precision, on_gpu=cluster.nccl)
-    plan = Plan(
-        memory=memory,
-        device=device,
-        cluster=cluster,
-        compute=_compute(request, memory, device, cluster),
-        layouts=[],
-        left_out=[],
-    )
-
+    plan = plan_without_layouts(request)
     layouts = []
     left_out = []
-    for name, sharding in _shardings(request.processes, cluster.per_machine):
+    for name, sharding in shardings(request.processes, plan.cluster.per_machine):
         try:
             layouts.append(_plan_layout(name, sharding, plan))
         except UserError as error:
@@ -157,124 +93,31 @@ def make_plan(request: PlanRequest) -> Plan:
     return plan._replace(layouts=layouts, left_out=left_out)
 
 
-def _check(request: PlanRequest) -> None:
-    if request.processes < 1:
-        raise UserError(f"--processes {request.processes}: use at least one process.")
-    if request.per_machine is not None and request.per_machine < 1:
-        raise UserError(f"--per_machine {request.per_machine}: a machine has at least one process.")
-
-    if not 0 < request.mfu <= 1:
-        raise UserError(
-            f"--mfu {request.mfu}: write a fraction of the peak, above 0 and at most 1."
-        )
-
-
-# --- hardware
-
-
-def _hardware(request: PlanRequest) -> tuple[Device, Cluster]:
-    """Return the device of each process, and the machines.
+def plan_without_layouts(request: PlanRequest) -> Plan:
+    """Return the model and the hardware of a plan.
 
     Raises:
-        UserError: if the device or a link is unknown.
+        UserError: if the recipe cannot be planned, or an option is out of range.
     """
-    name = device_name(request.device)
-    is_gpu = name.lower() != "cpu"
-    if is_gpu:
-        device = get_device(name)
-        per_machine = request.per_machine or device.per_machine
-    else:
-        per_machine = request.per_machine or 1
-        device = _this_cpu(per_machine, request.mixed_precision)
-
-    if request.processes > per_machine and not request.link:
-        raise UserError(
-            f"--processes {request.processes} takes several machines with {per_machine} processes "
-            "each: add the rate at which a process sends to another machine, such as "
-            "--link 400Gbit."
-        )
-    is_this_device = gpu_count() > 0 and known_device(torch.cuda.get_device_name()) == name.lower()
-    if request.calibrate and is_gpu and not is_this_device:
-        raise UserError(
-            f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
-        )
-
-    latency = NCCL_LATENCY if is_gpu else GLOO_LATENCY
-    bandwidth_between = bytes_per_second(request.link) if request.link else device.link
-    cluster = Cluster(
-        per_machine=per_machine,
-        inside=Link(bandwidth=device.link, latency=latency["inside"]),
-        between=Link(bandwidth=bandwidth_between, latency=latency["between"]),
-        nccl=is_gpu,
+    check_request(request)
+    device, cluster = hardware_of(request)
+    precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
+    recipe = build_recipe_model(request.recipe, request.flags, precision)
+    memory = Memory(recipe, on_gpu=cluster.nccl)
+    return Plan(
+        memory=memory,
+        device=device,
+        cluster=cluster,
+        compute=compute_of(request, memory, device, cluster),
+        layouts=[],
+        left_out=[],
     )
-    return device, cluster
-
-
-def device_name(requested: str | None) -> str:
-    """Return the name of the device to plan for: this machine's, if none is requested.
-
-    Raises:
-        UserError: if this machine's GPU is unknown.
-    """
-    if requested:
-        return requested
-    if gpu_count() == 0:
-        return "cpu"
-
-    title = torch.cuda.get_device_name()
-    name = known_device(title)
-    if name is None:
-        raise UserError(
-            f"this machine's {title} is unknown; choose a device with --device: "
-            f"{', '.join(DEVICES)}, or cpu."
-        )
-    return name
-
-
-def _this_cpu(processes: int, precision: str | None) -> Device:
-    """Measure this machine's CPU, and divide it among some processes."""
-    source = torch.ones(1 << 24)
-    target = torch.empty(1 << 24)
-    copy_seconds = min(timeit.repeat(lambda: target.copy_(source), number=1))
-    memory_bandwidth = 2 * source.nbytes / copy_seconds  # read and written
-
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    peak = measured_peak(torch.device("cpu"), dtype)
-    return Device(
-        title="cpu",
-        peak=peak / processes,
-        memory=psutil.virtual_memory().total / processes,
-        memory_bandwidth=memory_bandwidth / processes,
-        link=memory_bandwidth / 4,
-    )
-
-
-def _compute(
-    request: PlanRequest, memory: Memory, device: Device, cluster: Cluster
-) -> Compute | None:
-    """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
-    if request.calibrate:
-        data = memory.recipe.settings.data
-        trained = [parameter for parameter in memory.parameters if parameter.is_trained]
-        return calibrate(
-            request.recipe,
-            request.flags,
-            processes=min(request.processes, cluster.per_machine, gpu_count() or request.processes),
-            rows=min(data.per_device_train_batch_size, data.global_batch_size),
-            precision=memory.recipe.precision,
-            trained_numel=sum(parameter.numel() for parameter in trained),
-        )
-
-    compute = estimate_compute(memory, device, request.mfu)
-    if compute is None or cluster.nccl:
-        return compute
-    return compute._replace(per_sent_byte=GLOO_SECONDS_PER_BYTE)
 
 
 # --- layouts
 
 
-def _shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding]]:
+def shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding]]:
     """Yield how a model can be divided among processes, each with its name."""
     if processes == 1:
         yield "one process", Sharding(replicas=1, shards=1)
@@ -304,21 +147,36 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             f"use {divisible}."
         )
 
+    if sharding.is_sharded and memory.optim in UNSHARDED_OPTIMIZERS:
+        raise UserError(f"--optim {memory.optim} needs full weights; use DDP, or another optimizer")
+
     share = global_batch // processes
-    device_bytes = plan.device.memory * (1 - _RESERVED_MEMORY)
-    fitting = memory.fitting(sharding, share, device_bytes)
+    device_bytes = plan.device.memory * (1 - RESERVED_MEMORY)
+    # With auto, a micro-batch fits if it does when all blocks compute their activations again.
+    most = 1 if memory.decides_recomputation else None
+    fitting = memory.fitting(sharding, share, device_bytes, most)
     largest = max(fitting, default=0)
     rows = _micro_batch_size(share, settings.data.per_device_train_batch_size, fitting)
     accumulation = share // rows
+
+    every = None
+    if memory.decides_recomputation:
+        every = least_recomputation(
+            memory, sharding, rows=rows, accumulation=accumulation, device_bytes=device_bytes
+        ).every
+    recompute_every = memory.recipe.recompute_every if every is None else every
+    blocks = memory.activations(rows, sharding.is_sharded, every).blocks
+    recomputed = recomputed_share(blocks, recompute_every)
     layout = PlannedLayout(
         name=name,
-        bytes=memory.bytes_of(sharding, rows, accumulation),
+        bytes=memory.bytes_of(sharding, rows, accumulation, every),
         fitting=fitting,
         largest=largest,
         too_large=[size for size in _divisors(share) if size < largest and size not in fitting],
-        fits_if_synced=not fitting and memory.fits_if_synced(sharding, share, device_bytes),
+        fits_if_synced=not fitting and memory.fits_if_synced(sharding, share, device_bytes, most),
         rows=rows,
         accumulation=accumulation,
+        recompute_every=recompute_every,
         step=None,
         tokens_per_second=0.0,
         hours=0.0,
@@ -334,6 +192,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
         sharding,
         rows=rows,
         accumulation=accumulation,
+        recomputed_share=recomputed,
     )
     return layout._replace(
         step=step,
@@ -345,6 +204,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             sharding,
             rows=rows,
             accumulation=accumulation,
+            recomputed_share=recomputed,
         ),
     )
 
@@ -376,6 +236,7 @@ def _efficiency(
     *,
     rows: int,
     accumulation: int,
+    recomputed_share: float,
 ) -> dict[int, float]:
     """Return the share of a step in which a process computes, by number of processes.
 
@@ -385,11 +246,14 @@ def _efficiency(
         sharding: how processes share the model.
         rows: rows per micro-batch.
         accumulation: micro-batches per step.
+        recomputed_share: the share of the blocks that compute their activations again.
     """
     efficiency = {}
     for processes in PROCESS_COUNTS:
         spread = _with_processes(sharding, processes, plan.cluster.per_machine)
-        step = step_time(plan.memory, compute, plan.cluster, spread, rows, accumulation)
+        step = step_time(
+            plan.memory, compute, plan.cluster, spread, rows, accumulation, recomputed_share
+        )
         sent = bytes_sent(plan.memory, spread, accumulation)
         computing = step.compute - compute.per_sent_byte * sent
         efficiency[processes] = computing / step.total

@@ -18,7 +18,8 @@ from llmtrain.lab.plan.speed import (
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.sharding import Sharding
-from llmtrain.training.predicted_memory import LocalParameter, Memory, Unit
+from llmtrain.training.parameter_bytes import LocalParameter, Unit
+from llmtrain.training.predicted_memory import Memory
 
 FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
 
@@ -57,9 +58,7 @@ def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
 
 def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
     parameters = [
-        LocalParameter(
-            name=f"{number}", rows=size, row_numel=1, element_bytes=4, is_trained=True, states=2
-        )
+        LocalParameter(name=f"{number}", rows=size, row_numel=1, element_bytes=4, is_trained=True)
         for number, size in enumerate(sizes)
     ]
     settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=bucket))

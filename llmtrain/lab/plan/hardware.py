@@ -1,0 +1,166 @@
+"""The devices to plan for, their links, and how fast they compute."""
+
+import timeit
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from llmtrain.devices import (
+    DEVICES,
+    USUAL_MFU,
+    Device,
+    bytes_per_second,
+    get_device,
+    known_device,
+)
+from llmtrain.errors import UserError
+from llmtrain.lab.plan.calibration import calibrate, measured_peak
+from llmtrain.lab.plan.speed import Cluster, Compute, Link, estimate_compute
+from llmtrain.launching.children import gpu_count
+from llmtrain.training.predicted_memory import Memory
+
+# Seconds of the shortest message from one process to another.
+NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
+GLOO_LATENCY = {"inside": 30e-6, "between": 100e-6}
+# Seconds for which gloo occupies the processors to send a byte: measured with two processes on two
+# cores, torch 2.13.
+GLOO_SECONDS_PER_BYTE = 4e-9
+
+
+class PlanRequest(NamedTuple):
+    """A recipe, and the hardware to plan it for.
+
+    Attributes:
+        recipe: path of the recipe.
+        flags: its flags.
+        processes: the number of processes.
+        device: name of the device; ``None`` for this machine's.
+        link: the rate at which a process sends to another machine, such as ``400Gbit``.
+        per_machine: processes of a machine; ``None`` for the usual number.
+        mixed_precision: ``no`` or ``bf16``; ``None`` for the device's usual precision.
+        mfu: the share of its peak that the device reaches.
+        calibrate: measure the seconds of computing on this machine.
+    """
+
+    recipe: str
+    flags: list[str]
+    processes: int = 1
+    device: str | None = None
+    link: str | None = None
+    per_machine: int | None = None
+    mixed_precision: str | None = None
+    mfu: float = USUAL_MFU
+    calibrate: bool = False
+
+
+def check_request(request: PlanRequest) -> None:
+    """Raise :class:`UserError` if an option is out of range."""
+    if request.processes < 1:
+        raise UserError(f"--processes {request.processes}: use at least one process.")
+    if request.per_machine is not None and request.per_machine < 1:
+        raise UserError(f"--per_machine {request.per_machine}: a machine has at least one process.")
+
+    if not 0 < request.mfu <= 1:
+        raise UserError(
+            f"--mfu {request.mfu}: write a fraction of the peak, above 0 and at most 1."
+        )
+
+
+def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
+    """Return the device of each process, and the machines.
+
+    Raises:
+        UserError: if the device or a link is unknown.
+    """
+    name = device_name(request.device)
+    is_gpu = name.lower() != "cpu"
+    if is_gpu:
+        device = get_device(name)
+        per_machine = request.per_machine or device.per_machine
+    else:
+        per_machine = request.per_machine or 1
+        device = _this_cpu(per_machine, request.mixed_precision)
+
+    if request.processes > per_machine and not request.link:
+        raise UserError(
+            f"--processes {request.processes} takes several machines with {per_machine} processes "
+            "each: add the rate at which a process sends to another machine, such as "
+            "--link 400Gbit."
+        )
+    is_this_device = gpu_count() > 0 and known_device(torch.cuda.get_device_name()) == name.lower()
+    if request.calibrate and is_gpu and not is_this_device:
+        raise UserError(
+            f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
+        )
+
+    latency = NCCL_LATENCY if is_gpu else GLOO_LATENCY
+    bandwidth_between = bytes_per_second(request.link) if request.link else device.link
+    cluster = Cluster(
+        per_machine=per_machine,
+        inside=Link(bandwidth=device.link, latency=latency["inside"]),
+        between=Link(bandwidth=bandwidth_between, latency=latency["between"]),
+        nccl=is_gpu,
+    )
+    return device, cluster
+
+
+def device_name(requested: str | None) -> str:
+    """Return the name of the device to plan for: this machine's, if none is requested.
+
+    Raises:
+        UserError: if this machine's GPU is unknown.
+    """
+    if requested:
+        return requested
+    if gpu_count() == 0:
+        return "cpu"
+
+    title = torch.cuda.get_device_name()
+    name = known_device(title)
+    if name is None:
+        raise UserError(
+            f"this machine's {title} is unknown; choose a device with --device: "
+            f"{', '.join(DEVICES)}, or cpu."
+        )
+    return name
+
+
+def _this_cpu(processes: int, precision: str | None) -> Device:
+    """Measure this machine's CPU, and divide it among some processes."""
+    source = torch.ones(1 << 24)
+    target = torch.empty(1 << 24)
+    copy_seconds = min(timeit.repeat(lambda: target.copy_(source), number=1))
+    memory_bandwidth = 2 * source.nbytes / copy_seconds  # read and written
+
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    peak = measured_peak(torch.device("cpu"), dtype)
+    return Device(
+        title="cpu",
+        peak=peak / processes,
+        memory=psutil.virtual_memory().total / processes,
+        memory_bandwidth=memory_bandwidth / processes,
+        link=memory_bandwidth / 4,
+    )
+
+
+def compute_of(
+    request: PlanRequest, memory: Memory, device: Device, cluster: Cluster
+) -> Compute | None:
+    """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
+    if request.calibrate:
+        data = memory.recipe.settings.data
+        trained = [parameter for parameter in memory.parameters if parameter.is_trained]
+        return calibrate(
+            request.recipe,
+            request.flags,
+            processes=min(request.processes, cluster.per_machine, gpu_count() or request.processes),
+            rows=min(data.per_device_train_batch_size, data.global_batch_size),
+            precision=memory.recipe.precision,
+            trained_numel=sum(parameter.numel() for parameter in trained),
+        )
+
+    compute = estimate_compute(memory, device, request.mfu)
+    if compute is None or cluster.nccl:
+        return compute
+    return compute._replace(per_sent_byte=GLOO_SECONDS_PER_BYTE)

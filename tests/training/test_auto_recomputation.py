@@ -1,0 +1,218 @@
+"""`--gradient_checkpointing auto` recomputes as few blocks as fit, and a run keeps its choice."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import llmtrain as lt
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.devices import RESERVED_MEMORY
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.callback import StepInfo
+from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.models.pretrained import load_model
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.training import auto_recomputation
+from llmtrain.training.auto_recomputation import (
+    choose_recomputation,
+    keep_recomputation,
+    usable_bytes,
+)
+from llmtrain.training.layout import Layout
+from recipes import finetune, gpt
+from tests.launching import read_json
+from tests.models.some_rows import SomeRows
+
+AMPLE = 1e12
+SCARCE = 1.0
+LAYOUT = Layout(processes=1, accumulation=1, micro_batch=4)
+
+
+class Chooser:
+    """Chooses for a small Llama of three blocks, on a GPU with some memory."""
+
+    def __init__(self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks = Ranks(accelerator)
+        self.monkeypatch = monkeypatch
+
+    def choose(
+        self, memory: float | None, objective: lt.Objective | None = None, **flags: Any
+    ) -> ModelBundle:
+        self.monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
+        torch.manual_seed(0)
+        tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
+        self.settings = finetune.Settings(
+            model=lt.ModelConfig(
+                from_config="llama",
+                config_overrides="num_hidden_layers=3,hidden_size=64",
+                max_length=64,
+                gradient_checkpointing=flags.pop("gradient_checkpointing", None),
+            ),
+            lora=lt.LoraConfig(),
+            data=lt.DataConfig(),
+            chat=lt.ChatConfig(),
+            parallel=lt.ParallelConfig(**flags),
+        )
+        bundle = load_model(self.settings.model, None, SomeRows(tokenizer), 0, "no")
+        if objective is not None:
+            bundle.objective = objective
+        choose_recomputation(self.ranks, bundle, self.settings, LAYOUT, positions=64)
+        return bundle
+
+
+@pytest.fixture
+def chooser(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> Chooser:
+    return Chooser(accelerator, monkeypatch)
+
+
+def recomputed(bundle: ModelBundle) -> list[bool]:
+    """Return for each block whether it recomputes."""
+    return [block.gradient_checkpointing for block in bundle.model.model.layers]
+
+
+def needed_bytes(bundle: ModelBundle) -> tuple[float, float]:
+    """Return the bytes that a reason names: with the choice, and without recomputation."""
+    with_choice, without = re.findall(r"([\d.]+) MiB", bundle.recomputation.reason)
+    return float(with_choice) * 2**20, float(without) * 2**20
+
+
+def test_as_few_blocks_as_fit_are_recomputed(chooser: Chooser) -> None:
+    ample = chooser.choose(AMPLE)
+    drawn = torch.rand(3)
+    assert recomputed(ample) == [False, False, False]
+    assert ample.recomputation.reason.startswith("no block: the run needs ")
+
+    scarce = chooser.choose(SCARCE)
+    assert torch.equal(torch.rand(3), drawn)  # counting draws no random numbers
+    assert recomputed(scarce) == [True, True, True]
+    assert all(p.is_meta for p in scarce.model.parameters())
+
+    with_all, without = needed_bytes(scarce)
+    half_way = chooser.choose((with_all + without) / 2)
+    assert recomputed(half_way) == [True, False, False]
+    assert half_way.recomputation.reason.startswith("1 of 3 blocks: the run needs ")
+
+
+@pytest.mark.parametrize(
+    ("memory", "flags", "expected"),
+    [
+        (SCARCE, {"gradient_checkpointing": False}, 0),
+        (AMPLE, {"gradient_checkpointing": True}, 1),
+        (SCARCE, {"bitwise": True}, 0),
+        (AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1),
+        (None, {}, None),  # on a CPU
+    ],
+)
+def test_the_memory_decides_only_for_auto_on_a_gpu(
+    memory: float | None, flags: dict[str, bool], expected: int | None, chooser: Chooser
+) -> None:
+    bundle = chooser.choose(memory, **flags)
+    every = None if bundle.recomputation is None else bundle.recomputation.every
+    assert every == expected
+    assert recomputed(bundle) == [expected == 1] * 3
+
+
+class ReadsValues(lt.Objective):
+    """An objective whose memory cannot be counted."""
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+        nll = model.nll(**batch)
+        return lt.LossSums(nll if nll.item() > 0 else -nll)
+
+
+def test_a_run_whose_memory_is_unknown_starts_and_says_so(chooser: Chooser) -> None:
+    bundle = chooser.choose(SCARCE, ReadsValues())
+    assert recomputed(bundle) == [False, False, False]
+    assert "the memory of the run is unknown" in bundle.recomputation.reason
+    assert "add --gradient_checkpointing" in bundle.recomputation.reason
+
+
+def test_the_smallest_gpu_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    ranks: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        gather_numbers=lambda numbers: {"memory": [numbers["memory"], 40e9]},
+    )
+    assert usable_bytes(ranks) == 40e9 * (1 - RESERVED_MEMORY)
+    ranks.device = torch.device("cpu")
+    assert usable_bytes(ranks) is None
+
+
+class CrashError(Exception):
+    """Stands for a crash."""
+
+
+class Crash(lt.Callback):
+    """Ends the run in its second step, after the checkpoint of the first."""
+
+    fingerprint = None
+
+    def on_step_end(self, batch: Any, result: Any, info: StepInfo) -> None:
+        if info.step == 2:
+            raise CrashError
+
+
+@pytest.fixture
+def train(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., torch.Tensor]:
+    """Train a GPT of three blocks with dropout on a GPU with some memory."""
+
+    def train(name: str, memory: float, *callbacks: lt.Callback, flag: bool | None = None) -> Any:
+        monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
+        settings = gpt.Settings(
+            model=lt.GPTConfig(
+                n_layer=3,
+                n_head=2,
+                n_embd=16,
+                block_size=16,
+                dropout=0.1,
+                gradient_checkpointing=flag,
+            ),
+            data=lt.DataConfig(dataset=[str(text_file)], tokenizer="byte", global_batch_size=4),
+            optim=lt.OptimConfig(optim="adamw", max_steps=4, warmup_steps=0),
+            eval=lt.EvalConfig(eval_steps=0),
+            run=lt.RunConfig(str(tmp_path / name), report_to=["none"], save_steps=1),
+        )
+        return lt.fit(settings, gpt.tokenized(settings), gpt.build, callbacks=callbacks)
+
+    return train
+
+
+def test_a_run_records_its_choice_and_keeps_it_when_it_is_resumed(
+    train: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CrashError):
+        train("run", SCARCE, Crash())
+    assert "recompute all blocks: the run needs " in capsys.readouterr().out
+
+    resumed = train("run", AMPLE)
+    line = "all blocks, as before the run was resumed; this start alone would choose no block"
+    assert line in capsys.readouterr().out
+    assert resumed.bundle.model.base_model.recompute_every == 1
+
+    starts = read_json(tmp_path / "run/run.json")["starts"]
+    assert [start["recompute_every"] for start in starts] == [1, 1]
+
+    # Recomputation is no part of the fingerprint, because it gives the same bits.
+    uninterrupted = train("other", AMPLE, flag=False)
+    assert uninterrupted.fingerprint == resumed.fingerprint
+    weights = uninterrupted.bundle.model.state_dict()
+    for name, weight in resumed.bundle.model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_a_resumed_run_says_if_it_may_not_fit(chooser: Chooser) -> None:
+    bundle = chooser.choose(SCARCE)
+    keep_recomputation(chooser.settings, bundle, recorded=0)
+    assert recomputed(bundle) == [False, False, False]
+    assert bundle.recomputation.every == 0
+    assert bundle.recomputation.reason.startswith("no block, as before the run was resumed; ")
+    assert bundle.recomputation.reason.endswith("if memory runs out, add --gradient_checkpointing")
