@@ -1,5 +1,6 @@
 """What a plan predicts is what a run then holds; and a plan holds nothing."""
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from accelerate.state import is_initialized
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
+from llmtrain.lab.plan.fit import Candidate, fit_into
+from llmtrain.lab.plan.hardware import PlanRequest
+from llmtrain.lab.plan.layouts import plan_without_layouts
 from llmtrain.training.recipe_model import build_recipe_model
 from tests.launching import (
     FINETUNE,
@@ -98,6 +102,35 @@ def test_a_run_holds_what_was_predicted(
     predicted, most = predicted_most(layout) - gradients, seen["most"] - gradients
     score(f"plan: {name}: activations predicted {predicted / most - 1:+.1%}")
     assert predicted == pytest.approx(most, rel=0.1)
+
+
+@long_form
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
+def test_the_flags_that_fit_do_so_and_the_next_cheaper_ones_do_not(
+    text_file: Path, tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    model = ["--n_layer", "16", "--n_head", "4", "--n_embd", "192", "--block_size", "176"]
+    flags = [*model, "--tokenizer", "byte", "--dtype", "float32", "--global_batch_size", "16"]
+    flags += ["--max_steps", "3", *RUN[6:], "--dataset", str(text_file)]
+    request = PlanRequest(GPT, flags, device="cpu")
+    plan = plan_without_layouts(request)
+
+    @functools.cache
+    def held(*changed: str) -> float:
+        """Return the bytes that a run with some changed flags adds to a process."""
+        seen = measured(PYTHON, GPT, [*flags, *changed], tmp_path / "-".join(["run", *changed]))
+        return seen["weights"] + seen["optimizer"] + seen["most"]
+
+    def held_by(choice: Candidate) -> float:
+        words = " ".join(f"--{name} {value}" for name, value in choice.flags.items()).split()
+        score(f"fit: {words}: predicted {choice.total / held(*words) - 1:+.1%}")
+        return held(*words)
+
+    for limit in (800e6, 400e6, 200e6):
+        found = fit_into(limit, plan, request)
+        assert found.fits
+        assert held_by(found.chosen) <= limit < held_by(found.too_large)
 
 
 @pytest.mark.skipif(not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here")
