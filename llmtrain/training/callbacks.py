@@ -108,7 +108,9 @@ class MemoryAdvice(LoopCallback):
         bundle = self.run.bundle
         recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
         if isinstance(bundle.model, RecomputesBlocks) and not recomputes_all:
-            advice += " --gradient_checkpointing computes activations again instead of keeping them."
+            advice += (
+                " --gradient_checkpointing computes activations again instead of keeping them."
+            )
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
             advice += (
                 " With several micro-batches per step, --sync_each_batch also saves memory for "

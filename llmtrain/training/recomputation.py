@@ -51,10 +51,10 @@ def least_recomputation(
 
     recomputed = -(-blocks // every)
     which = "all blocks" if every == 1 else f"{recomputed} of {blocks} blocks"
-    return Recomputation(
-        every,
-        f"{which}: the run needs {size_text(needed)} of {limit}, and {size_text(without)} without",
-    )
+    reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
+    if needed > device_bytes:
+        reason = f"{reason}, so it may run out of memory"
+    return Recomputation(every, f"{which}: {reason}")
 
 
 def recomputed_share(blocks: int, every: int) -> float:

@@ -188,5 +188,7 @@ def test_the_flag_of_a_config_recomputes_every_block(load: Load) -> None:
 def test_a_class_that_cannot_recompute_is_one_line(load: Load) -> None:
     config = lt.ModelConfig(from_config="ctrl", config_overrides="n_layer=2", max_length=64)
     config.gradient_checkpointing = True
-    with pytest.raises(UserError, match="^CTRLLMHeadModel cannot compute activations again; leave"):
+    with pytest.raises(
+        UserError, match=r"^CTRLLMHeadModel cannot compute activations again; leave"
+    ):
         load_model(config, None, SomeRows(load.words), 0, "no")

@@ -12,6 +12,7 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.callback import StepInfo
+from llmtrain.interfaces.model_bundle import ModelBundle, Recomputation
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.phase_names import PHASES
@@ -35,17 +36,30 @@ from tests.engines import engine_of
 def test_the_advice_on_memory_names_the_flag_that_the_recipe_has(
     settings: lt.Settings, expected: str
 ) -> None:
-    run = SimpleNamespace(layout=SimpleNamespace(micro_batch=1), settings=settings)
+    advice = advice_on_memory(settings, ModelBundle(nn.Linear(1, 1)))
+    assert advice.startswith(
+        f"out of memory with 1 row at a time: one row is too much. {expected} make the model smaller"
+    )
+
+
+@pytest.mark.parametrize(("every", "is_named"), [(None, True), (0, True), (2, True), (1, False)])
+def test_the_advice_on_memory_names_recomputation_unless_all_blocks_do_it(
+    every: int | None, is_named: bool
+) -> None:
+    model = lt.GPT(lt.GPTConfig(n_layer=1, n_head=1, n_embd=8), 8)
+    recomputation = None if every is None else Recomputation(every)
+    advice = advice_on_memory(gpt.DEFAULTS, ModelBundle(model, recomputation=recomputation))
+    assert ("--gradient_checkpointing" in advice) == is_named
+
+
+def advice_on_memory(settings: lt.Settings, bundle: ModelBundle) -> str:
+    """Return the error of a run that is out of memory."""
+    run = SimpleNamespace(layout=SimpleNamespace(micro_batch=1), settings=settings, bundle=bundle)
     engine = SimpleNamespace(ranks=SimpleNamespace(is_sharded=False))
     context: Any = SimpleNamespace(run=run, engine=engine)
-    with (
-        pytest.raises(
-            UserError,
-            match=f"with 1 row at a time: one row is too much. {expected} make the model smaller",
-        ),
-        MemoryAdvice(context).context(),
-    ):
+    with pytest.raises(UserError) as caught, MemoryAdvice(context).context():
         raise torch.OutOfMemoryError
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("keeps_best", "evaluates"), [(False, False), (True, True)])
