@@ -229,6 +229,7 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
         "large models, as in test_plan.py",
         [
             'llmtrain plan recipes/finetune.py --from_config llama --tokenizer byte --config_overrides "hidden_size=4096,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,intermediate_size=14336,vocab_size=128256" --global_batch_size 128 --max_length 4096 --max_steps 1000 --processes 8 --device h100-80gb --gradient_checkpointing --sync_each_batch',
+            'llmtrain plan recipes/finetune.py --from_config llama --tokenizer byte --config_overrides "hidden_size=4096,num_hidden_layers=32,num_attention_heads=32,num_key_value_heads=8,intermediate_size=14336,vocab_size=128256" --global_batch_size 128 --max_length 4096 --max_steps 1000 --device h100-80gb --fit 80gb',
             "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --processes 8 --device h100-80gb",
             "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device h100-80gb",
         ],

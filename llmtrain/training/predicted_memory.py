@@ -113,6 +113,7 @@ class Memory:
             after the last one. With ``--sync_each_batch`` they are reduced after each one.
         optim: the optimizer, as in ``--optim``.
         has_bf16_weights: whether the trained weights are in bfloat16.
+        counted: the activations of micro-batches that were counted.
     """
 
     def __init__(self, recipe: RecipeModel, on_gpu: bool) -> None:
@@ -122,7 +123,7 @@ class Memory:
         self.reduces_once = not recipe.settings.parallel.sync_each_batch
         self.optim: str = recipe.settings.optim.optim
         self.has_bf16_weights = recipe.settings.optim.trained_dtype == "bfloat16"
-        self._activations: dict[MicroBatch, ActivationBytes] = {}
+        self.counted: dict[MicroBatch, ActivationBytes] = {}
 
     @property
     def decides_recomputation(self) -> bool:
@@ -143,7 +144,7 @@ class Memory:
     ) -> "Memory":
         """Return the memory that the same model needs with other flags."""
         memory = Memory(self.recipe, self.on_gpu)
-        memory._activations = self._activations  # counting takes a second
+        memory.counted = self.counted  # counting takes a second
         memory.optim = self.optim if optim is None else optim
         memory.has_bf16_weights = (
             self.has_bf16_weights if has_bf16_weights is None else has_bf16_weights
@@ -217,8 +218,8 @@ class Memory:
 
     def _count(self, batch: MicroBatch) -> ActivationBytes:
         """Count the activations of a micro-batch once."""
-        if batch in self._activations:
-            return self._activations[batch]
+        if batch in self.counted:
+            return self.counted[batch]
         try:
             counted = count_activations(self.recipe.model, self.recipe.objective, batch)
         except (RuntimeError, NotImplementedError) as error:
@@ -227,7 +228,7 @@ class Memory:
                 f"looks at the values of tensors ({first_line(error)}); if the loss selects "
                 "positions by a mask, multiply by the mask instead"
             ) from None
-        self._activations[batch] = counted
+        self.counted[batch] = counted
         return counted
 
     # --- bytes of a process

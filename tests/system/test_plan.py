@@ -110,7 +110,7 @@ def test_a_run_holds_what_was_predicted(
 def test_the_flags_that_fit_do_so_and_the_next_cheaper_ones_do_not(
     text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    model = ["--n_layer", "16", "--n_head", "4", "--n_embd", "192", "--block_size", "176"]
+    model = ["--n_layer", "16", "--n_head", "4", "--n_embd", "192", "--block_size", "192"]
     flags = [*model, "--tokenizer", "byte", "--dtype", "float32", "--global_batch_size", "16"]
     flags += ["--max_steps", "3", *RUN[6:], "--dataset", str(text_file)]
     request = PlanRequest(GPT, flags, device="cpu")

@@ -115,7 +115,6 @@ class Fit(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the chosen flags fit."""
         return self.chosen.total <= self.limit
 
 
@@ -148,33 +147,25 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
         UserError: if the global batch cannot be divided among the processes.
     """
     too_large: list[Candidate] = []
+    chosen: Candidate | None = None
     for memory in _arithmetics(plan.memory):
-        candidates = _candidates(plan, memory, request.processes, limit)
-        for candidate in sorted(candidates, key=_cost):
+        candidates = sorted(_candidates(plan, memory, request.processes, limit), key=_cost)
+        for candidate in candidates:
             if candidate.total <= limit:
-                return Fit(
-                    limit=limit,
-                    chosen=candidate,
-                    command=_command(request, candidate),
-                    changes=_changes(plan, candidate),
-                    too_large=too_large[-1] if too_large else None,
-                    would_fit=[],
-                )
+                chosen = candidate
+                break
             too_large.append(candidate)
+        if chosen is not None:
+            break
 
-    if not too_large:
-        rows = plan.memory.recipe.settings.data.global_batch_size
-        raise UserError(
-            f"--global_batch_size {rows} cannot be divided among {request.processes} processes."
-        )
-    smallest = min(too_large, key=lambda candidate: candidate.total)
+    answer = chosen or min(too_large, key=lambda candidate: candidate.total)
     return Fit(
         limit=limit,
-        chosen=smallest,
-        command=_command(request, smallest),
-        changes=_changes(plan, smallest),
-        too_large=None,
-        would_fit=_would_fit(request, plan, limit),
+        chosen=answer,
+        command=_command(request, answer),
+        changes=_changes(plan, answer),
+        too_large=too_large[-1] if chosen and too_large else None,
+        would_fit=[] if chosen else _would_fit(request, plan, limit),
     )
 
 
@@ -211,7 +202,10 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
     """
     data = memory.recipe.settings.data
     if data.global_batch_size % processes:
-        return
+        raise UserError(
+            f"--global_batch_size {data.global_batch_size} cannot be divided among {processes} "
+            "processes."
+        )
     share = data.global_batch_size // processes
 
     for layout, sharding in shardings(processes, plan.cluster.per_machine):
@@ -279,36 +273,23 @@ def _candidate(
     """Return a candidate with its memory and its seconds."""
     share = memory.recipe.settings.data.global_batch_size // sharding.processes
     accumulation = share // rows
-    return Candidate(
+    candidate = Candidate(
         memory=memory,
         layout=layout,
         sharding=sharding,
         rows=rows,
         every=every,
         total=memory.bytes_of(sharding, rows, accumulation, every).total,
-        seconds=_seconds(plan, memory, sharding, rows=rows, accumulation=accumulation, every=every),
+        seconds=None,
     )
-
-
-def _seconds(
-    plan: Plan,
-    memory: Memory,
-    sharding: Sharding,
-    *,
-    rows: int,
-    accumulation: int,
-    every: int | None,
-) -> float | None:
-    """Return the seconds of a step, or ``None`` if the model's FLOPs are unknown."""
     if plan.compute is None:
-        return None
-    compute = plan.compute
-    optimizer = estimate_compute(memory, plan.device, mfu=1.0)
-    if optimizer is not None:
-        compute = compute._replace(optimizer=optimizer.optimizer)
+        return candidate
 
+    compute = plan.compute
+    estimate = estimate_compute(memory, plan.device, mfu=1.0)
+    if estimate is not None:  # plan.compute has the optimizer of the recipe's own flags
+        compute = compute._replace(optimizer=estimate.optimizer)
     blocks = memory.activations(rows, sharding.is_sharded, every).blocks
-    recompute_every = memory.recipe.recompute_every if every is None else every
     step = step_time(
         memory,
         compute,
@@ -316,9 +297,11 @@ def _seconds(
         sharding,
         rows=rows,
         accumulation=accumulation,
-        recomputed_share=recomputed_share(blocks, recompute_every),
+        recomputed_share=recomputed_share(
+            blocks, memory.recipe.recompute_every if every is None else every
+        ),
     )
-    return step.total
+    return candidate._replace(seconds=step.total)
 
 
 def _cost(candidate: Candidate) -> tuple[float, float, int, int]:
@@ -360,13 +343,9 @@ def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
             seconds = None
             if after.seconds is not None and before.seconds is not None:
                 seconds = after.seconds - before.seconds
-            flag = _flag_text(name, after.flags[name])
+            flag = f"--{name} {after.flags[name]}".rstrip()
             changes.append(Change(flag=flag, seconds=seconds, promise=_PROMISES[name]))
     return changes
-
-
-def _flag_text(name: str, value: str) -> str:
-    return f"--{name} {value}".rstrip()
 
 
 def _command(request: PlanRequest, candidate: Candidate) -> str:
@@ -380,7 +359,7 @@ def _command(request: PlanRequest, candidate: Candidate) -> str:
         words += ["--num_processes", str(candidate.sharding.processes)]
     words += [request.recipe, *request.flags]
     for name, value in candidate.flags.items():
-        words += _flag_text(name, value).split()
+        words += f"--{name} {value}".split()
     return shlex.join(words)
 
 
@@ -390,10 +369,9 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
     global_batch = plan.memory.recipe.settings.data.global_batch_size
     smallest = _arithmetics(plan.memory)[-1].with_flags(reduces_once=False)
     for processes in _PROCESS_COUNTS:
-        sharding = Sharding(replicas=1, shards=processes)
         if processes <= request.processes or global_batch % processes:
             continue
-        total = _least_bytes(smallest, sharding)
+        total = _least_bytes(smallest, Sharding(replicas=1, shards=processes))
         if total is not None and total <= limit:
             answers.append(f"FSDP2 on {processes} processes: {size_text(total)} each")
             break
@@ -403,9 +381,8 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
     if has_base and value_of(settings, "lora_r", default=None) == 0:
         flags = [*request.flags, "--lora_r", str(_LORA_RANK)]
         recipe = build_recipe_model(request.recipe, flags, plan.memory.recipe.precision)
-        total = _least_bytes(
-            Memory(recipe, plan.memory.on_gpu), Sharding(replicas=request.processes, shards=1)
-        )
+        memory = Memory(recipe, plan.memory.on_gpu)
+        total = _least_bytes(memory, Sharding(replicas=request.processes, shards=1))
         if total is not None and total <= limit:
             answers.append(f"--lora_r {_LORA_RANK}: {size_text(total)}")
     return answers
@@ -413,10 +390,10 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
 
 def _least_bytes(memory: Memory, sharding: Sharding) -> float | None:
     """Return the bytes for micro-batches of a row, recomputed; ``None`` if that is impossible."""
-    every = 1 if can_recompute(memory.recipe.model) else None
-    accumulation = memory.recipe.settings.data.global_batch_size // sharding.processes
     if sharding.is_sharded and memory.optim in UNSHARDED_OPTIMIZERS:
         return None
+    every = 1 if can_recompute(memory.recipe.model) else None
+    accumulation = memory.recipe.settings.data.global_batch_size // sharding.processes
     try:
         return memory.bytes_of(sharding, 1, accumulation, every).total
     except UserError:  # a model without blocks cannot be sharded
