@@ -135,6 +135,7 @@ class ModelConfig(Config):
         False,
         "train the LoRA adapter of --model_name_or_path itself further, with its own rank and "
         "modules, instead of merging it",
+        hidden=True,
         group="LoRA",
     )
     model_revision: str = flag(

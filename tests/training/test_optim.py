@@ -247,8 +247,13 @@ def trained(dtype: torch.dtype) -> nn.Module:
     ("name", "dtype", "is_sharded", "why"),
     [
         ("adafactor", torch.bfloat16, False, "adafactor loses small updates of bfloat16 weights"),
-        ("adafactor", torch.float32, True, "adafactor cannot train sharded weights; use .*multi_gpu"),
-        ("paged_adamw_8bit", torch.float32, False, "needs bitsandbytes: pip install bitsandbytes"),
+        (
+            "adafactor",
+            torch.float32,
+            True,
+            "adafactor cannot train sharded weights; use .*multi_gpu",
+        ),
+        ("paged_adamw_8bit", torch.float32, False, "needs bitsandbytes: pip install"),
     ],
 )
 def test_an_optimizer_that_cannot_train_these_weights_is_one_line(
