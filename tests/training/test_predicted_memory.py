@@ -205,7 +205,7 @@ def test_counting_leaves_a_model_as_it_is_and_copies_no_weights(
     model = GPT(CONFIG, 1000)
     weights = {name: p.clone() for name, p in model.named_parameters()}
     copies = []
-    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda self, memo: copies.append(self))
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda self, memo: copies.append(self))
 
     count_activations(model, Objective(), MicroBatch(2, 32, recomputes=True))
 

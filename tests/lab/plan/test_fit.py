@@ -37,18 +37,18 @@ def test_flags_that_fit_are_not_changed() -> None:
 def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
     """Each answer is asked for again with a byte less, until nothing fits."""
     answers = []
-    found = fit(1e9)
+    found = fit(1e9, LONG_ROWS)
     while found.fits:
         answers.append(found)
-        found = fit(found.chosen.total - 1)
+        found = fit(found.chosen.total - 1, LONG_ROWS)
 
     ranks = []
     for answer in answers:
         flags = answer.chosen.flags
         ranks.append(("dtype" in flags, "optim" in flags, answer.chosen.seconds))
         assert answer.chosen.total <= answer.limit
-        if answer.too_large is not None:
-            assert answer.too_large.total > answer.limit
+        assert answer.too_large is None or answer.too_large.total > answer.limit
+    assert answers[-1].too_large is not None
     arithmetics = sorted({rank[:2] for rank in ranks})
     assert ranks == sorted(ranks, key=lambda rank: (*rank[:2], round(rank[2], 9)))
     assert arithmetics[0] == (False, False)
