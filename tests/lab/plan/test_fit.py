@@ -48,6 +48,7 @@ def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
         ranks.append(("dtype" in flags, "optim" in flags, answer.chosen.seconds))
         assert answer.chosen.total <= answer.limit
         assert answer.too_large is None or answer.too_large.total > answer.limit
+    assert answers[0].chosen.flags == {}
     assert answers[-1].too_large is not None
     arithmetics = sorted({rank[:2] for rank in ranks})
     assert ranks == sorted(ranks, key=lambda rank: (*rank[:2], round(rank[2], 9)))
