@@ -113,8 +113,8 @@ def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Param
         return
     if name == "paged_adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or use "
-            "adamw_torch_8bit, which needs no further package."
+            "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or "
+            "use adamw_torch_8bit, which needs no further package."
         )
     if any(needs_compensation(p) for p in trained):
         raise UserError(
