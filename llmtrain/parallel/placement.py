@@ -132,8 +132,8 @@ def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None
 def check_memory(sharding: Sharding, device: torch.device, model: nn.Module) -> None:
     """Check that the GPU has the least memory that a run needs.
 
-    This is the memory for weights, gradients and optimizer state. AdamW keeps two numbers for each
-    weight and Muon keeps one, so one is counted. The check allocates nothing.
+    This is the memory for weights and gradients. The state of an optimizer may be small. The check
+    allocates nothing.
 
     Raises:
         UserError: if the GPU has less memory.
@@ -141,17 +141,21 @@ def check_memory(sharding: Sharding, device: torch.device, model: nn.Module) -> 
     if device.type != "cuda" or sharding.cpu_offload:
         return
 
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / sharding.shards
-    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) / sharding.shards
-    needed = weights + 2 * gradients
+    weights = 0.0
+    gradients = 0.0
+    for parameter in model.parameters():
+        size = parameter.numel() * parameter.element_size() / sharding.shards
+        weights += size
+        if parameter.requires_grad:
+            gradients += size
     available = int(torch.cuda.get_device_properties(device).total_memory)
-    if needed > available:
+    if weights + gradients > available:
         raise UserError(
-            f"each process needs at least {needed / _GIB:.1f} GiB, but this GPU has "
+            f"each process needs at least {(weights + gradients) / _GIB:.1f} GiB, but this GPU has "
             f"{available / _GIB:.1f}: {weights / _GIB:.1f} GiB for weights, {gradients / _GIB:.1f} "
-            f"for gradients, at least {gradients / _GIB:.1f} for the optimizer, and more for "
-            f"activations. Shard the model over more processes ({shipped_config('fsdp2')}); "
-            "llmtrain plan shows how many."
+            "for gradients, and more for the optimizer and for activations. Shard the model over "
+            f"more processes ({shipped_config('fsdp2')}), or use fewer bytes for each weight; "
+            "llmtrain plan --fit shows how."
         )
 
 

@@ -72,10 +72,10 @@ def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(
         model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
     sharding = Sharding(replicas=1, shards=1)
     gpu = torch.device("cuda")
-    sizes = SimpleNamespace(total_memory=2.9 * 2**30)
+    sizes = SimpleNamespace(total_memory=1.9 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
     with pytest.raises(
-        UserError, match=r"needs at least 3\.0 GiB, but this GPU has 2\.9: 1\.0 GiB for weights"
+        UserError, match=r"needs at least 2\.0 GiB, but this GPU has 1\.9: 1\.0 GiB for weights"
     ):
         check_memory(sharding, gpu, model)
     model.requires_grad_(False)
