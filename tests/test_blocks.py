@@ -342,6 +342,12 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "llmtrain doctor --num_machines 2 --machine_rank 0 --main_process_ip 10.231.0.1",
         ],
     ),
+    "memory-table.md": (
+        "a model of the reader, as in test_plan.py",
+        [
+            "llmtrain plan recipes/finetune.py --model_name_or_path FOLDER_OR_HUB_NAME --dataset chats.jsonl --lora_r 16 --device rtx4090-24gb --fit 24gb",
+        ],
+    ),
     "metric.md": (
         "scripts of the reader; test_own_recipe.py runs the code of the page",
         [
