@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.models.adapters import ignore_peft_warnings
-from llmtrain.models.dtypes import cast_trained_weights
+from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora import set_base
 
@@ -85,7 +85,7 @@ def load_lora(
             adapted: PeftModel = peft.get_peft_model(model, settings)
             tensors = _without_base(adapted, load_file(adapter / ADAPTER_WEIGHTS))
             _make_real(adapted)
-            cast_trained_weights(adapted, torch.float32)
+            cast_weights(adapted, torch.float32)
             result: Any = peft.set_peft_model_state_dict(adapted, tensors)
 
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}

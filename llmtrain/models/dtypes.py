@@ -142,11 +142,19 @@ def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
         write_json(index_file, index)
 
 
-def cast_trained_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the weights of a model that are trained a dtype, in place. Tied weights stay tied."""
+def cast_weights(model: nn.Module, dtype: torch.dtype, with_frozen: bool = False) -> None:
+    """Give the weights of a model a dtype, in place. Tied weights stay tied.
+
+    Args:
+        model: the model.
+        dtype: the dtype of all weights that are trained.
+        with_frozen: whether frozen weights get it, too. Quantized ones stay as they are.
+    """
     for parameter in [*model.parameters()]:
-        if parameter.requires_grad and parameter.dtype != dtype:
-            cast = nn.Parameter(parameter.detach().to(dtype))
+        is_quantized = not parameter.is_floating_point() or parameter.element_size() == 1
+        is_cast = parameter.requires_grad or (with_frozen and not is_quantized)
+        if is_cast and parameter.dtype != dtype:
+            cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
 
 

@@ -20,7 +20,7 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.base_tensors import BASE_FILE
-from llmtrain.models.dtypes import cast_trained_weights
+from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import (
     MULTIMODAL_CLASSES,
     ModelFiles,
@@ -110,7 +110,7 @@ def add_lora(
 
     _initialise(model, seed)
     # Also if the base has fewer bits.
-    cast_trained_weights(model, torch.float32)
+    cast_weights(model, torch.float32)
     set_base(adapted, base, base_commit)
     return adapted
 

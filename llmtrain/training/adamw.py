@@ -36,8 +36,10 @@ class CompactAdamW(torch.optim.Optimizer):
         betas: the decay of the running means of gradients and of their squares.
         eps: is added to the root of the mean squared gradient.
         weight_decay: the decoupled weight decay.
-        eight_bit: keep the moments of large tensors in 8 bits.
     """
+
+    # Whether the moments of large tensors are in 8 bits.
+    eight_bit = False
 
     # torch.amp.GradScaler then passes `found_inf` to the step, instead of reading it on the host.
     _step_supports_amp_scaling = True
@@ -49,16 +51,10 @@ class CompactAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        eight_bit: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "eight_bit": eight_bit,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -68,7 +64,7 @@ class CompactAdamW(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 if not self.state[p]:
-                    self.state[p].update(_initial_state(p, group["eight_bit"]))
+                    self.state[p].update(_initial_state(p, self.eight_bit))
                 self._update(p, group)
 
     def _update(self, p: torch.nn.Parameter, group: dict[str, Any]) -> None:
@@ -95,6 +91,12 @@ class CompactAdamW(torch.optim.Optimizer):
             rows = slice(start, start + rows_per_chunk)
             chunk = {name: shard[rows] for name, shard in shards.items()}
             _update_rows(chunk, group, step, grad_scale, skip)
+
+
+class EightBitAdamW(CompactAdamW):
+    """:class:`CompactAdamW` with the moments of large tensors in 8 bits."""
+
+    eight_bit = True
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,13 +35,20 @@ def choose_recomputation(
 
     if settings.parallel.bitwise:
         bundle.recomputation = Recomputation(0, "no block, because of --bitwise")
-    elif ranks.sharding.cpu_offload:
-        bundle.recomputation = Recomputation(1, "all blocks, because weights are offloaded")
-    else:
-        # This imports much of transformers and takes a second, which a CPU need not wait for.
-        from llmtrain.training.predicted_memory import Memory, RecipeModel
-        from llmtrain.training.recomputation import least_recomputation
+        bundle.model.recompute_blocks(0)
+        return
+    # This imports much of transformers and takes a second, which a CPU need not wait for.
+    from llmtrain.training.activations import can_recompute
+    from llmtrain.training.predicted_memory import Memory, RecipeModel
+    from llmtrain.training.recomputation import least_recomputation
 
+    if ranks.sharding.cpu_offload:
+        every = int(can_recompute(bundle.model))
+        reason = "all blocks, because weights are offloaded"
+        if not every:
+            reason = "no block: the model's class cannot compute activations again"
+        bundle.recomputation = Recomputation(every, reason)
+    else:
         recipe = RecipeModel(
             model=bundle.model,
             settings=settings,

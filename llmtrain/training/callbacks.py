@@ -107,7 +107,10 @@ class MemoryAdvice(LoopCallback):
             advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
         bundle = self.run.bundle
         recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
-        if isinstance(bundle.model, RecomputesBlocks) and not recomputes_all:
+        can_recompute = isinstance(bundle.model, RecomputesBlocks) and getattr(
+            bundle.model, "supports_gradient_checkpointing", True
+        )
+        if can_recompute and not recomputes_all:
             advice += (
                 " --gradient_checkpointing computes activations again instead of keeping them."
             )

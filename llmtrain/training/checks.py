@@ -6,13 +6,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
-from llmtrain.training.optim import is_made_by_flag
+from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 
@@ -117,6 +117,16 @@ def check_optimizer_flags(
         value = getattr(config, name)
         if config.is_set(name) and value not in values:
             unread.append(f"--{name} {value:g} (no parameter group has this value)")
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    has_bf16_weights = any(p.dtype == torch.bfloat16 for p in trained)
+    if config.trained_dtype == "bfloat16" and not has_bf16_weights:
+        unread.append("--dtype bfloat16 (the recipe trains other weights)")
+    if has_bf16_weights and not keeps_small_updates(optimizer):
+        note(
+            f"the recipe's own {type(optimizer).__name__} may lose small updates of weights in "
+            "bfloat16"
+        )
 
     if schedule is not None:
         for name in ("lr_scheduler_type", "warmup_steps", "min_lr", "decay_share"):

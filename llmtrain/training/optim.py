@@ -12,7 +12,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.shipped import shipped_config
-from llmtrain.training.adamw import CompactAdamW
+from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import needs_compensation
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
@@ -67,9 +67,10 @@ def _adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimiz
         "eps": config.adam_epsilon,
     }
     has_compact_weights = any(needs_compensation(p) for group in groups for p in group["params"])
-    if has_compact_weights or config.optim == "adamw_torch_8bit":
-        eight_bit = config.optim == "adamw_torch_8bit"
-        return CompactAdamW(groups, eight_bit=eight_bit, **settings)
+    if config.optim == "adamw_torch_8bit":
+        return EightBitAdamW(groups, **settings)
+    if has_compact_weights:
+        return CompactAdamW(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
@@ -138,10 +139,14 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
         return isinstance(optimizer, MuonWithAdamW)
     if name in _MAKERS:
         return type(optimizer).__name__ == _CLASS_NAMES[name]
-    if isinstance(optimizer, CompactAdamW):
-        is_eight_bit: bool = optimizer.defaults["eight_bit"]
-        return is_eight_bit == (name == "adamw_torch_8bit")
-    return name in ("adamw", "muon") and isinstance(optimizer, torch.optim.AdamW)
+    if name == "adamw_torch_8bit" or isinstance(optimizer, EightBitAdamW):
+        return name == "adamw_torch_8bit" and isinstance(optimizer, EightBitAdamW)
+    return isinstance(optimizer, torch.optim.AdamW | CompactAdamW)
+
+
+def keeps_small_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer keeps what rounding cuts off weights in bfloat16."""
+    return isinstance(optimizer, CompactAdamW | Muon | MuonWithAdamW)
 
 
 def _may_share_work(accelerator: Accelerator) -> bool:

@@ -37,6 +37,9 @@ class OptimizerState:
         self.name = type(optimizer).__name__
         self._owner = f"the optimizer {self.name}"
         self._parameters = dict(model.named_parameters())
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        # The state of weights in bfloat16 has other tensors.
+        self._dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
         self._first_groups = [remember(_values_of(group)) for group in optimizer.param_groups]
         self._first_entries = remember(_further_entries(optimizer))
 
@@ -77,6 +80,7 @@ class OptimizerState:
         entries = changes_since(self._first_entries, _further_entries(self.optimizer))
         structure = {
             "optimizer": self.name,
+            "dtypes": self._dtypes,
             "state": dict(sorted(states.items())),
             "other_state": collector.add(other_states, path="state", parameter=first_parameters[0]),
             "param_groups": groups,
@@ -94,11 +98,13 @@ class OptimizerState:
             structure: its structure.
             tensors: its names and full tensors, one at a time.
         """
-        if structure["optimizer"] != self.name:
+        is_same = structure["optimizer"] == self.name and structure["dtypes"] == self._dtypes
+        if not is_same:
             say(
                 "changed",
-                f"the checkpoint has the state of the optimizer {structure['optimizer']}; "
-                f"{self.name} starts without a state",
+                f"the checkpoint has the state of the optimizer {structure['optimizer']} for "
+                f"weights in {' and '.join(structure['dtypes'])}; {self.name} for weights in "
+                f"{' and '.join(self._dtypes)} starts without a state",
             )
             return
 

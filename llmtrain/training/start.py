@@ -16,7 +16,7 @@ from llmtrain.errors import UserError, first_line, short_repr
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
-from llmtrain.models.dtypes import cast_trained_weights
+from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
@@ -170,7 +170,9 @@ def _build_bundle(
 
 
 def _set_trained_dtype(bundle: ModelBundle, config: OptimConfig, precision: str) -> None:
-    """Give the weights that are trained the dtype of ``--dtype``. Frozen ones keep theirs.
+    """Give the weights that are trained the dtype of ``--dtype``.
+
+    Frozen ones keep theirs, except without autocast: then a product takes no inputs of two dtypes.
 
     Raises:
         UserError: if the mixed precision does not go with it.
@@ -182,7 +184,7 @@ def _set_trained_dtype(bundle: ModelBundle, config: OptimConfig, precision: str)
             "--dtype bfloat16 needs the mixed precision bf16 or no, and the accelerate config asks "
             "for fp16; use accelerate launch --mixed_precision bf16."
         )
-    cast_trained_weights(bundle.model, torch.bfloat16)
+    cast_weights(bundle.model, torch.bfloat16, with_frozen=precision == "no")
     bundle.files = bundle.files.trained_in(torch.bfloat16)
 
 

@@ -28,7 +28,7 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.checkpoint import read_structure
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors_on_main
-from llmtrain.training.adamw import CompactAdamW
+from llmtrain.training.adamw import EightBitAdamW
 from llmtrain.training.callbacks import CheckStates
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
@@ -46,7 +46,7 @@ VOCABULARY = 31  # odd, so that shards are uneven
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "odd": lambda model: Odd(model.parameters()),
     "odd in bf16": lambda model: Odd(model.bfloat16().parameters()),
-    "compact": lambda model: CompactAdamW(model.bfloat16().parameters(), lr=1e-2, eight_bit=True),
+    "compact": lambda model: EightBitAdamW(model.bfloat16().parameters(), lr=1e-2),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "heavyball soap": lambda model: heavyball.SOAP(model.parameters(), lr=1e-2),
     "heavyball adamw": lambda model: heavyball.AdamW(model.parameters(), lr=1e-2),
@@ -184,7 +184,7 @@ def sharded_and_full(accelerator: Any) -> list[str]:
     optimizers = []
     for parameters in (full, sharded):
         trained = [torch.nn.Parameter(tensor) for tensor in parameters]
-        optimizers.append(CompactAdamW(trained, lr=1e-2, eight_bit=True))
+        optimizers.append(EightBitAdamW(trained, lr=1e-2))
 
     for _ in range(4):
         gradients = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]

@@ -5,11 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
-from tests.launching import BIN, GPT, PYTHON, TINY, long_form, metrics, read_json
+from tests.launching import (
+    BIN,
+    FINETUNE,
+    GPT,
+    PREFERENCE,
+    PYTHON,
+    SMALL_LLAMA,
+    TINY,
+    long_form,
+    metrics,
+    read_json,
+    write_pairs,
+)
 
 BOTH = ["--dtype", "bfloat16", "--optim", "adamw_torch_8bit"]
 KINDS = {
@@ -62,3 +74,43 @@ def test_any_layout_makes_the_same_steps(flags: list[str], text_file: Path) -> N
     if is_bitwise:
         digests = {line.split()[-1] for line in ended.out.splitlines() if "process" in line}
         assert len(digests) == 1
+
+
+def test_a_state_of_another_form_is_not_taken_over(text_file: Path, tmp_path: Path) -> None:
+    command = [*PYTHON, GPT, *FLAGS, "--dataset", str(text_file), "--optim", "adamw_torch_8bit"]
+    first = tmp_path / "first"
+    run_forked([*command, "--output_dir", str(first)]).assert_ok()
+    changes = ["--optim", "adamw", "--max_steps", "7", "--resume_from_checkpoint", str(first)]
+    ended = run_forked([*command, *changes, "--output_dir", str(tmp_path / "second")]).assert_ok()
+    assert (
+        "the checkpoint has the state of the optimizer EightBitAdamW for weights in float32; AdamW "
+        "for weights in float32 starts without a state"
+    ) in ended.out
+
+
+@pytest.mark.parametrize("frozen", ["--freeze", "--lora_r"])
+def test_frozen_weights_beside_trained_ones_in_bfloat16(
+    frozen: str, text_file: Path, tmp_path: Path
+) -> None:
+    """Without autocast, a product takes no inputs of two dtypes."""
+    flags = [*SMALL_LLAMA, *BOTH, "--max_steps", "3", "--output_dir", str(tmp_path / "run")]
+    if frozen == "--freeze":
+        flags += ["--from_config", "llama", "--freeze", r"layers\.0\.", "--dataset", str(text_file)]
+        command = [*PYTHON, FINETUNE, *flags]
+    else:
+        base = tmp_path / "base"
+        config = LlamaConfig(
+            vocab_size=300,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+        LlamaForCausalLM(config).save_pretrained(base)
+        pairs = write_pairs(tmp_path / "pairs.jsonl")
+        flags = [*TINY[10:], *BOTH, "--max_steps", "3", "--output_dir", str(tmp_path / "run")]
+        flags += ["--loss_type", "reward", "--lora_r", "4", "--tokenizer", "byte"]
+        flags += ["--model_name_or_path", str(base), "--dataset", str(pairs)]
+        command = [*PYTHON, PREFERENCE, *flags]
+    run_forked(command).assert_ok()
+    assert metrics(tmp_path / "run")[-1]["eval/loss"] > 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.training import adamw
-from llmtrain.training.adamw import CompactAdamW
+from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import update_weights
 from llmtrain.training.eight_bit import (
     blocks_per_row,
@@ -61,16 +61,18 @@ def distance(optimizer: CompactAdamW, reference: torch.optim.Optimizer) -> float
 
 
 @pytest.mark.parametrize(
-    ("dtype", "eight_bit", "bound"),
+    ("dtype", "optimizer_class", "bound"),
     [
-        (torch.float32, False, 1e-5),
-        (torch.bfloat16, False, 0.01),
-        (torch.float32, True, 0.1),
-        (torch.bfloat16, True, 0.1),
+        (torch.float32, CompactAdamW, 1e-5),
+        (torch.bfloat16, CompactAdamW, 0.01),
+        (torch.float32, EightBitAdamW, 0.1),
+        (torch.bfloat16, EightBitAdamW, 0.1),
     ],
 )
-def test_its_steps_are_those_of_torch(dtype: torch.dtype, eight_bit: bool, bound: float) -> None:
-    optimizer = CompactAdamW(parameters_of(dtype), eight_bit=eight_bit, **SETTINGS)
+def test_its_steps_are_those_of_torch(
+    dtype: torch.dtype, optimizer_class: type[CompactAdamW], bound: float
+) -> None:
+    optimizer = optimizer_class(parameters_of(dtype), **SETTINGS)
     # The reference gets the same gradients, and begins with the same weights, in float64.
     start = [nn.Parameter(p.detach().double()) for p in parameters_of(dtype)]
     reference = torch.optim.AdamW(start, **SETTINGS)
@@ -142,7 +144,7 @@ def test_the_full_shape_decides_what_is_in_8_bits(shape: tuple[int, ...], expect
     assert is_eight_bit(shape) == expected
     p = nn.Parameter(torch.zeros(shape))
     p.grad = torch.zeros(shape)
-    optimizer = CompactAdamW([p], eight_bit=True, **SETTINGS)
+    optimizer = EightBitAdamW([p], **SETTINGS)
     optimizer.step()
     state = optimizer.state[p]
     assert (state["exp_avg"].dtype == torch.uint8) == expected
@@ -151,10 +153,10 @@ def test_the_full_shape_decides_what_is_in_8_bits(shape: tuple[int, ...], expect
 
 
 def test_some_rows_at_a_time_have_the_bits_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = CompactAdamW(parameters_of(torch.bfloat16), eight_bit=True, **SETTINGS)
+    at_once = EightBitAdamW(parameters_of(torch.bfloat16), **SETTINGS)
     make_steps(at_once, first=0, count=3)
     monkeypatch.setitem(adamw.CHUNK_NUMEL, "cpu", 1000)  # three rows
-    by_rows = CompactAdamW(parameters_of(torch.bfloat16), eight_bit=True, **SETTINGS)
+    by_rows = EightBitAdamW(parameters_of(torch.bfloat16), **SETTINGS)
     make_steps(by_rows, first=0, count=3)
     for p, q in zip(
         at_once.param_groups[0]["params"], by_rows.param_groups[0]["params"], strict=True
@@ -164,10 +166,12 @@ def test_some_rows_at_a_time_have_the_bits_of_all_rows(monkeypatch: pytest.Monke
             assert torch.equal(tensor, by_rows.state[q][name]), name
 
 
-@pytest.mark.parametrize("eight_bit", [False, True])
+@pytest.mark.parametrize("optimizer_class", [CompactAdamW, EightBitAdamW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_with_found_inf_changes_nothing(dtype: torch.dtype, eight_bit: bool) -> None:
-    optimizer = CompactAdamW(parameters_of(dtype), eight_bit=eight_bit, **SETTINGS)
+def test_a_step_with_found_inf_changes_nothing(
+    dtype: torch.dtype, optimizer_class: type[CompactAdamW]
+) -> None:
+    optimizer = optimizer_class(parameters_of(dtype), **SETTINGS)
     make_steps(optimizer, first=0, count=2)
     parameters = optimizer.param_groups[0]["params"]
     weights = copy.deepcopy(parameters)
@@ -184,7 +188,7 @@ def test_a_step_with_found_inf_changes_nothing(dtype: torch.dtype, eight_bit: bo
     optimizer.grad_scale = torch.tensor(1024.0)
     make_steps(optimizer, first=2, count=1, scale=1024.0)
     scaled = copy.deepcopy(parameters)
-    plain = CompactAdamW(weights, eight_bit=eight_bit, **SETTINGS)
+    plain = optimizer_class(weights, **SETTINGS)
     for p, state in zip(weights, states, strict=True):
         plain.state[p] = state
     make_steps(plain, first=2, count=1)
@@ -197,7 +201,7 @@ def test_it_is_as_near_to_adamw_as_that_of_torchao() -> None:
     shape = (64, 512)
     distances = []
     for make in (
-        lambda p: CompactAdamW([p], eight_bit=True, **SETTINGS),
+        lambda p: EightBitAdamW([p], **SETTINGS),
         lambda p: torchao.AdamW8bit([p], **SETTINGS),
     ):
         weights = nn.Parameter(torch.zeros(shape))

@@ -17,6 +17,7 @@ from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
+from llmtrain.parallel.blocks import blocks_of
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
@@ -175,7 +176,7 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
 def _arithmetics(memory: Memory) -> list[Memory]:
     """Return the memory with each dtype of moments and weights, in the order of preference."""
     settings = memory.recipe.settings.optim
-    may_change_optim = not settings.is_set("optim") and memory.optim != _EIGHT_BIT
+    may_change_optim = not settings.is_set("optim") and memory.optim == "adamw"
     may_change_dtype = (
         not settings.is_set("dtype")
         and not memory.has_bf16_weights
@@ -209,13 +210,18 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
     share = data.global_batch_size // processes
 
     for layout, sharding in shardings(processes, plan.cluster.per_machine):
-        if sharding.is_sharded and memory.optim in UNSHARDED_OPTIMIZERS:
+        if sharding.is_sharded and not _can_be_sharded(memory):
             continue
         for synced in _sync_choices(memory, processes):
             with_sync = memory.with_flags(reduces_once=not synced)
             for rows in _micro_batches(memory, share):
                 for every in _recomputations(with_sync, sharding, rows, share // rows, limit):
                     yield _candidate(plan, with_sync, layout, sharding, rows=rows, every=every)
+
+
+def _can_be_sharded(memory: Memory) -> bool:
+    """Return whether FSDP2 can shard a model, and its optimizer can train the shards."""
+    return memory.optim not in UNSHARDED_OPTIMIZERS and bool(blocks_of(memory.recipe.model))
 
 
 def _micro_batches(memory: Memory, share: int) -> list[int]:
@@ -350,13 +356,19 @@ def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
 
 def _command(request: PlanRequest, candidate: Candidate) -> str:
     """Return the command that runs the recipe with the flags of a candidate."""
+    precision = candidate.memory.recipe.precision
+    # That of a recipe which is started without a launcher.
+    usual_precision = "bf16" if candidate.memory.on_gpu else "no"
     words = ["python"]
+    if candidate.sharding.processes == 1 and precision != usual_precision:
+        words = ["accelerate", "launch", "--mixed_precision", precision]
     if candidate.sharding.processes > 1:
         config = "multi_gpu" if candidate.memory.on_gpu else "cpu_ddp"
         if candidate.sharding.is_sharded:
             config = "hsdp" if candidate.sharding.replicas > 1 else "fsdp2"
         words = ["accelerate", "launch", "--config_file", str(shipped_config(config))]
         words += ["--num_processes", str(candidate.sharding.processes)]
+        words += ["--mixed_precision", precision]
     words += [request.recipe, *request.flags]
     for name, value in candidate.flags.items():
         words += f"--{name} {value}".split()
@@ -390,11 +402,8 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
 
 def _least_bytes(memory: Memory, sharding: Sharding) -> float | None:
     """Return the bytes for micro-batches of a row, recomputed; ``None`` if that is impossible."""
-    if sharding.is_sharded and memory.optim in UNSHARDED_OPTIMIZERS:
+    if sharding.is_sharded and not _can_be_sharded(memory):
         return None
     every = 1 if can_recompute(memory.recipe.model) else None
     accumulation = memory.recipe.settings.data.global_batch_size // sharding.processes
-    try:
-        return memory.bytes_of(sharding, 1, accumulation, every).total
-    except UserError:  # a model without blocks cannot be sharded
-        return None
+    return memory.bytes_of(sharding, 1, accumulation, every).total

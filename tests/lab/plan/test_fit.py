@@ -13,7 +13,8 @@ from tests.launching import FINETUNE, GPT
 
 MODEL = "--n_layer 8 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte"
 MODEL += " --global_batch_size 4 --per_device_train_batch_size 2"
-LONG_ROWS = "--n_layer 2 --n_head 4 --n_embd 64 --block_size 512 --tokenizer byte"
+LLAMA = "--from_config llama --tokenizer byte --max_length 512 --config_overrides "
+LLAMA += "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=128"
 
 
 @functools.cache
@@ -37,10 +38,10 @@ def test_flags_that_fit_are_not_changed() -> None:
 def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
     """Each answer is asked for again with a byte less, until nothing fits."""
     answers = []
-    found = fit(1e9, LONG_ROWS)
+    found = fit(1e9, LLAMA, FINETUNE)
     while found.fits:
         answers.append(found)
-        found = fit(found.chosen.total - 1, LONG_ROWS)
+        found = fit(found.chosen.total - 1, LLAMA, FINETUNE)
 
     ranks = []
     for answer in answers:
@@ -57,13 +58,23 @@ def test_less_memory_costs_seconds_first_and_other_arithmetic_last() -> None:
 
 
 def test_each_change_has_its_seconds_and_its_promise() -> None:
-    smallest = fit(1, LONG_ROWS)
+    smallest = fit(1, LLAMA, FINETUNE)
     changes = {change.flag: change for change in smallest.changes}
     assert changes["--gradient_checkpointing auto"].seconds > 0
     assert changes["--gradient_checkpointing auto"].promise == "the same bits"
     assert changes["--per_device_train_batch_size 1"].promise == "equal to rounding"
     assert changes["--dtype bfloat16"].promise.startswith("other arithmetic: weights in bfloat16")
     assert changes["--optim adamw_torch_8bit"].promise.startswith("other arithmetic: AdamW")
+
+
+def test_muon_is_not_replaced_by_another_algorithm() -> None:
+    assert "optim" not in fit(1).chosen.flags  # the recipe's own optimizer is Muon
+
+
+def test_the_command_has_the_precision_that_was_planned() -> None:
+    request = PlanRequest(GPT, tuple(MODEL.split()), device="h100-80gb", mixed_precision="no")
+    found = fit_into(1e9, plan_of(request), request)
+    assert found.command.startswith("accelerate launch --mixed_precision no recipes/gpt.py")
 
 
 def test_flags_of_the_user_stay_as_they_are() -> None:
@@ -81,7 +92,7 @@ def test_processes_share_a_model_that_one_cannot_hold() -> None:
     words = shlex.split(apart.command)
     assert words[:3] == ["accelerate", "launch", "--config_file"]
     assert words[3].endswith("fsdp2.yaml")
-    assert words[4:6] == ["--num_processes", "2"]
+    assert words[4:8] == ["--num_processes", "2", "--mixed_precision", "bf16"]
 
 
 def test_what_would_fit_is_named_if_nothing_does(tmp_path: Path, text_file: Path) -> None:
