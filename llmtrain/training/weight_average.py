@@ -31,7 +31,8 @@ class WeightAverage(Callback):
     arXiv:1803.05407). Before that, there is no average to evaluate.
 
     Only trained parameters are averaged, in float32. Weights in bfloat16 get the average rounded.
-    Every rank holds the average of its own shards. Evaluations log the metrics of the average as ``eval/average/loss`` and so on.
+    Every rank holds the average of its own shards. Evaluations log the metrics of the average as
+    ``eval/average/loss`` and so on.
 
     Args:
         decay: the decay of an exponential average, at least 0 and below 1.

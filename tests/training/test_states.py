@@ -233,7 +233,10 @@ def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[
     adamw = torch.optim.AdamW(model.parameters())
     OptimizerState(model, adamw).restore(structure, tensors.items())
     assert not adamw.state
-    assert "the state of the optimizer Odd; AdamW starts without a state" in capsys.readouterr().out
+    assert (
+        "the state of the optimizer Odd for weights in bfloat16; AdamW for weights in bfloat16 "
+        "starts without a state"
+    ) in capsys.readouterr().out
 
 
 def move(first: OptimizerState, second: OptimizerState) -> None:

@@ -17,7 +17,6 @@ from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
-from llmtrain.parallel.blocks import blocks_of
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
@@ -221,7 +220,12 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
 
 def _can_be_sharded(memory: Memory) -> bool:
     """Return whether FSDP2 can shard a model, and its optimizer can train the shards."""
-    return memory.optim not in UNSHARDED_OPTIMIZERS and bool(blocks_of(memory.recipe.model))
+    if memory.optim in UNSHARDED_OPTIMIZERS:
+        return False
+    try:
+        return bool(memory.units)
+    except UserError:  # a model without blocks
+        return False
 
 
 def _micro_batches(memory: Memory, share: int) -> list[int]:
