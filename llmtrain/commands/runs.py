@@ -243,11 +243,11 @@ def _check(path: Path, as_json: bool) -> bool:
         say("changed", f"{changed_model} has other weights than the run began with; put those back")
     for name in set_aside:
         say("set aside", f"{name}: a resume found it damaged and renamed it")
-    cause = "is incomplete; the next start deletes it"
+    condition = "is incomplete; the next start deletes it"
     if history.is_in_progress:
-        cause = "is being written or deleted"
+        condition = "is being written or deleted"
     for name in leftovers:
-        say("leftover", f"{name} {cause}")
+        say("leftover", f"{name} {condition}")
     if is_lost:
         say("none", f"no checkpoint is left in {target.folder}")
     elif not target.checkpoints:
@@ -337,7 +337,9 @@ def _changed_model(history: History) -> str | None:
         name = base_of(Path(name))
         if not Path(name).is_dir():
             return None
-    return None if origin_of(name, reread=True)["sha256"] == sha256 else name
+    if origin_of(name, reread=True)["sha256"] == sha256:
+        return None
+    return str(name)
 
 
 def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:

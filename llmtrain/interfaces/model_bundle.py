@@ -78,6 +78,12 @@ class RecomputesBlocks(Protocol):
         """Let blocks 0, n, 2n, ... do so, if ``every`` is n; or none, if it is 0."""
 
 
+def can_recompute(model: nn.Module) -> bool:
+    """Return whether blocks of a model can compute their activations again."""
+    is_supported = getattr(model, "supports_gradient_checkpointing", True)  # of transformers
+    return isinstance(model, RecomputesBlocks) and bool(is_supported)
+
+
 class Recomputation(NamedTuple):
     """Which blocks of a model compute their activations again in the backward pass.
 

@@ -55,12 +55,6 @@ class MicroBatch(NamedTuple):
     recomputes: bool | None = None
 
 
-def can_recompute(model: nn.Module) -> bool:
-    """Return whether blocks of a model can compute their activations again."""
-    is_supported = getattr(model, "supports_gradient_checkpointing", True)  # of transformers
-    return isinstance(model, RecomputesBlocks) and bool(is_supported)
-
-
 class PeakBytes(NamedTuple):
     """Bytes of a process at the peak of its memory use.
 

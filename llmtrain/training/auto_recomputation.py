@@ -5,7 +5,12 @@ import torch
 from llmtrain.config.flags import value_of
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import first_line
-from llmtrain.interfaces.model_bundle import ModelBundle, Recomputation, RecomputesBlocks
+from llmtrain.interfaces.model_bundle import (
+    ModelBundle,
+    Recomputation,
+    RecomputesBlocks,
+    can_recompute,
+)
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
@@ -34,43 +39,49 @@ def choose_recomputation(
         return
 
     if settings.parallel.bitwise:
-        bundle.recomputation = Recomputation(0, "no block, because of --bitwise")
-        bundle.model.recompute_blocks(0)
-        return
+        chosen = Recomputation(0, "no block, because of --bitwise")
+    elif ranks.sharding.cpu_offload and can_recompute(bundle.model):
+        chosen = Recomputation(1, "all blocks, because weights are offloaded")
+    else:
+        chosen = _least_of_run(ranks, bundle, settings, layout, positions, device_bytes)
+    bundle.model.recompute_blocks(chosen.every)
+    bundle.recomputation = chosen
+
+
+def _least_of_run(
+    ranks: Ranks,
+    bundle: ModelBundle,
+    settings: Settings,
+    layout: Layout,
+    positions: int,
+    device_bytes: float,
+) -> Recomputation:
+    """Return the fewest blocks that must compute their activations again, by the memory model."""
     # This imports much of transformers and takes a second, which a CPU need not wait for.
-    from llmtrain.training.activations import can_recompute
     from llmtrain.training.predicted_memory import Memory, RecipeModel
     from llmtrain.training.recomputation import least_recomputation
 
-    if ranks.sharding.cpu_offload:
-        every = int(can_recompute(bundle.model))
-        reason = "all blocks, because weights are offloaded"
-        if not every:
-            reason = "no block: the model's class cannot compute activations again"
-        bundle.recomputation = Recomputation(every, reason)
-    else:
-        recipe = RecipeModel(
-            model=bundle.model,
-            settings=settings,
-            precision=ranks.accelerator.mixed_precision,
-            positions=positions,
-            objective=bundle.objective,
+    recipe = RecipeModel(
+        model=bundle.model,
+        settings=settings,
+        precision=ranks.accelerator.mixed_precision,
+        positions=positions,
+        objective=bundle.objective,
+    )
+    try:
+        return least_recomputation(
+            Memory(recipe, on_gpu=ranks.device.type == "cuda"),
+            ranks.sharding,
+            rows=layout.micro_batch,
+            accumulation=layout.accumulation,
+            device_bytes=device_bytes,
         )
-        try:
-            bundle.recomputation = least_recomputation(
-                Memory(recipe, on_gpu=ranks.device.type == "cuda"),
-                ranks.sharding,
-                rows=layout.micro_batch,
-                accumulation=layout.accumulation,
-                device_bytes=device_bytes,
-            )
-        except Exception as error:  # a model whose memory is unknown can be trained all the same
-            bundle.recomputation = Recomputation(
-                0,
-                f"no block, because the memory of the run is unknown ({first_line(error)}); if "
-                "there is too little, add --gradient_checkpointing",
-            )
-    bundle.model.recompute_blocks(bundle.recomputation.every)
+    except Exception as error:  # a model whose memory is unknown can be trained all the same
+        return Recomputation(
+            0,
+            f"no block, because the memory of the run is unknown ({first_line(error)}); if there "
+            "is too little, add --gradient_checkpointing",
+        )
 
 
 def usable_bytes(ranks: Ranks) -> float | None:

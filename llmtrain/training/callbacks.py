@@ -10,7 +10,7 @@ from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.model_bundle import RecomputesBlocks
+from llmtrain.interfaces.model_bundle import can_recompute
 from llmtrain.interfaces.part import as_json, name_of
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
@@ -107,10 +107,7 @@ class MemoryAdvice(LoopCallback):
             advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
         bundle = self.run.bundle
         recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
-        can_recompute = isinstance(bundle.model, RecomputesBlocks) and getattr(
-            bundle.model, "supports_gradient_checkpointing", True
-        )
-        if can_recompute and not recomputes_all:
+        if can_recompute(bundle.model) and not recomputes_all:
             advice += (
                 " --gradient_checkpointing computes activations again instead of keeping them."
             )

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from llmtrain.config.flags import configs_of, value_of
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import UserError
+from llmtrain.interfaces.model_bundle import can_recompute
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
-from llmtrain.training.activations import can_recompute
 from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
