@@ -67,6 +67,17 @@ def test_a_number_of_terms_that_is_no_power_of_two_is_a_programmers_error() -> N
         tree_sum(iter(leaves(3)), 3)
 
 
+def test_the_loss_of_weights_in_bfloat16_is_not_rounded(accelerator: Accelerator) -> None:
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8), 30).bfloat16()
+    ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(1))
+    batches = split({"input_ids": ids, "labels": ids}, micro_batch=2)
+    engine = BitwiseEngine(Ranks(accelerator), accelerator.prepare(model))
+    expected = sum(engine.loss(batch).loss.item() for batch in batches)
+    sums = engine.forward_backward(batches, engine.count(batches).denominator)
+    assert sums.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
+
+
 def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelerator) -> None:
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8), 30).double()
     ids = torch.randint(30, (8, 9), generator=torch.Generator().manual_seed(1))

@@ -31,6 +31,20 @@ def test_a_pass_without_gradients_leaves_the_random_numbers_of_training_as_they_
     assert torch.equal(torch.rand(5), expected)
 
 
+def test_norms_of_bfloat16_tensors_are_not_rounded(accelerator: Accelerator) -> None:
+    model = torch.nn.Linear(30, 30).bfloat16()
+    engine = engine_of(accelerator, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    expected = torch.nn.utils.get_total_norm(gradients).item()
+    assert engine.clip_grad_norm(max_norm=1e9).item() == pytest.approx(expected, rel=1e-5)
+
+    weights = [p.detach().double() for p in model.parameters()]
+    expected = torch.nn.utils.get_total_norm(weights).item()
+    assert engine.weight_norm().item() == pytest.approx(expected, rel=1e-5)
+
+
 class Returning(lt.Objective):
     """An objective whose loss is what a test gives it."""
 

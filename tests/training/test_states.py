@@ -20,6 +20,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.checkpoint import part_names, tensors_digest
+from llmtrain.training.adamw import CompactAdamW
 from llmtrain.training.callbacks import CheckStates
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import MuonWithAdamW
@@ -237,6 +238,23 @@ def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[
         "the state of the optimizer Odd for weights in bfloat16; AdamW for weights in bfloat16 "
         "starts without a state"
     ) in capsys.readouterr().out
+
+
+def test_a_state_for_weights_of_another_dtype_is_not_taken_over() -> None:
+    """Weights in bfloat16 need a compensation, which the state of float32 weights lacks."""
+    states = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(3, 3).to(dtype)
+        optimizer = CompactAdamW(model.parameters(), lr=1e-3)
+        model(torch.ones(3, dtype=dtype)).sum().backward()
+        states.append((optimizer, OptimizerState(model, optimizer)))
+    (first, first_state), (second, second_state) = states
+    first.step()
+    structure, tensors = first_state.flatten()
+    second_state.restore(structure, tensors.items())
+    assert not second.state
+    second.step()
+    assert all("compensation" in state for state in second.state.values())
 
 
 def move(first: OptimizerState, second: OptimizerState) -> None:
