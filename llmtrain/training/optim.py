@@ -15,6 +15,7 @@ from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import needs_compensation
 from llmtrain.training.muon import Muon
+from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
 from llmtrain.training.settings import OptimConfig
 
 
@@ -43,8 +44,12 @@ def make_optimizer(
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    make = _MAKERS.get(config.optim, _adamw)
-    optimizer = make(groups, config)
+    if config.optim == "adafactor":
+        optimizer = _adafactor(groups, config)
+    elif config.optim == "paged_adamw_8bit":
+        optimizer = _paged_adamw(groups, config)
+    else:
+        optimizer = _adamw(groups, config)
     if not for_muon:
         return optimizer
 
@@ -103,14 +108,13 @@ def _paged_adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.O
     return optimizer
 
 
-# By --optim. All others are AdamW of this package or of torch.
-_MAKERS = {"adafactor": _adafactor, "paged_adamw_8bit": _paged_adamw}
+# The classes of other libraries, by --optim.
 _CLASS_NAMES = {"adafactor": "Adafactor", "paged_adamw_8bit": "PagedAdamW8bit"}
 
 
 def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Parameter]) -> None:
     """Raise :class:`UserError` if an optimizer of another library cannot train these weights."""
-    if name not in _MAKERS:
+    if name not in UNSHARDED_OPTIMIZERS:
         return
     if name == "paged_adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
@@ -137,7 +141,7 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
     """
     if name == "muon" and hidden_matrices(model):
         return isinstance(optimizer, MuonWithAdamW)
-    if name in _MAKERS:
+    if name in _CLASS_NAMES:
         return type(optimizer).__name__ == _CLASS_NAMES[name]
     if name == "adamw_torch_8bit" or isinstance(optimizer, EightBitAdamW):
         return name == "adamw_torch_8bit" and isinstance(optimizer, EightBitAdamW)

@@ -62,7 +62,6 @@ class Candidate(NamedTuple):
         layout: the name of the parallel layout.
         sharding: how processes share the model.
         rows: rows per micro-batch.
-        accumulation: micro-batches per step.
         every: which blocks compute their activations again; ``None``: as the model was built.
         total: bytes of the process that holds most.
         seconds: of a step; ``None`` if they are unknown.
@@ -329,31 +328,34 @@ def _cost(candidate: Candidate) -> tuple[float, float, int, int]:
 
 def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
     """Return the flags of a candidate, each with the seconds that it adds to those before it."""
-    share = plan.memory.recipe.settings.data.global_batch_size // chosen.sharding.processes
-    most_rows = _micro_batches(plan.memory, share)[0]
-    none = None if chosen.every is None else 0
-    synced = plan.memory.with_flags(reduces_once=chosen.memory.reduces_once)
+    unchanged = plan.memory
+    synced = unchanged.with_flags(reduces_once=chosen.memory.reduces_once)
     in_bf16 = synced.with_flags(has_bf16_weights=chosen.memory.has_bf16_weights)
-    choices = [
-        (plan.memory, most_rows, none),
-        (plan.memory, chosen.rows, none),
-        (synced, chosen.rows, none),
-        (synced, chosen.rows, chosen.every),
-        (in_bf16, chosen.rows, chosen.every),
-        (chosen.memory, chosen.rows, chosen.every),
-    ]
-    candidates = [
-        _candidate(plan, memory, chosen.layout, chosen.sharding, rows=rows, every=every)
-        for memory, rows, every in choices
-    ]
+    share = unchanged.recipe.settings.data.global_batch_size // chosen.sharding.processes
+    most_rows = _micro_batches(unchanged, share)[0]
+    no_block = None if chosen.every is None else 0
 
+    def with_flags(memory: Memory, *, rows: int, every: int | None) -> Candidate:
+        return _candidate(plan, memory, chosen.layout, chosen.sharding, rows=rows, every=every)
+
+    # Each has one more flag of the chosen candidate than the one before it.
+    candidates = [
+        with_flags(unchanged, rows=most_rows, every=no_block),
+        with_flags(unchanged, rows=chosen.rows, every=no_block),
+        with_flags(synced, rows=chosen.rows, every=no_block),
+        with_flags(synced, rows=chosen.rows, every=chosen.every),
+        with_flags(in_bf16, rows=chosen.rows, every=chosen.every),
+        with_flags(chosen.memory, rows=chosen.rows, every=chosen.every),
+    ]
     changes = []
     for before, after in itertools.pairwise(candidates):
-        for name in after.flags.keys() - before.flags.keys():
+        for name, value in after.flags.items():
+            if name in before.flags:
+                continue
             seconds = None
             if after.seconds is not None and before.seconds is not None:
                 seconds = after.seconds - before.seconds
-            flag = f"--{name} {after.flags[name]}".rstrip()
+            flag = f"--{name} {value}".rstrip()
             changes.append(Change(flag=flag, seconds=seconds, promise=_PROMISES[name]))
     return changes
 
