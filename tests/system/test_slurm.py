@@ -123,7 +123,8 @@ def test_a_job_is_requeued_at_its_time_limit_if_it_has_made_progress(
     assert f"requeue after step-{status(saves)['step']:08d}" in saves.log
 
     hangs.wait_until_requeued()
-    assert status(hangs)["state"] == "running"
+    # Killed, or stopped by TERM as its second signal if USR1 came first.
+    assert status(hangs)["state"] in ("running", "failed")
     assert f"requeue after step-{checkpoints(hangs)[-1]:08d}" in hangs.log
     assert "DUE TO TIME LIMIT" in hangs.log
 
