@@ -42,7 +42,7 @@ IMPORTED += [
 
 
 def run_forked(
-    command: list[str], env: dict[str, str] | None = None, timeout: float = 120
+    command: list[str], env: dict[str, str] | None = None, timeout: float = 240
 ) -> Ended:
     """What ``run`` gives, of a script under ``python``, ``torchrun`` or ``accelerate launch`` with several processes.
     Where one fails, the others are killed, and its status is that of all."""

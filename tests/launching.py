@@ -109,7 +109,7 @@ def begin(
     )
 
 
-def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
+def wait(process: subprocess.Popen, timeout: float = 240) -> Ended:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -117,7 +117,7 @@ def wait(process: subprocess.Popen, timeout: float = 120) -> Ended:
     return Ended(process.returncode, out.decode(), err.decode())  # \r stays \r
 
 
-def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 120) -> Ended:
+def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 240) -> Ended:
     return wait(begin(command, env), timeout)
 
 

@@ -38,7 +38,7 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
 
 
 @long_form  # the short form is the bitwise run of test_kills, on 1 and 2 processes
-@pytest.mark.parametrize(("architecture", "layouts"), [("lfm2", "2,4,8"), ("gpt2", "1,4")])
+@pytest.mark.parametrize(("architecture", "layouts"), [("lfm2", "2,8"), ("gpt2", "1,4")])
 def test_the_same_bits_on_any_number_of_processes_with_dropout(
     architecture: str, layouts: str, text_file: Path
 ) -> None:
@@ -126,7 +126,7 @@ def test_bf16_and_compiled_runs_agree_on_two_layouts(
 def test_a_killed_run_goes_on_in_the_same_bits_on_3_processes_and_fails_without_its_mending(
     text_file: Path,
 ) -> None:
-    resume = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts"]
+    resume = [*VERIFY[:-1], "resume", "--steps", "30", "--layouts"]
     wide = [*TINY, "--n_embd", "128", "--dataset", str(text_file)]  # more than one bucket
     wide += ["--global_batch_size", "12"]
     ended = run([*resume, "3", GPT, *wide], timeout=300).assert_ok()
