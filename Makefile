@@ -18,7 +18,7 @@ test: $(READY)
 
 # The long forms, and every command of README and docs.
 test-all: $(READY)
-	LLMTRAIN_LONG=1 $(BIN)/pytest -n 3 --dist worksteal -m long --timeout 1200 --ignore tests/test_lessons.py $(TESTS)
+	LLMTRAIN_LONG=1 $(BIN)/pytest -n 2 --dist worksteal -m long --timeout 1200 --ignore tests/test_lessons.py $(TESTS)
 	LLMTRAIN_LONG=1 $(BIN)/pytest -m long tests/test_lessons.py  # they measure: nothing else may run
 
 check: $(READY)
