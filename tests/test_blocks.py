@@ -39,7 +39,8 @@ SMALL_FINETUNE = {
 }
 SMALL_BASE = {name: SMALL_FINETUNE[name] for name in ("block_size", "max_steps", "report_to")}
 SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report_to")}
-# The commands of README read the built-in data sets, which take a while to tokenise; those of other pages read files.
+# The commands of README read the built-in data sets, which would take minutes to tokenise in full. Those of other
+# pages read files.
 FEW_DOCUMENTS = {"max_train_samples": "3000", "eval_fraction": "0.002"}
 SMALL_PAIRS = {**SMALL_PREFERENCE, "dataset": "pairs.jsonl"}
 SMALL_PLAN = {name: SMALL[name] for name in ("tokenizer", "dataset")}
