@@ -53,7 +53,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
     "llmtrain eval": ("system/test_scores.py", '"eval"'),
     "llmtrain export": ("system/test_finetune.py", '"export"'),
-    "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"2,4"'),
+    "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"1,4"'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
     "--continue_adapter": ("system/test_adapters.py", '"--continue_adapter"'),
     "--config small.yaml": ("test_pages.py", '"small.yaml"'),

@@ -38,7 +38,7 @@ def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
 
 
 @long_form  # the short form is the bitwise run of test_kills, on 1 and 2 processes
-@pytest.mark.parametrize(("architecture", "layouts"), [("lfm2", "2,4"), ("gpt2", "1,4")])
+@pytest.mark.parametrize(("architecture", "layouts"), [("lfm2", "2,8"), ("gpt2", "1,4")])
 def test_the_same_bits_on_any_number_of_processes_with_dropout(
     architecture: str, layouts: str, text_file: Path
 ) -> None:
