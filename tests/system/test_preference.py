@@ -47,6 +47,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("kto", "1x1x8,2x2x2", [], marks=long_form),
         pytest.param("reward", "1x1x8,4x1x2", [], marks=long_form),
         pytest.param("sigmoid", "1x8x1,2x4x1,4x2x1", ["--bitwise"], marks=long_form),
+        pytest.param("kto", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
         pytest.param("aot sft", "1x1x8,1x4x2,2x2x2", [], marks=long_form),
         pytest.param("aot_unpaired sft", "1x8x1,2x4x1", ["--bitwise"], marks=long_form),
     ],
