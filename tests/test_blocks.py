@@ -94,28 +94,44 @@ def commands(page: Path) -> list[str]:
 
 
 def made_small(command: str, page: Path) -> str:
-    """With flags that the command itself leaves open."""
-    flags: dict[str, str] = {}
+    """Return a command with the flags that make it small, except those that it already has."""
     reads_builtin = page.name == "README.md"
-    if "plan recipes/gpt.py" in command:
-        flags = {} if reads_builtin else SMALL_PLAN
-    elif "recipes/gpt.py" in command:
-        flags = dict(SMALL)
-        if (
-            "--per_device_train_batch_size" in command
-        ):  # which is chosen for the batch that the recipe has
-            del flags["global_batch_size"]
-    elif "recipes/finetune.py --model_name_or_path runs/gpt" in command:
-        flags = SMALL_PREFERENCE  # the small model of gpt.py decides the rest
-    elif "recipes/finetune.py" in command:
-        flags = SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
-    elif "recipes/preference.py" in command:
-        flags = SMALL_PREFERENCE if reads_builtin else SMALL_PAIRS
+    flags = small_flags(command, reads_builtin=reads_builtin)
     if reads_builtin and "recipes/" in command:
         flags = {**flags, **FEW_DOCUMENTS}
+    missing = [f"--{name} {value}" for name, value in flags.items() if f"--{name} " not in command]
+
     command = command.replace("FOLDER_OR_HUB_NAME", "runs/finetune/model")
-    more = [f"--{name} {value}" for name, value in flags.items() if f"--{name} " not in command]
-    return " ".join([command, *more])
+    return " ".join([command, *missing])
+
+
+def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
+    """Return the flags, by name, that make a recipe small, except those about its documents.
+
+    Args:
+        command: a command of a page.
+        reads_builtin: whether the recipes of the page read the built-in data sets.
+    """
+    if "plan recipes/gpt.py" in command:
+        return {} if reads_builtin else SMALL_PLAN
+
+    if "recipes/gpt.py" in command:
+        flags = dict(SMALL)
+        # The page has chosen the micro-batch for the global batch of the recipe.
+        if "--per_device_train_batch_size" in command:
+            del flags["global_batch_size"]
+        return flags
+
+    if "recipes/finetune.py --model_name_or_path runs/gpt" in command:
+        # The small model of gpt.py decides the rest.
+        return SMALL_PREFERENCE
+
+    if "recipes/finetune.py" in command:
+        return SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
+
+    if "recipes/preference.py" in command:
+        return SMALL_PREFERENCE if reads_builtin else SMALL_PAIRS
+    return {}
 
 
 @pytest.mark.parametrize("part", ELSEWHERE)
