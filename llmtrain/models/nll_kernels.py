@@ -52,6 +52,11 @@ LOGIT_LIMITS = {
 # A block of the vocabulary has a multiple of so many tokens, for even matrix products.
 _BLOCK_MULTIPLE = 1024
 
+# Rows of logits that GPUs multiply fast begin at multiples of so many bytes. If those of a
+# vocabulary do not, it is filled up to a multiple of so many tokens.
+_ALIGNMENT_BYTES = 16
+_PADDED_MULTIPLE = 128
+
 
 def _limits(hidden: Tensor) -> LogitLimits:
     return LOGIT_LIMITS.get(hidden.device.type, LOGIT_LIMITS["cpu"])
@@ -119,14 +124,18 @@ class _InPlaceNLL(torch.autograd.Function):
         is_grad_enabled: bool,
     ) -> Tensor:
         dtype = hidden.dtype
-        cast_weight = weight.to(dtype)
-        logits = F.linear(hidden, cast_weight, _cast(bias, dtype))
+        vocabulary = len(weight)
+        rows = _rows_of_products(hidden, vocabulary)
+        cast_weight = _cast_and_padded(weight, dtype, rows)
+        cast_bias = None if bias is None else _cast_and_padded(bias, dtype, rows)
+        padded_logits = F.linear(hidden, cast_weight, cast_bias)
+        logits = padded_logits[:, :vocabulary]
 
         needs_grad = is_grad_enabled and any(ctx.needs_input_grad)
         compiled_kernel = _compiled_kernel() if hidden.is_cuda else None
         if compiled_kernel is None:
             kernel = _nll_and_gradient
-            tile_rows = max(_limits(hidden).tile // max(len(weight), 1), 1)
+            tile_rows = max(_limits(hidden).tile // max(vocabulary, 1), 1)
         else:
             kernel = compiled_kernel
             tile_rows = max(len(logits), 1)
@@ -139,7 +148,9 @@ class _InPlaceNLL(torch.autograd.Function):
             nlls.append(nll if per_target else nll.sum())
 
         if needs_grad:
-            ctx.save_for_backward(hidden, cast_weight, logits)  # by now, logits are their gradient
+            # By now, the logits are their gradient. Those of padding are 0 from the beginning.
+            ctx.save_for_backward(hidden, cast_weight, padded_logits)
+        ctx.vocabulary = vocabulary
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return torch.cat(nlls) if per_target else torch.stack(nlls).sum()
@@ -162,13 +173,36 @@ class _InPlaceNLL(torch.autograd.Function):
 
         grad_weight = None
         if needs_weight:
-            grad_weight = (grad.T @ hidden).to(ctx.weight_dtype).mul_(incoming)
+            grad_weight = (grad.T @ hidden)[: ctx.vocabulary].to(ctx.weight_dtype).mul_(incoming)
 
         grad_bias = None
         if needs_bias:
-            grad_bias = grad.sum(0, dtype=incoming.dtype).mul_(incoming).to(ctx.bias_dtype)
+            grad_bias = grad.sum(0, dtype=incoming.dtype)[: ctx.vocabulary].mul_(incoming)
+            grad_bias = grad_bias.to(ctx.bias_dtype)
 
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _rows_of_products(hidden: Tensor, vocabulary: int) -> int:
+    """Return for how many tokens logits are computed, which is at least the vocabulary.
+
+    GPT-2 has 50,257 tokens. A row of as many 16-bit logits is not aligned to 16 bytes, so the fast
+    kernels of a GPU cannot be used for any of the three products. Then there are some more rows of
+    weights, which are zero, and whose logits nobody reads.
+    """
+    is_aligned = vocabulary * hidden.element_size() % _ALIGNMENT_BYTES == 0
+    if is_aligned or not hidden.is_cuda:
+        return vocabulary
+    return -(-vocabulary // _PADDED_MULTIPLE) * _PADDED_MULTIPLE
+
+
+def _cast_and_padded(values: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    """Return values in another dtype, and zeros after them up to a number of rows."""
+    if len(values) == rows:
+        return values.to(dtype)
+    padded = values.new_zeros(rows, *values.shape[1:], dtype=dtype)
+    padded[: len(values)] = values
+    return padded
 
 
 def _nll_and_gradient(

@@ -1,6 +1,7 @@
 """The loss that never holds all logits, beside the one that does."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -152,6 +153,33 @@ class Operations(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.products.append(args[-1].dtype)
         return results
+
+
+@pytest.mark.parametrize("way", ["in place", "in place, a GPU's"], indirect=True)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_that_is_filled_up_has_the_same_loss_and_gradients(
+    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = case(501, bias)
+    expected = outcome(whole_logits, exact, softcap)
+    monkeypatch.setattr(nll_kernels, "_rows_of_products", lambda *_: 512)
+    operations = Operations()
+    with operations:
+        padded = outcome(linear_nll, exact, softcap)
+    assert operations.largest % 512 == 0
+    torch.testing.assert_close(padded, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"), [(50_257, 50_304), (50_304, 50_304), (50_264, 50_264), (257, 384)]
+)
+def test_a_head_on_a_gpu_is_filled_up_if_its_rows_of_logits_are_not_aligned(
+    vocabulary: int, rows: int
+) -> None:
+    on_gpu: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+    assert nll_kernels._rows_of_products(on_gpu, vocabulary) == rows
+    assert nll_kernels._rows_of_products(torch.zeros(1), vocabulary) == vocabulary
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
