@@ -179,11 +179,10 @@ class Phases:
         self._recording = None
 
     def read(self) -> dict[str, float]:
-        """Return the mean seconds of a step in each phase, since the last call."""
-        if self._starts:
-            event = self._starts[-1].mark.event
-            if event is not None:
-                event.synchronize()
+        """Return the mean seconds of a step in each phase, since the last call.
+
+        On CUDA, phases that the device has not ended yet are part of the next call.
+        """
         self._add_up()
         seconds = {phase: self._seconds[phase] / max(self._steps, 1) for phase in PHASES}
         self._forget()
@@ -218,7 +217,7 @@ class Phases:
             phase, start = self._starts.popleft()
             if phase in PHASES:
                 self._seconds[phase] += self.clock.seconds(start, self._starts[0].mark)
-            if phase == "count":  # every step has this phase once
+            if phase == "optimizer":  # every step has this phase once
                 self._steps += 1
 
     def _forget(self) -> None:

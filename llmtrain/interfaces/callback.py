@@ -16,15 +16,78 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class StepResult(NamedTuple):
-    """The result of one step."""
+class StepNumbers(NamedTuple):
+    """The numbers of a step, on the host."""
 
-    sums: LossSums  # this rank's sums over its micro-batches
-    extra: Batch  # what the objective's `prepass` returned
+    grad_norm: float  # of the global batch's mean loss, before clipping
     target_tokens: int  # of the global batch
     denominator: int  # divides the summed loss of the global batch
-    grad_norm: float  # of the global batch's mean loss, before clipping
     should_stop: bool  # whether any rank was asked to stop
+
+
+class StepResult:
+    """The result of one step.
+
+    Tensors stay on the device. Reading a number makes the host wait until the device has computed
+    it, for the first time.
+
+    Args:
+        sums: see the attribute.
+        extra: see the attribute.
+        is_skipped: see the attribute.
+        read_numbers: waits for the device, and returns the numbers.
+
+    Attributes:
+        sums: this rank's sums over its micro-batches.
+        extra: what the objective's ``prepass`` returned.
+        is_skipped: bool scalar on the device: whether the step changed nothing, because its
+            gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        sums: LossSums,
+        extra: Batch,
+        is_skipped: torch.Tensor,
+        read_numbers: Callable[[], StepNumbers],
+    ) -> None:
+        self.sums = sums
+        self.extra = extra
+        self.is_skipped = is_skipped
+        self._read_numbers = read_numbers
+        self._numbers: StepNumbers | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the numbers are on the host, so that reading them does not wait."""
+        return self._numbers is not None
+
+    @property
+    def numbers(self) -> StepNumbers:
+        """All numbers."""
+        if self._numbers is None:
+            self._numbers = self._read_numbers()
+        return self._numbers
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the gradient of the global batch's mean loss, before clipping."""
+        return self.numbers.grad_norm
+
+    @property
+    def target_tokens(self) -> int:
+        """Target tokens of the global batch."""
+        return self.numbers.target_tokens
+
+    @property
+    def denominator(self) -> int:
+        """What the summed loss of the global batch is divided by."""
+        return self.numbers.denominator
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.numbers.should_stop
 
 
 class StepInfo(NamedTuple):
@@ -104,14 +167,16 @@ class Callback(Part):
         """Called directly after the optimizer's step, or after the step was skipped.
 
         This is before the next batch is computed, and before the evaluation and the checkpoint of
-        this step. Reading a number of ``result`` may make the host wait for the device.
+        this step. Reading a number of ``result`` may make the host wait for the device. A step that
+        was skipped changed no weights; ``result.is_skipped`` tells without waiting.
         """
 
     def on_step_result(self, step: int, result: StepResult) -> None:
         """Called when the numbers of a step are on the host, so that reading them does not wait.
 
         This may be during the next step, but always before the evaluation and the checkpoint of
-        the step.
+        the step. Use it to observe. What steers training, such as a change of a weight of the loss,
+        belongs in :meth:`on_step_end`, which always comes at the same moment.
 
         Args:
             step: steps made, including the step of the result.
@@ -140,7 +205,11 @@ class Callback(Part):
         """
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank wants all ranks to save and stop after the current step."""
+        """Return whether this rank wants all ranks to save and stop.
+
+        They stop after the step that begins now. With several ranks this may be one step later,
+        because the others learn of it with the numbers of this step.
+        """
         return False
 
     def on_train_end(self) -> None:

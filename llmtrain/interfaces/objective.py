@@ -3,7 +3,7 @@
 from __future__ import annotations  # so that annotations do not import torch
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,12 +21,45 @@ class LossSums(NamedTuple):
     metrics: Mapping[str, torch.Tensor] = MappingProxyType({})  # sums of further metrics; scalars
 
 
-class StepTotals(NamedTuple):
-    """Counts over the global batch, before its gradient is computed; int64 scalars."""
+class StepTotals:
+    """Counts over the global batch, before its gradient is computed; int64 scalars.
 
-    target_tokens: torch.Tensor
-    denominator: torch.Tensor  # divides the summed loss
-    stop_votes: torch.Tensor  # how many ranks were asked to stop
+    The ranks add them up while the forward pass begins. Reading a count waits for the sum.
+
+    Args:
+        counts: int64 [3], in the order of the properties.
+        wait: called before the first count is read, if the sum may not be there yet.
+    """
+
+    def __init__(self, counts: torch.Tensor, wait: Callable[[], object] | None = None) -> None:
+        self._counts = counts
+        self._wait = wait
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether reading a count may have to wait for other ranks."""
+        return self._wait is not None
+
+    @property
+    def target_tokens(self) -> torch.Tensor:
+        """The number of target tokens."""
+        return self._read(0)
+
+    @property
+    def denominator(self) -> torch.Tensor:
+        """What the summed loss is divided by."""
+        return self._read(1)
+
+    @property
+    def stop_votes(self) -> torch.Tensor:
+        """How many ranks were asked to stop."""
+        return self._read(2)
+
+    def _read(self, index: int) -> torch.Tensor:
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._counts[index]
 
 
 class Objective(Part):

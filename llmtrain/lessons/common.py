@@ -160,9 +160,9 @@ class Training:
             This rank's part of the mean loss. The parts of all ranks add up to it.
         """
         self.engine.phases.begin("count")
-        denominator = self.engine.count(batches).denominator
-        sums = self.engine.forward_backward(batches, denominator)
-        return sums.loss / denominator
+        totals = self.engine.count(batches)
+        sums = self.engine.forward_backward(batches, totals)
+        return sums.loss / totals.denominator
 
     def step(self, tokens: torch.Tensor, max_grad_norm: float = 1.0) -> torch.Tensor:
         """Change the weights by one step of the optimizer, as the package's loop does.

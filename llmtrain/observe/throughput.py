@@ -45,13 +45,16 @@ class Throughput(Callback):
         self.restart()
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        """Count the target tokens of the global batch, and the positions of this process.
+        """Count the positions of this process.
 
         In a conversation only some positions have a target token. Positions that were trimmed from
         unpacked rows do not count.
         """
-        self.tokens += result.target_tokens
         self.positions += batch.positions
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        """Count the target tokens of the global batch."""
+        self.tokens += result.target_tokens
 
     def read(self, positions: float) -> dict[str, float]:
         """Return ``train/tokens_per_second`` since the last call.

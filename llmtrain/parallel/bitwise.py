@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.objective import LossSums
+from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.collectives import swap_with
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import add_metrics
@@ -69,7 +69,7 @@ class BitwiseEngine(ReplicatedEngine):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def forward_backward(
-        self, batches: Sequence[Batch], denominator: torch.Tensor, extra: Batch | None = None
+        self, batches: Sequence[Batch], totals: StepTotals, extra: Batch | None = None
     ) -> LossSums:
         """Leave the gradient of the mean loss of the global batch in ``.grad``.
 
@@ -78,7 +78,7 @@ class BitwiseEngine(ReplicatedEngine):
             are this rank's sums.
         """
         metric_sums: dict[str, torch.Tensor] = {}
-        gradients = (self._gradient_of(batch, denominator, extra, metric_sums) for batch in batches)
+        gradients = (self._gradient_of(batch, totals, extra, metric_sums) for batch in batches)
         local_sum = tree_sum(gradients, len(batches))
 
         self.phases.begin("exchange")
@@ -105,7 +105,7 @@ class BitwiseEngine(ReplicatedEngine):
     def _gradient_of(
         self,
         batch: Batch,
-        denominator: torch.Tensor,
+        totals: StepTotals,
         extra: Batch | None,
         metric_sums: dict[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -116,7 +116,7 @@ class BitwiseEngine(ReplicatedEngine):
         """
         with self.no_sync():
             sums = self.loss(batch, extra)
-            self.accelerator.backward(sums.loss / denominator.clamp(min=1))
+            self.accelerator.backward(sums.loss / self._divisor(totals))
         add_metrics(metric_sums, sums.metrics)
 
         flat = []

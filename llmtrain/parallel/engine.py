@@ -106,7 +106,7 @@ class Engine:
     def count(self, batches: Iterable[Batch], stop_requested: bool = False) -> StepTotals:
         """Count target tokens, the denominator and the votes to stop over the global batch.
 
-        One all-reduce carries all three.
+        One all-reduce carries all three. This begins it, and does not wait for it.
         """
         target_tokens = []
         denominators = []
@@ -114,16 +114,11 @@ class Engine:
             target_tokens.append(count_targets(batch["labels"]))
             denominators.append(self._denominator(batch))
         denominator = torch.stack(denominators).sum()
-        local_counts = StepTotals(
-            target_tokens=torch.stack(target_tokens).sum(),
-            denominator=denominator,
-            # A tensor copied from the host would make the host wait for the device.
-            stop_votes=torch.full_like(denominator, int(stop_requested)),
-        )
-        # StepTotals is a NamedTuple of scalars: stack, sum and unpack them in the order of its
-        # fields.
-        totals = self.ranks.sum_over_ranks(torch.stack(local_counts))
-        return StepTotals(*totals)
+        # A tensor copied from the host would make the host wait for the device.
+        stop_vote = torch.full_like(denominator, int(stop_requested))
+        counts = torch.stack([torch.stack(target_tokens).sum(), denominator, stop_vote])
+        work = self.ranks.start_sum(counts)
+        return StepTotals(counts, wait=None if work is None else work.wait)
 
     @torch.no_grad()
     def sum_over_batches(
@@ -186,7 +181,7 @@ class Engine:
         return self.ranks.sum_over_ranks(values.sum(0))
 
     def forward_backward(
-        self, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
+        self, batches: Sequence[Batch], totals: StepTotals, extra: Batch | None = None
     ) -> LossSums:
         """Leave the gradient of the mean loss of the global batch in ``.grad``.
 
@@ -195,7 +190,7 @@ class Engine:
 
         Args:
             batches: this rank's micro-batches.
-            denominator: what the summed loss of the global batch is divided by.
+            totals: counts over the global batch.
             extra: inputs of the loss that depend on the whole global batch.
 
         Returns:
@@ -212,10 +207,19 @@ class Engine:
             with sync_context:
                 sums = self.loss(batch, extra)
                 # Accelerate divides this by its gradient_accumulation_steps, which is 1 here.
-                self.accelerator.backward(sums.loss * scale / denominator.clamp(min=1))
+                self.accelerator.backward(sums.loss * scale / self._divisor(totals))
             loss_sum += sums.loss.detach()
             add_metrics(metric_sums, sums.metrics)
         return LossSums(loss_sum, metric_sums)
+
+    def _divisor(self, totals: StepTotals) -> Tensor:
+        """Return what a summed loss is divided by, after waiting for the other ranks' counts."""
+        if totals.are_pending:
+            self.phases.begin("count")
+            divisor = totals.denominator.clamp(min=1)
+            self.phases.begin("backward")
+            return divisor
+        return totals.denominator.clamp(min=1)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a backward pass reduces no gradients."""

@@ -1,11 +1,13 @@
 """The ranks of a run: who this process is, and sums over all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from llmtrain.device_numbers import DeviceNumbers
 from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 
@@ -61,6 +63,17 @@ class Ranks:
         total: Tensor = self.accelerator.reduce(tensor, reduction="sum")
         return total
 
+    def start_sum(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to sum a tensor over all ranks, in place; all ranks call this.
+
+        Returns:
+            The work to wait for before the tensor is read; ``None`` if there is nothing to do.
+        """
+        if self.world_size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(tensor, async_op=True)
+        return work
+
     def gather_rows(self, tensor: Tensor) -> Tensor:
         """Gather values of rows from all ranks; all ranks call this.
 
@@ -75,8 +88,26 @@ class Ranks:
 
     def gather_numbers(self, numbers: Mapping[str, float]) -> dict[str, list[float]]:
         """Gather numbers of every process, by name and in rank order; all ranks call this."""
+        return self.start_gathering_numbers(numbers)()
+
+    def start_gathering_numbers(
+        self, numbers: Mapping[str, float]
+    ) -> Callable[[], dict[str, list[float]]]:
+        """Begin to gather numbers of every process; all ranks call this.
+
+        Returns:
+            A function that waits, and returns the numbers by name and in rank order.
+        """
         if self.world_size == 1:
-            return {name: [number] for name, number in numbers.items()}
-        local = torch.tensor([[*numbers.values()]], dtype=torch.float64, device=self.device)
-        columns = self.accelerator.gather(local).T.tolist()
-        return dict(zip(numbers, columns, strict=True))
+            return lambda: {name: [number] for name, number in numbers.items()}
+
+        local = torch.tensor([[*numbers.values()]], dtype=torch.float64)
+        if self.device.type == "cuda":
+            # From pinned memory, so that the host does not wait for the device.
+            local = local.pin_memory().to(self.device, non_blocking=True)
+        gathered = DeviceNumbers(self.accelerator.gather(local).T)
+
+        def read() -> dict[str, list[float]]:
+            return dict(zip(numbers, gathered.read(), strict=True))
+
+        return read

@@ -7,6 +7,7 @@ import torch
 
 from llmtrain.parallel.shards import local_shard, zeros_by_row
 from llmtrain.training.compensation import assign, needs_compensation, update_weights
+from llmtrain.training.device_skip import found_inf_of
 from llmtrain.training.eight_bit import (
     blocks_per_row,
     is_eight_bit,
@@ -27,8 +28,8 @@ class CompactAdamW(torch.optim.Optimizer):
     ones are small is decided by the full shape, so the state does not depend on how parameters are
     sharded.
 
-    Like torch's fused AdamW, it honours the ``found_inf`` of a gradient scaler on the device: then
-    a step changes nothing.
+    Like torch's fused AdamW, it can skip a step on the device; see
+    :mod:`llmtrain.training.device_skip`.
 
     Args:
         params: the parameters, or groups of them.
@@ -41,6 +42,7 @@ class CompactAdamW(torch.optim.Optimizer):
     # Whether the moments of large tensors are in 8 bits.
     eight_bit = False
 
+    skips_on_device = True
     # torch.amp.GradScaler then passes `found_inf` to the step, instead of reading it on the host.
     _step_supports_amp_scaling = True
 
@@ -70,9 +72,8 @@ class CompactAdamW(torch.optim.Optimizer):
     def _update(self, p: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Update one parameter, some of its rows at a time."""
         assert p.grad is not None
-        # A gradient scaler sets these before the step, and deletes them after it.
-        found_inf = getattr(self, "found_inf", None)
-        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = found_inf_of(self)
+        grad_scale = getattr(self, "grad_scale", None)  # of a gradient scaler
         skip = None if found_inf is None else found_inf.to(p.device) > 0
 
         state = self.state[p]
@@ -97,6 +98,7 @@ class EightBitAdamW(CompactAdamW):
     """:class:`CompactAdamW` with the moments of large tensors in 8 bits."""
 
     eight_bit = True
+    skips_on_device = True
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

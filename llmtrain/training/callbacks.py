@@ -243,8 +243,8 @@ class CheckStates(LoopCallback):
         self._is_checked = False
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        # A skipped step leaves the optimizer without a state. All ranks have the same norm, and an
-        # optimizer may keep a state on some of them only.
+        # A skipped step may leave the optimizer without a state. All ranks have the same norm, and
+        # an optimizer may keep a state on some of them only.
         if self._is_checked or not math.isfinite(result.grad_norm):
             return
         self._is_checked = True

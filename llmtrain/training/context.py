@@ -1,6 +1,8 @@
 """What the callbacks of the training loop work with, and their base class."""
 
+import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback, StepInfo
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
@@ -20,6 +22,24 @@ from llmtrain.training.evaluate import eval_extra, evaluate
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import write_model
+from llmtrain.training.skipped_steps import count_if_skipped
+
+
+@dataclass
+class LaunchedStep:
+    """The last step, whose numbers the host may not have read yet.
+
+    Attributes:
+        step: steps made, including this one.
+        rows: int64 [rows], the rows of this rank; see :class:`LocalBatch`.
+        result: the result of the step.
+        is_counted: whether its numbers are counted in the run.
+    """
+
+    step: int
+    rows: torch.Tensor
+    result: StepResult
+    is_counted: bool = False
 
 
 @dataclass
@@ -35,6 +55,8 @@ class LoopContext:
         throughput: counts tokens between two log entries.
         callbacks: all callbacks in the order in which they are called: the user's, then those of
             the loop. The loop sets them when it begins.
+        launched: the last step, until it is settled.
+        should_stop: whether any rank had been asked to stop, at the last step that is counted.
     """
 
     run: Run
@@ -44,11 +66,68 @@ class LoopContext:
     eval_batches: DataLoaderShard | None
     throughput: Throughput
     callbacks: list[Callback] = field(default_factory=list)
+    launched: LaunchedStep | None = None
+    should_stop: bool = False
 
     @functools.cached_property
     def optimizer_state(self) -> OptimizerState:
         """The state of the optimizer. First use it before a checkpoint is restored."""
         return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
+
+    def count_step(self) -> None:
+        """Wait for the numbers of the last step, and count them in the run.
+
+        Raises:
+            UserError: if the step was skipped, and no more steps may be.
+        """
+        launched = self.launched
+        if launched is None or launched.is_counted:
+            return
+        self.engine.phases.begin("norm")
+        numbers = launched.result.numbers
+        count_if_skipped(self.run, self.engine, launched.step, launched.rows, numbers.grad_norm)
+        self.run.status.count_step(numbers.target_tokens)
+        self.should_stop = numbers.should_stop
+        launched.is_counted = True
+        self.engine.phases.begin("other")
+
+    def settle(self) -> None:
+        """Count the last step, and pass its result to all callbacks.
+
+        Call this before anything reads or stores the state of the run, such as the weights. All
+        ranks call it at the same places. Calling it again does nothing.
+
+        Raises:
+            UserError: if the step was skipped, and no more steps may be.
+        """
+        launched = self.launched
+        if launched is None:
+            return
+        self.count_step()
+        self.launched = None
+        for callback in self.callbacks:
+            callback.on_step_result(launched.step, launched.result)
+
+    def settle_after_failure(self) -> None:
+        """Count the last step if it was made, although something has failed since.
+
+        Other ranks may be gone, so this asks them nothing. With several ranks, callbacks are not
+        called, because theirs might.
+        """
+        launched = self.launched
+        if launched is None:
+            return
+        with contextlib.suppress(Exception):  # the first error is the one to show
+            if not math.isfinite(launched.result.grad_norm):
+                return
+            if self.engine.ranks.world_size == 1:
+                self.settle()
+            else:
+                self.count_step()
+
+    def settles_after(self, info: StepInfo) -> bool:
+        """Return whether something needs the numbers of a step before the next one."""
+        return self.is_replay or self.evaluates_after(info) or self.saves_after(info)
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""
@@ -146,6 +225,7 @@ class TrainingView:
         return has_all_steps and not self._context.is_replay
 
     def write_model(self, folder: Path) -> None:
+        self._context.count_step()
         write_model(self._context.run, self._context.engine, folder)
 
 

@@ -5,7 +5,7 @@ run.
 """
 
 import contextlib
-import math
+import time
 from collections.abc import Generator
 
 import torch
@@ -14,9 +14,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.data.shuffle import key_of
-from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.callback import StepInfo
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
@@ -31,7 +30,7 @@ from llmtrain.training.checks import (
     say_if_xray_is_missed,
     say_rates,
 )
-from llmtrain.training.context import LoopContext, TrainingView
+from llmtrain.training.context import LaunchedStep, LoopContext, TrainingView
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
@@ -136,18 +135,28 @@ def _make_steps(context: LoopContext) -> Generator[None]:
     local_batches = read_batches(context.batches, context.engine)
     with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
         for local_batch in local_batches:
-            info = _make_step(context, local_batch)
+            try:
+                info = _make_step(context, local_batch)
+            except Exception:
+                context.settle_after_failure()
+                raise
             yield
             if info.should_stop or context.run.patience.is_over:
                 return
 
 
 def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
-    """Make one step, and call the callbacks before and after it."""
+    """Make one step, and call the callbacks before and after it.
+
+    The device may still compute the step when this returns. The host is at most one step ahead: it
+    reads the numbers of a step after it has launched the next one, or earlier if a callback needs
+    the state of the run.
+    """
     run = context.run
     engine = context.engine
     settings = run.settings
     callbacks = context.callbacks
+    start = time.monotonic()
 
     for callback in callbacks:
         callback.on_step_begin(local_batch)
@@ -164,19 +173,46 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
         max_grad_norm=settings.optim.max_grad_norm,
         stop_requested=any(votes),
     )
-    _count_if_skipped(run, engine, local_batch, result)
-    run.status.count_step(result.target_tokens)
+    # The same on all ranks. Later, a callback may read the numbers on one rank only.
+    reads_late = not result.is_read
+
+    context.settle()  # the step before this one
+    run.status.begin_counting_step()
+    context.launched = LaunchedStep(step=run.step, rows=local_batch.rows, result=result)
+    info = StepInfo(step=run.step, is_last=run.step == settings.optim.max_steps, should_stop=False)
+    if not reads_late or context.settles_after(info):
+        context.count_step()
+    info = info._replace(should_stop=_should_stop(context, asked=any(votes)))
+    _reserve_step(context, time.monotonic() - start)
 
     engine.phases.begin("other", run.step)
-    info = StepInfo(
-        step=run.step,
-        is_last=run.step == settings.optim.max_steps,
-        should_stop=result.should_stop,
-    )
     for callback in callbacks:
         callback.on_step_end(local_batch, result, info)
-        callback.on_step_result(info.step, result)
+    if not reads_late or info.is_last or info.should_stop:
+        context.settle()
     return info
+
+
+def _should_stop(context: LoopContext, asked: bool) -> bool:
+    """Return whether the run stops after this step, which is the same on all ranks.
+
+    Other ranks learn of a vote from the numbers of its step. If these are read one step late, the
+    run stops one step later.
+
+    Args:
+        context: the loop's context.
+        asked: whether this rank was asked to stop before the step.
+    """
+    if context.engine.ranks.world_size == 1:
+        return asked
+    return context.should_stop
+
+
+def _reserve_step(context: LoopContext, seconds: float) -> None:
+    """Reserve time for the step after the one in which a rank votes to stop."""
+    ranks_vote_late = context.engine.ranks.world_size > 1
+    if ranks_vote_late and context.engine.phases.has_dropped_first_step:
+        context.run.deadline.reserve("step", seconds)
 
 
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
@@ -192,35 +228,3 @@ def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     torch.default_generator.manual_seed(seed_of_rank)
     if engine.device.type != "cpu":
         torch.get_device_module(engine.device).manual_seed(seed_of_rank)
-
-
-def _count_if_skipped(
-    run: Run, engine: Engine, local_batch: LocalBatch, result: StepResult
-) -> None:
-    """Count the step if it was skipped because its gradient is not finite.
-
-    Raises:
-        UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
-    """
-    step = run.step + 1
-    allowed = run.settings.optim.skip_nonfinite
-    if math.isfinite(result.grad_norm):
-        return
-    if step == run.settings.log.replay_step:  # the user wants to look at this very step
-        return
-    # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps while
-    # the scale is lowered is normal. A scale below 1 is not too large, so the gradient is at fault.
-    scaler = engine.accelerator.scaler
-    if scaler is not None and scaler.get_scale() >= 1:
-        return
-
-    # Padding has the row -1.
-    rows = [row for row in engine.ranks.gather_rows(local_batch.rows).tolist() if row >= 0]
-    event = f"step {step} was skipped: its gradient norm is {result.grad_norm}; its rows are {rows}"
-    if run.status.skipped == allowed:
-        raise UserError(
-            f"{event}. Lower --learning_rate, or allow some skipped steps with --skip_nonfinite. "
-            "The newest checkpoint is untouched."
-        )
-    run.status.count_skipped()
-    run.record_event("skipped", f"{event} ({run.status.skipped} of --skip_nonfinite {allowed})")

@@ -17,7 +17,8 @@ from torch import nn
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
-from llmtrain.training.compensation import needs_compensation, update_weights
+from llmtrain.training.compensation import assign, needs_compensation, update_weights
+from llmtrain.training.device_skip import found_inf_of
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -32,7 +33,8 @@ class Muon(torch.optim.Optimizer):
 
     Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so AdamW's learning
     rates and weight decays fit. The momentum of a sharded matrix is gathered, made orthogonal on
-    every rank, and sharded again.
+    every rank, and sharded again. Like torch's fused AdamW, it can skip a step on the device; see
+    :mod:`llmtrain.training.device_skip`.
 
     Args:
         matrices: the parameters, each of two dimensions, or groups of them.
@@ -43,6 +45,8 @@ class Muon(torch.optim.Optimizer):
         ranks: all ranks, if they have the same gradients and divide the work. Each rank makes some
             of the matrices orthogonal, and all of them gather the results.
     """
+
+    skips_on_device = True
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Muon(torch.optim.Optimizer):
             },
             results=results,
             work=work,
+            skip=self._skip(matrices[0].device),
         )
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
@@ -130,8 +135,14 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["compensation"] = torch.zeros_like(p)
         buffer = self.state[p]["momentum_buffer"]
         # `lerp` computes the same result, but takes five times as long on a CPU.
-        buffer.mul_(momentum).add_(gradient, alpha=1 - momentum)
-        return gradient.mul(1 - momentum).add_(buffer, alpha=momentum)
+        new_buffer = buffer.mul(momentum).add_(gradient, alpha=1 - momentum)
+        assign(local_shard(buffer), local_shard(new_buffer), self._skip(p.device))
+        return gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum)
+
+    def _skip(self, device: torch.device) -> torch.Tensor | None:
+        """Return a boolean scalar that is true if this step changes nothing."""
+        found_inf = found_inf_of(self)
+        return None if found_inf is None else found_inf.to(device) > 0
 
 
 @dataclass
@@ -144,6 +155,7 @@ class _PendingUpdate:
     compensations: dict[nn.Parameter, torch.Tensor]  # of the matrices in bfloat16
     results: torch.Tensor  # [N, m, n], m at most n; N is the number of matrices or larger
     work: dist.Work | None
+    skip: torch.Tensor | None  # a boolean scalar: whether nothing is changed
 
     def finish(self) -> None:
         """Wait for the results and apply them."""
@@ -159,13 +171,15 @@ class _PendingUpdate:
             decay = 1 - self.lr * self.weight_decay
             compensation = self.compensations.get(p)
             if compensation is None:
-                shard.mul_(decay).add_(update, alpha=-self.lr * scale)
+                new_shard = shard.mul(decay).add_(update, alpha=-self.lr * scale)
+                assign(shard, new_shard, self.skip)
             else:
                 update_weights(
                     shard,
                     update * (-self.lr * scale),
                     decay=decay,
                     compensation=local_shard(compensation),
+                    skip=self.skip,
                 )
 
 

@@ -14,6 +14,7 @@ from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import needs_compensation
+from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
 from llmtrain.training.muon import Muon
 from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
 from llmtrain.training.settings import OptimConfig
@@ -200,6 +201,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share_state()
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether both parts can skip a step on the device."""
+        return all(can_skip_on_device(part) for part in self.parts)
+
     def _share_state(self) -> None:
         """Let both parts work on this optimizer's groups and state."""
         muon, adamw = self.parts
@@ -217,4 +223,5 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts:
-            part.step()
+            with skipped_on_device(part, found_inf_of(self)):
+                part.step()

@@ -37,6 +37,7 @@ class Evaluation(LoopCallback):
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.loop_context.evaluates_after(info):
+            self.loop_context.settle()
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -69,6 +70,7 @@ class Samples(LoopCallback):
             return
         if not info.is_due(self.settings.eval.eval_steps):
             return
+        self.loop_context.settle()
         start = time.monotonic()
         prompts = self.settings.eval.sample_prompts
         sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=self.settings.optim.seed)
@@ -94,6 +96,7 @@ class Checkpoints(LoopCallback):
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if not self.loop_context.saves_after(info):
             return
+        self.loop_context.settle()
         self.engine.phases.begin("a save")
         with self.loop_context.throughput.paused():
             save(self.run, self.engine, self.loop_context.optimizer_state)

@@ -178,7 +178,7 @@ class Run:
         self.writer.record_event(self.step, kind, text)
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank wants all ranks to save and stop after the current step."""
+        """Return whether this rank wants all ranks to save and stop."""
         if not self.status.stop_reason and self.deadline.is_near():
             self.status.ask_to_stop(self.deadline.reason)
         return bool(self.status.stop_reason) or self.saver.failed
@@ -193,4 +193,4 @@ class Run:
         if self.is_finished:
             return
         with contextlib.suppress(OSError):
-            self.writer.set_status("failed", self.step, redacted(reason))
+            self.writer.set_status("failed", self.status.counted_step, redacted(reason))

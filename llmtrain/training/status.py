@@ -1,7 +1,7 @@
 """What changes while a run is open."""
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llmtrain.json_types import JsonObject
@@ -29,7 +29,9 @@ class RunStatus:
     """How far a run is, why it should stop, and how it has ended.
 
     Attributes:
-        step: steps made so far.
+        step: steps made so far. The device may still compute the last one.
+        counted_step: steps whose numbers the host has read, which is at most one step less. The
+            other counts belong to these steps.
         tokens: target tokens of these steps.
         skipped: steps that were skipped because their gradient was not finite.
         compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
@@ -49,15 +51,23 @@ class RunStatus:
     stop_signal: signal.Signals | None = None
     outcome: Outcome = _NOT_TRAINED
     sample: str | None = None
+    counted_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted_step = self.step
 
     @property
     def eval_loss(self) -> float | None:
         """The loss of the last evaluation."""
         return None if self.last_eval is None else self.last_eval.metrics["eval/loss"]
 
-    def count_step(self, target_tokens: int) -> None:
-        """Count a step that was made."""
+    def begin_counting_step(self) -> None:
+        """Count a step that was made, before its numbers are read."""
         self.step += 1
+
+    def count_step(self, target_tokens: int) -> None:
+        """Count the numbers of the last step."""
+        self.counted_step += 1
         self.tokens += target_tokens
 
     def count_skipped(self) -> None:
@@ -65,12 +75,18 @@ class RunStatus:
         self.skipped += 1
 
     def ask_to_stop(self, reason: str, stop_signal: signal.Signals | None = None) -> None:
-        """Let all ranks save and stop after the current step."""
+        """Let all ranks save and stop; see :meth:`Callback.wants_to_stop`."""
         self.stop_reason = reason
         self.stop_signal = stop_signal
 
     def for_checkpoint(self) -> JsonObject:
-        """Return the part that ``state.json`` of a checkpoint stores."""
+        """Return the part that ``state.json`` of a checkpoint stores.
+
+        Raises:
+            RuntimeError: if the numbers of the last step are not counted yet. That is a bug.
+        """
+        if self.counted_step != self.step:
+            raise RuntimeError(f"step {self.step} is saved before its numbers are counted")
         return {
             "step": self.step,
             "tokens": self.tokens,

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.callback import StepResult
+from llmtrain.interfaces.callback import StepNumbers, StepResult
 from llmtrain.parallel.engine import Engine
 from llmtrain.shipped import shipped_config
+from llmtrain.training.device_skip import can_skip_on_device, skipped_on_device
 
 
 def train_step(
@@ -23,8 +25,8 @@ def train_step(
     """Make one optimizer step with the gradient of the mean loss over the global batch.
 
     Every backward pass adds the gradient of a micro-batch's *sum*, divided by the denominator of
-    the global batch. If the norm of the gradient is not finite, no rank changes its weights.
-    The host waits for the device once, to read the norm.
+    the global batch. If the norm of the gradient is not finite, no rank changes its weights. If the
+    optimizer can decide that on the device, the host does not wait for anything here.
 
     Args:
         engine: how this process computes.
@@ -38,32 +40,71 @@ def train_step(
     totals = engine.count(batches, stop_requested)
 
     extra = engine.objective.prepass(engine, batches, totals)
-    sums = engine.forward_backward(batches, totals.denominator, extra)
+    sums = engine.forward_backward(batches, totals, extra)
 
     engine.phases.begin("norm")
     norm = engine.clip_grad_norm(max_grad_norm)
-    # One read from the device for all four numbers. Float64 holds any count; MPS lacks it.
-    wide = torch.float32 if norm.device.type == "mps" else torch.float64
-    numbers = torch.stack([number.to(engine.device, wide) for number in (norm, *totals)])
-    grad_norm, target_tokens, denominator, stop_votes = numbers.tolist()
-
-    engine.phases.begin("optimizer")
-    # The loss scaler of fp16 skips the step itself and lowers its scale.
-    if math.isfinite(grad_norm) or engine.accelerator.scaler is not None:
-        _step_optimizer(optimizer, is_sharded=engine.ranks.is_sharded)
-    optimizer.zero_grad()
-
-    return StepResult(
+    is_skipped = ~torch.isfinite(norm)
+    scalars = DeviceScalars(
+        {
+            "grad_norm": norm,
+            "target_tokens": totals.target_tokens,
+            "denominator": totals.denominator,
+            "stop_votes": totals.stop_votes,
+        },
+        engine.device,
+    )
+    result = StepResult(
         sums=sums,
         extra=extra,
-        target_tokens=int(target_tokens),
-        denominator=int(denominator),
-        grad_norm=grad_norm,
-        should_stop=stop_votes > 0,
+        is_skipped=is_skipped,
+        read_numbers=lambda: _read(scalars),
+    )
+
+    if skips_on_device(engine, optimizer):
+        engine.phases.begin("optimizer")
+        with skipped_on_device(optimizer.optimizer, found_inf=is_skipped.to(torch.float32)):
+            _step_optimizer(optimizer.optimizer, is_sharded=engine.ranks.is_sharded)
+        optimizer.optimizer.zero_grad()
+        return result
+
+    # Reading the norm waits for the device.
+    is_finite = math.isfinite(result.grad_norm)
+    engine.phases.begin("optimizer")
+    # The loss scaler of fp16 skips the step itself and lowers its scale.
+    if is_finite or engine.accelerator.scaler is not None:
+        _step_optimizer(optimizer, is_sharded=engine.ranks.is_sharded)
+    optimizer.zero_grad()
+    return result
+
+
+def skips_on_device(engine: Engine, optimizer: AcceleratedOptimizer) -> bool:
+    """Return whether the device decides if a step changes the weights.
+
+    The loss scaler of fp16 decides by itself. Offloaded weights are on another device than the norm
+    of their gradient. On MPS, torch's optimizers ignore ``found_inf``.
+    """
+    if engine.accelerator.scaler is not None or engine.ranks.sharding.cpu_offload:
+        return False
+    if engine.device.type == "mps":
+        return False
+    return can_skip_on_device(optimizer.optimizer)
+
+
+def _read(scalars: DeviceScalars) -> StepNumbers:
+    """Wait for the numbers of a step."""
+    values = scalars.read()
+    return StepNumbers(
+        grad_norm=values["grad_norm"],
+        target_tokens=int(values["target_tokens"]),
+        denominator=int(values["denominator"]),
+        should_stop=values["stop_votes"] > 0,
     )
 
 
-def _step_optimizer(optimizer: AcceleratedOptimizer, is_sharded: bool) -> None:
+def _step_optimizer(
+    optimizer: torch.optim.Optimizer | AcceleratedOptimizer, is_sharded: bool
+) -> None:
     """Let the optimizer make a step.
 
     Raises:
@@ -74,7 +115,8 @@ def _step_optimizer(optimizer: AcceleratedOptimizer, is_sharded: bool) -> None:
     except Exception as error:
         if not is_sharded or isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        name = type(optimizer.optimizer).__name__
+        unwrapped = getattr(optimizer, "optimizer", optimizer)
+        name = type(unwrapped).__name__
         raise UserError(
             f"the optimizer {name} fails on sharded weights ({type(error).__name__}: "
             f"{first_line(error).rstrip('.')}); use {shipped_config('multi_gpu')}, which does not "

@@ -1,65 +1,96 @@
 """The log entry of a step, and the rows that it trained on."""
 
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 import psutil
 import torch
 
+from llmtrain.device_numbers import DeviceScalars
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.json_types import JsonObject
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.phase_names import PHASES
 from llmtrain.training.context import LoopCallback, LoopContext
 
 
 class Logging(LoopCallback):
-    """Writes the metrics of a step."""
+    """Writes the metrics of a step.
+
+    They are computed before the next step changes the weights, and written when they are on the
+    host, which may be during the next step.
+    """
 
     def __init__(self, context: LoopContext, syncs: GradientSyncs | None) -> None:
         super().__init__(context)
         self.throughput = context.throughput
         self.syncs = syncs
         self.stragglers = Stragglers()
+        self._measurements: _Measurements | None = None  # of a step that is not logged yet
 
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self.loop_context.log({"train/weight_norm": float(self.engine.weight_norm())})
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if not (info.is_due(self.settings.log.logging_steps) or info.should_stop):
-            return
+        if info.is_due(self.settings.log.logging_steps) or info.should_stop:
+            self._measurements = self._measure(batch, result)
 
-        loss, metrics = self._loss_and_metrics(result)
-        by_rank = self._gather_by_rank(batch)
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        measurements = self._measurements
+        if measurements is None:
+            return
+        self._measurements = None
+
+        scalars = measurements.scalars.read_tensors()
+        by_rank = self._by_rank(measurements.read_by_rank())
         self._record_if_a_rank_is_late(by_rank.phase_seconds)
+
+        metrics = self.engine.objective.metrics(
+            measurements.metric_sums.read(), {**result.extra, **measurements.extra.read_tensors()}
+        )
         entry = {
-            "train/loss": loss,
+            "train/loss": float(scalars["loss_sum"] / max(result.denominator, 1)),
             **{f"train/{name}": value for name, value in metrics.items()},
             "train/grad_norm": result.grad_norm,
-            "train/weight_norm": float(self.engine.weight_norm()),
-            **self.run.rates.logged(),
+            "train/weight_norm": float(scalars["weight_norm"]),
+            **measurements.rates,
             **self.throughput.read(by_rank.mean_positions),
             "batch": by_rank.batch_fingerprint,
             "phases": by_rank.phase_seconds,
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
-        if self.syncs is not None:
-            entry["train/gradient_syncs"] = self.syncs.count
+        if measurements.syncs is not None:
+            entry["train/gradient_syncs"] = measurements.syncs
         self.loop_context.log(entry)
 
-    def _loss_and_metrics(self, result: StepResult) -> tuple[float, dict[str, float]]:
-        """Return the mean loss of the global batch, and the objective's further metrics.
+    def _measure(self, batch: LocalBatch, result: StepResult) -> "_Measurements":
+        """Measure what the log entry of this step has, without waiting for the device.
 
         One all-reduce carries all sums.
         """
         loss, metrics = result.sums
         local_sums = torch.stack([loss, *(value.to(loss.dtype) for value in metrics.values())])
-        loss_sum, *totals = self.engine.ranks.sum_over_ranks(local_sums)
-        metric_sums = {name: float(total) for name, total in zip(metrics, totals, strict=True)}
-        mean_loss = float(loss_sum / max(result.denominator, 1))
-        # `extra` is what the loss depended on besides the micro-batch, such as KTO's baseline.
-        return mean_loss, self.engine.objective.metrics(metric_sums, result.extra)
+        loss_sum, *metric_sums = self.engine.ranks.sum_over_ranks(local_sums)
+        extra_scalars = {
+            name: value
+            for name, value in result.extra.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 0
+        }
+        device = self.engine.device
+        return _Measurements(
+            scalars=DeviceScalars(
+                {"loss_sum": loss_sum, "weight_norm": self.engine.weight_norm()}, device
+            ),
+            metric_sums=DeviceScalars(dict(zip(metrics, metric_sums, strict=True)), device),
+            extra=DeviceScalars(extra_scalars, device),
+            read_by_rank=self._start_gathering(batch),
+            rates=self.run.rates.logged(),
+            syncs=None if self.syncs is None else self.syncs.count,
+        )
 
     def _record_if_a_rank_is_late(self, phase_seconds: dict[str, list[float]]) -> None:
         """Record an event if one rank keeps the others waiting, but not in the first step."""
@@ -69,36 +100,53 @@ class Logging(LoopCallback):
         if late_rank is not None:
             self.run.record_event("late", str(late_rank))
 
-    def _gather_by_rank(self, batch: LocalBatch) -> "_ByRank":
-        """Gather what every rank has measured since the last log entry."""
-        phase_seconds = self.engine.phases.read()
-        memory_kind, bytes_held = _memory_used(self.engine.device)
-        gathered = self.engine.ranks.gather_numbers(
+    def _start_gathering(self, batch: LocalBatch) -> Callable[[], dict[str, list[float]]]:
+        """Begin to gather what every rank has measured since the last log entry."""
+        return self.engine.ranks.start_gathering_numbers(
             {
-                **phase_seconds,
-                "gib": bytes_held / 2**30,
+                **self.engine.phases.read(),
+                "gib": _memory_used(self.engine.device) / 2**30,
                 "positions": self.throughput.positions,
                 "token_fingerprint": batch.token_fingerprint,
                 "label_fingerprint": batch.label_fingerprint,
             }
         )
+
+    def _by_rank(self, gathered: dict[str, list[float]]) -> "_ByRank":
+        """Return the measurements of all ranks, given their numbers by name."""
         # The fingerprint of the global batch is the sum over the ranks. A fingerprint is a sum with
         # an integer below 2^31 for each row, and float64 holds that of a rank exactly.
         token_fingerprint = sum(map(int, gathered["token_fingerprint"]))
         label_fingerprint = sum(map(int, gathered["label_fingerprint"]))
         return _ByRank(
             phase_seconds={
-                phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in phase_seconds
+                phase: [round(seconds, 6) for seconds in gathered[phase]] for phase in PHASES
             },
-            memory_kind=memory_kind,
+            memory_kind=_memory_kind(self.engine.device),
             gib=[round(size, 4) for size in gathered["gib"]],
             mean_positions=statistics.fmean(gathered["positions"]),
             batch_fingerprint=f"{token_fingerprint:x}-{label_fingerprint:x}",
         )
 
 
-def _memory_used(device: torch.device) -> tuple[str, int]:
-    """Return the kind of memory, ``gpu`` or ``host``, and how many bytes this process uses.
+class _Measurements(NamedTuple):
+    """What the log entry of a step has, which may be on its way to the host."""
+
+    scalars: DeviceScalars  # the summed loss of the global batch, and the norm of the weights
+    metric_sums: DeviceScalars  # over the global batch
+    extra: DeviceScalars  # what the loss depended on besides the micro-batch, if it is a scalar
+    read_by_rank: Callable[[], dict[str, list[float]]]  # numbers of all ranks by name
+    rates: JsonObject  # the learning rates
+    syncs: int | None  # the syncs of gradients, if they are counted
+
+
+def _memory_kind(device: torch.device) -> str:
+    """Return whose memory is measured: ``gpu`` or ``host``."""
+    return "gpu" if device.type == "cuda" else "host"
+
+
+def _memory_used(device: torch.device) -> int:
+    """Return how many bytes this process uses.
 
     On a GPU, these are the most bytes that were allocated since the last call. Otherwise they are
     the bytes of host memory that the process uses now.
@@ -106,8 +154,8 @@ def _memory_used(device: torch.device) -> tuple[str, int]:
     if device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return "gpu", peak_bytes
-    return "host", psutil.Process().memory_info().rss
+        return peak_bytes
+    return psutil.Process().memory_info().rss
 
 
 class _ByRank(NamedTuple):

@@ -13,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
 from llmtrain.parallel.shards import local_shard
+from llmtrain.training.compensation import assign
 
 # Names of the run's own folders for weights, which the average must not replace.
 _TAKEN_FOLDERS = ("model", "checkpoints", "merged", "export")
@@ -94,16 +95,20 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if not math.isfinite(result.grad_norm):  # the step was skipped
-            return
         if info.step <= self._skipped_steps:
             return
-        self._count += 1
-        weight = 1 / self._count
+        # All earlier steps are counted by now. Only the device knows whether it skipped this one.
+        weight = 1 / (self._count + 1)
         if self.decay is not None:
             weight = max(weight, 1 - self.decay)
         for name, shard in self._shards.items():
-            local_shard(self._average[name]).lerp_(shard.float(), weight)
+            average = local_shard(self._average[name])
+            moved = average.lerp(shard.float(), weight)
+            assign(average, moved, skip=result.is_skipped.to(average.device))
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        if step > self._skipped_steps and math.isfinite(result.grad_norm):
+            self._count += 1
 
     def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         if not self._count:

@@ -75,11 +75,11 @@ def gradients(engine: Engine, micro_batch: int, counts_globally: bool = True) ->
     totals = engine.count(batches)
     if counts_globally:
         extra = engine.objective.prepass(engine, batches, totals)
-        engine.forward_backward(batches, totals.denominator, extra)
+        engine.forward_backward(batches, totals, extra)
     else:
         for batch in batches:
             extra = engine.objective.prepass(engine, [batch], totals)
-            engine.forward_backward([batch], totals.denominator, extra)
+            engine.forward_backward([batch], totals, extra)
     parameters = engine.model.named_parameters()
     return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 

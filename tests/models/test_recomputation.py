@@ -115,7 +115,7 @@ def gradients(accelerator: Accelerator, bundle: ModelBundle) -> tuple[dict[str, 
     totals = engine.count(micro_batches)
     with Products() as products:
         extra = engine.objective.prepass(engine, micro_batches, totals)
-        engine.forward_backward(micro_batches, totals.denominator, extra)
+        engine.forward_backward(micro_batches, totals, extra)
     computed = {
         name: parameter.grad.clone()
         for name, parameter in bundle.model.named_parameters()

@@ -17,6 +17,7 @@ def add(counted: Throughput, tokens: int, positions: int) -> None:
     batch: Any = SimpleNamespace(positions=positions)
     result: Any = SimpleNamespace(target_tokens=tokens)
     counted.on_step_end(batch, result, StepInfo(1, is_last=False, should_stop=False))
+    counted.on_step_result(1, result)
 
 
 def test_speed_is_of_trained_tokens_and_the_share_of_computed_ones(

@@ -73,7 +73,7 @@ def test_the_loss_of_weights_in_bfloat16_is_not_rounded(accelerator: Accelerator
     batches = split({"input_ids": ids, "labels": ids}, micro_batch=2)
     engine = BitwiseEngine(Ranks(accelerator), accelerator.prepare(model))
     expected = sum(engine.loss(batch).loss.item() for batch in batches)
-    sums = engine.forward_backward(batches, engine.count(batches).denominator)
+    sums = engine.forward_backward(batches, engine.count(batches))
     assert sums.loss.item() == pytest.approx(expected, rel=1e-6)
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
@@ -84,9 +84,9 @@ def test_the_gradient_is_the_ordinary_one_but_for_rounding(accelerator: Accelera
     batches = split({"input_ids": ids, "labels": ids}, micro_batch=2)
     ordinary = ReplicatedEngine(Ranks(accelerator), accelerator.prepare(copy.deepcopy(model)))
     bitwise = BitwiseEngine(Ranks(accelerator), accelerator.prepare(model))
-    denominator = ordinary.count(batches).denominator
-    expected_sums = ordinary.forward_backward(batches, denominator)
-    sums = bitwise.forward_backward(batches, denominator)
+    totals = ordinary.count(batches)
+    expected_sums = ordinary.forward_backward(batches, totals)
+    sums = bitwise.forward_backward(batches, totals)
     assert float(sums.loss) == pytest.approx(float(expected_sums.loss), rel=1e-6)
     parameters = zip(bitwise.model.parameters(), ordinary.model.parameters(), strict=True)
     for parameter, expected in parameters:

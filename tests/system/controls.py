@@ -120,7 +120,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 def mean_of_means(
     engine: Engine,
     batches: Sequence[Batch],
-    denominator: torch.Tensor,
+    totals: StepTotals,
     extra: Batch | None = None,
 ) -> LossSums:
     """Average the mean losses of the micro-batches, instead of dividing by the global count."""
@@ -138,14 +138,14 @@ def mean_of_means(
 def never_synced(
     engine: Engine,
     batches: Sequence[Batch],
-    denominator: torch.Tensor,
+    totals: StepTotals,
     extra: Batch | None = None,
 ) -> LossSums:
     """Never reduce a gradient over the ranks."""
     with engine.no_sync():
         for batch in batches:
             loss = engine.loss(batch, extra).loss
-            engine.accelerator.backward(loss * engine.ranks.world_size / denominator)
+            engine.accelerator.backward(loss * engine.ranks.world_size / totals.denominator)
     return LossSums(loss.detach(), metrics={})
 
 
@@ -156,11 +156,14 @@ HONEST_FORWARD_BACKWARD = Engine.forward_backward
 def averaged_over_ranks(
     engine: Engine,
     batches: Sequence[Batch],
-    denominator: torch.Tensor,
+    totals: StepTotals,
     extra: Batch | None = None,
 ) -> LossSums:
     """Forget that DDP averages over the ranks."""
-    too_large = denominator * engine.ranks.world_size
+    world_size = engine.ranks.world_size
+    too_large = StepTotals(
+        torch.stack([totals.target_tokens, totals.denominator * world_size, totals.stop_votes])
+    )
     return HONEST_FORWARD_BACKWARD(engine, batches, too_large, extra)
 
 
@@ -171,7 +174,7 @@ def unshifted_count(
     totals = HONEST_COUNT(engine, batches, stop_requested)
     counts = [(batch["labels"] != -100).sum() for batch in batches]
     count = engine.ranks.sum_over_ranks(torch.stack(counts).sum())
-    return totals._replace(target_tokens=count, denominator=count)
+    return StepTotals(torch.stack([count, count, totals.stop_votes]))
 
 
 # --- bugs around an engine

@@ -103,7 +103,7 @@ def main(file: str) -> None:
         for start in starts
     ]
     totals = engine.count(batches)
-    sums = engine.forward_backward(batches, totals.denominator)
+    sums = engine.forward_backward(batches, totals)
     gradient = {}
     for name, parameter in engine.unwrapped.named_parameters():
         assert parameter.grad is not None

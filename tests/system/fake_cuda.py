@@ -123,7 +123,7 @@ def losses(sent: LocalBatch) -> None:
 
 def counts(sent: LocalBatch) -> None:
     totals = ReplicatedEngine(Ranks(ACCELERATOR), gpt()).count(sent.batches)
-    assert {total.device.type for total in totals} == {"cuda"}
+    assert {totals.target_tokens.device.type, totals.denominator.device.type} == {"cuda"}
 
 
 def optimizers(sent: LocalBatch) -> None:

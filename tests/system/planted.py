@@ -38,12 +38,12 @@ HONEST_RATES = LearningRates.after
 
 
 def sync_in_every_micro_batch(
-    engine: Engine, batches: Sequence[Batch], denominator: Tensor, extra: Batch | None = None
+    engine: Engine, batches: Sequence[Batch], totals: StepTotals, extra: Batch | None = None
 ) -> LossSums:
     total = torch.zeros(())
     for batch in batches:
         loss = engine.loss(batch, extra).loss
-        engine.accelerator.backward(loss * engine.ranks.world_size / denominator)
+        engine.accelerator.backward(loss * engine.ranks.world_size / totals.denominator)
         total += loss.detach()
     return LossSums(total)
 
@@ -70,7 +70,7 @@ def pairs_of_one_rank(
     batches = list(batches)
     totals = HONEST_COUNT(engine, batches, stop_requested)
     pairs = torch.stack([engine.objective.denominator(batch) for batch in batches]).sum()
-    return totals._replace(denominator=pairs * WORLD)
+    return StepTotals(torch.stack([totals.target_tokens, pairs * WORLD, totals.stop_votes]))
 
 
 def divided_pairs(collate: Collate, read: RowBatch) -> LocalBatch:

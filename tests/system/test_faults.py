@@ -31,6 +31,7 @@ from tests.launching import (
     wait,
     wait_for_readings,
 )
+from tests.system.digits import sharded
 
 TIMES = int(os.environ.get("LLMTRAIN_FAULT_TIMES", "1"))
 ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
@@ -252,10 +253,10 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
     slow.write_text(
         "import sys, time; sys.path.insert(0, 'recipes')\nimport gpt\nfrom llmtrain import launch\n"
         "from llmtrain.parallel.engine import Engine\nhonest, begun = Engine.forward_backward, []\n"
-        "def slow(self, batches, denominator, extra):\n"
+        "def slow(self, batches, totals, extra):\n"
         "    begun.append(1)\n"
         "    if len(begun) > 1: time.sleep(60)\n"
-        "    return honest(self, batches, denominator, extra)\n"
+        "    return honest(self, batches, totals, extra)\n"
         "Engine.forward_backward = slow\nif __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
@@ -319,27 +320,36 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
 
 
 POISONED = """
-import os, sys; sys.path.insert(0, 'recipes')
+import functools, os, sys; sys.path.insert(0, 'recipes')
 import gpt
+import llmtrain as lt
 from llmtrain import launch
+import torch
+from llmtrain.interfaces.objective import StepTotals
 from llmtrain.parallel.engine import Engine
 honest, calls = Engine.forward_backward, []
-def poisoned(self, batches, denominator, extra):
+def poisoned(self, batches, totals, extra):
     calls.append(1)
     if len(calls) in (3, 5) and os.environ['RANK'] == '1':
-        denominator = denominator * float('nan')
-    return honest(self, batches, denominator, extra)
+        totals = StepTotals(float('nan') * torch.ones(3))
+    return honest(self, batches, totals, extra)
 Engine.forward_backward = poisoned
+class Reads(lt.Callback):
+    fingerprint = None
+    def on_step_end(self, batch, result, info):
+        if os.environ['RANK'] == '0': print(result.grad_norm)
+lt.open_run = functools.partial(lt.open_run, callbacks=[Reads()])
 if __name__ == '__main__': launch(gpt.main)
 """
 
 
+@pytest.mark.parametrize("launcher", [torchrun(2), sharded("fsdp2")], ids=["ddp", "fsdp2"])
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
-    text_file: Path, tmp_path: Path
+    launcher: list[str], text_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED)
     command = [
-        *torchrun(2),
+        *launcher,
         str(tmp_path / "poisoned.py"),
         *TINY,
         "--save_steps",

@@ -46,8 +46,9 @@ def test_the_recipe_of_the_page_logs_the_average_and_stops_at_a_plateau(
     structure = read_json(
         stopped / "checkpoints" / f"step-{step:08d}" / "parts" / "Plateau" / "structure.json"
     )
-    # The loop asks before each step, and stops after that step.
-    assert ["entries", 6] in structure["state"]["dict"]
+    # The fifth entry without a new low is written during the next step. The loop asks before the
+    # step after that one, and stops after it.
+    assert ["entries", 7] in structure["state"]["dict"]
     assert "asked to stop" in ended.out
 
     # The counter is restored, so the run stops again at once.

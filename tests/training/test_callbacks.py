@@ -102,7 +102,9 @@ def test_a_stopping_run_makes_no_samples_and_others_reserve_time_for_the_next(
     phases = SimpleNamespace(begin=lambda phase: None)
     engine: Any = SimpleNamespace(phases=phases, model=nn.Linear(1, 1))
     throughput = SimpleNamespace(paused=contextlib.nullcontext)
-    context: Any = SimpleNamespace(run=run, engine=engine, throughput=throughput)
+    context: Any = SimpleNamespace(
+        run=run, engine=engine, throughput=throughput, settle=lambda: None
+    )
     samples = Samples(context)
     unused: Any = None
     for info in (

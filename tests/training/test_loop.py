@@ -16,8 +16,9 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.history import as_numbers, read_lines
-from llmtrain.training import loop, periodic
+from llmtrain.training import periodic
 from llmtrain.training.checks import check_wrapping
+from llmtrain.training.context import LoopContext
 from llmtrain.training.periodic import Finish
 from recipes import gpt
 from tests.launching import read_json
@@ -64,7 +65,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def fail(*_: object, **__: object) -> None:
         raise CrashError("out of luck")
 
-    return lambda: monkeypatch.setattr(loop, "_count_if_skipped", fail)
+    return lambda: monkeypatch.setattr(LoopContext, "settle", fail)
 
 
 def hooks_of(model: nn.Module) -> int:

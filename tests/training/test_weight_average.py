@@ -84,9 +84,12 @@ def test_a_skipped_step_is_not_averaged() -> None:
     model = torch.nn.Linear(1, 1)
     average = lt.WeightAverage(decay=0.5)
     average.setup(SimpleNamespace(model=model, max_steps=2))
-    skipped = SimpleNamespace(grad_norm=float("nan"))
+    skipped = SimpleNamespace(grad_norm=float("nan"), is_skipped=torch.tensor(True))
     average.on_step_end(None, skipped, StepInfo(1, is_last=False, should_stop=False))
-    assert average.state_dict()["steps"] == 0
+    average.on_step_result(1, skipped)
+    state = average.state_dict()
+    assert state["steps"] == 0
+    assert not state["average"]["weight"].any()
 
 
 def test_the_average_is_evaluated_and_exported_and_the_weights_stay(

@@ -1,0 +1,60 @@
+"""Numbers of the device that the host reads later, without waiting for what was launched since."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class DeviceNumbers:
+    """A copy of a tensor, which begins at once and is read later.
+
+    On CUDA the copy goes to pinned memory, and an event marks its end. On other devices, the tensor
+    is copied when it is read.
+
+    Args:
+        values: a tensor, which nobody changes.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._copied: torch.Event | None = None
+        if values.device.type == "cuda":
+            # A copy to the host that does not block is a copy to pinned memory.
+            self._values = values.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> Any:
+        """Return the values as (nested) lists, after waiting for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()
+
+
+class DeviceScalars:
+    """Copies of scalars, which begin at once and are read later.
+
+    Args:
+        scalars: tensors without dimensions, by name.
+        device: where they are collected, in one tensor.
+    """
+
+    def __init__(self, scalars: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._dtypes = {name: scalar.dtype for name, scalar in scalars.items()}
+        # Float64 holds any count. MPS lacks it.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        values = [scalar.to(device, wide) for scalar in scalars.values()]
+        self._numbers = DeviceNumbers(torch.stack(values)) if values else None
+
+    def read(self) -> dict[str, float]:
+        """Return the numbers, after waiting for the copy."""
+        values = self._numbers.read() if self._numbers is not None else []
+        return dict(zip(self._dtypes, values, strict=True))
+
+    def read_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the scalars on the host, in their dtypes, after waiting for the copy."""
+        return {
+            name: torch.tensor(value, dtype=self._dtypes[name])
+            for name, value in self.read().items()
+        }

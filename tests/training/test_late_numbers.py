@@ -1,0 +1,350 @@
+"""The numbers of a step are read one step late; the device decides whether the step changes anything.
+
+The reference is the other order of the same loop: an optimizer that cannot skip on the device makes
+the host read the norm before each step.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import llmtrain as lt
+from llmtrain.errors import UserError
+from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.record.history import read_lines
+from llmtrain.training import step
+from llmtrain.training.adamw import EightBitAdamW
+from llmtrain.training.context import LoopContext
+from llmtrain.training.device_skip import can_skip_on_device
+from llmtrain.training.run import Run
+from tests.launching import read_json
+from tests.training.conftest import SETTINGS
+
+STEPS = 12
+NAN_STEPS = (2, 6, 7)
+
+
+class Poison(lt.Objective):
+    """The usual loss, which is NaN in some steps."""
+
+    fingerprint = None
+    is_active = False
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+        sums = super().loss(model, batch, extra)
+        return sums._replace(loss=sums.loss * float("nan")) if self.is_active else sums
+
+
+class PoisonAt(lt.Callback):
+    """Makes the loss NaN in some steps, and collects the last optimizer and weights."""
+
+    fingerprint = None
+
+    def __init__(self, objective: Poison, steps: tuple[int, ...]) -> None:
+        self.objective = objective
+        self.steps = steps
+
+    def setup(self, training: Any) -> None:
+        self.training = training
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.objective.is_active = self.training.step + 1 in self.steps
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.objective.is_active = False
+
+    def on_train_end(self) -> None:
+        self.weights = [p.detach().clone() for p in self.training.model.parameters()]
+        self.state = self.training.optimizer.state_dict()["state"]
+
+
+Train = Callable[..., tuple[Run, PoisonAt]]
+
+
+@pytest.fixture
+def train_poisoned(text_file: Path, tmp_path: Path) -> Train:
+    def train(
+        name: str,
+        nan_steps: tuple[int, ...] = NAN_STEPS,
+        callbacks: tuple[lt.Callback, ...] = (),
+        **optim: Any,
+    ) -> tuple[Run, PoisonAt]:
+        settings = dataclasses.replace(
+            SETTINGS,
+            data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
+            optim=lt.OptimConfig(max_steps=STEPS, **{"optim": "adamw", **optim}),
+            log=lt.LogConfig(logging_steps=1, log_rows=True),
+            run=dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name)),
+        )
+        rows = lt.tokenize(settings.data, 16)
+        model = lt.GPT(settings.model, rows.vocabulary, seed=0)
+        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
+        objective = Poison()
+        poison = PoisonAt(objective, nan_steps)
+        run = lt.fit(
+            settings,
+            rows,
+            lambda *_: bundle,
+            objective=objective,
+            callbacks=[poison, *callbacks],
+        )
+        return run, poison
+
+    return train
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Make later runs read the norm before each step."""
+    return lambda: monkeypatch.setattr(step, "can_skip_on_device", lambda _: False)
+
+
+def log_of(run: Run) -> list[dict[str, Any]]:
+    """Return the log entries of a run, without times and rates."""
+    excluded = ("time", "phases", "memory", "train/tokens_per_second")
+    return [
+        {name: repr(value) for name, value in entry.items() if name not in excluded}
+        for entry in read_lines(run.folder / "metrics.jsonl")
+    ]
+
+
+def check_equal_states(states: dict[int, Any], expected: dict[int, Any]) -> None:
+    assert states.keys() == expected.keys()
+    for parameter, state in expected.items():
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(states[parameter][name]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"optim": "adamw"},
+        {"optim": "muon"},
+        {"optim": "adamw_torch_8bit"},
+        {"optim": "muon", "dtype": "bfloat16"},
+    ],
+    ids=lambda optim: " ".join(optim.values()),
+)
+def test_skipping_on_the_device_leaves_the_same_run_as_skipping_on_the_host(
+    train_poisoned: Train, on_host: Callable[[], None], optim: dict[str, str]
+) -> None:
+    late_run, late = train_poisoned("late", skip_nonfinite=5, **optim)
+    on_host()
+    run, reference = train_poisoned("host", skip_nonfinite=5, **optim)
+
+    assert all(map(torch.equal, late.weights, reference.weights))
+    check_equal_states(late.state, reference.state)
+    assert all(weights.isfinite().all() for weights in late.weights)
+
+    assert log_of(late_run) == log_of(run)
+    norms = {
+        entry["step"]: entry["train/grad_norm"]
+        for entry in read_lines(late_run.folder / "metrics.jsonl")
+        if "train/grad_norm" in entry
+    }
+    assert [step for step, norm in norms.items() if norm is None] == [*NAN_STEPS]
+    for name in ("rows.jsonl", "events.jsonl"):
+        events, expected = (
+            [
+                {key: value for key, value in entry.items() if key != "time"}
+                for entry in read_lines(folder / name)
+            ]
+            for folder in (late_run.folder, run.folder)
+        )
+        assert events == expected, name
+    assert late_run.status.skipped == run.status.skipped == len(NAN_STEPS)
+    assert late_run.status.tokens == run.status.tokens
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_too_many_skipped_steps_end_the_run_with_the_step_that_was_one_too_many(
+    train_poisoned: Train, on_host: Callable[[], None], tmp_path: Path, allowed: int
+) -> None:
+    errors = []
+    for name in ("late", "host"):
+        if name == "host":
+            on_host()
+        with pytest.raises(UserError) as caught:
+            train_poisoned(name, skip_nonfinite=allowed)
+        errors.append(str(caught.value))
+        status = read_json(tmp_path / name / "status.json")
+        assert (status["state"], status["step"]) == ("failed", NAN_STEPS[allowed] - 1)
+        saved = [path.name for path in (tmp_path / name / "checkpoints").glob("step-*")]
+        assert saved == (["step-00000004"] if allowed else [])
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"step {NAN_STEPS[allowed]} was skipped: its gradient norm is nan")
+
+
+def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
+    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    read = step._read
+    objective_loss = Poison.loss
+
+    def loss(self: Poison, *arguments: Any) -> lt.LossSums:
+        if torch.is_grad_enabled():
+            calls.append("forward")
+        return objective_loss(self, *arguments)
+
+    monkeypatch.setattr(Poison, "loss", loss)
+    monkeypatch.setattr(step, "_read", lambda scalars: calls.append("read") or read(scalars))
+    train_poisoned("late", nan_steps=())
+
+    # Steps 4, 8 and 12 are evaluated and saved. The check of states looks at the first step.
+    first_step = ["forward", "read"]
+    steps_2_to_4 = ["forward", "forward", "read", "forward", "read", "read"]
+    four_steps = ["forward", "forward", "read", "forward", "read", "forward", "read", "read"]
+    assert calls == [*first_step, *steps_2_to_4, *four_steps, *four_steps]
+
+
+def test_a_save_before_the_numbers_of_the_last_step_are_counted_is_an_error(
+    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoopContext, "settle", lambda _: None)
+    with pytest.raises(RuntimeError, match="saved before its numbers are counted"):
+        train_poisoned("run", nan_steps=())
+
+
+def test_a_callback_that_writes_the_model_does_not_write_it_after_a_step_too_many(
+    train_poisoned: Train, tmp_path: Path
+) -> None:
+    class Exports(lt.Callback):
+        fingerprint = None
+
+        def setup(self, training: Any) -> None:
+            self.training = training
+
+        def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+            self.training.write_model(tmp_path / f"model-{info.step}")
+
+    with pytest.raises(UserError, match="step 2 was skipped"):
+        train_poisoned("run", callbacks=(Exports(),))
+    assert (tmp_path / "model-1").exists()
+    assert not (tmp_path / "model-2").exists()
+
+
+def test_the_average_of_weights_skips_what_the_device_skips(
+    train_poisoned: Train, on_host: Callable[[], None]
+) -> None:
+    averages = []
+    for name in ("late", "host"):
+        if name == "host":
+            on_host()
+        average = lt.WeightAverage(decay=0.75)
+        train_poisoned(name, callbacks=(average,), skip_nonfinite=5)
+        averages.append(average.state_dict())
+    assert averages[0]["steps"] == averages[1]["steps"] == STEPS - len(NAN_STEPS)
+    for name, value in averages[1]["average"].items():
+        assert torch.equal(averages[0]["average"][name], value), name
+
+
+class CrashesAt(lt.Callback):
+    """Fails in the first start when a step is launched, before its numbers are read."""
+
+    fingerprint = None
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if info.step == self.step:
+            self.step = 0
+            raise CrashError
+
+
+class CrashError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("crash_step", [6, 7])
+def test_a_crash_before_the_numbers_are_read_counts_nothing_twice(
+    train_poisoned: Train, crash_step: int
+) -> None:
+    run, reference = train_poisoned("unbroken", skip_nonfinite=5)
+    crash = CrashesAt(crash_step)
+    with pytest.raises(CrashError):
+        train_poisoned("crashed", callbacks=(crash,), skip_nonfinite=5)
+    resumed_run, resumed = train_poisoned("crashed", callbacks=(crash,), skip_nonfinite=5)
+
+    assert all(map(torch.equal, resumed.weights, reference.weights))
+    check_equal_states(resumed.state, reference.state)
+    assert resumed_run.status.tokens == run.status.tokens
+    assert resumed_run.status.skipped == len(NAN_STEPS)
+
+
+class ReadsNumbers(lt.Callback):
+    """Reads the numbers of a step when it ends, as it may."""
+
+    fingerprint = None
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.late_norms: list[float] = []
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.norms.append(result.grad_norm)
+        assert bool(result.is_skipped) is not math.isfinite(result.grad_norm)
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        self.late_norms.append(result.grad_norm)
+
+
+def test_a_callback_may_read_the_numbers_when_the_step_ends(train_poisoned: Train) -> None:
+    reader = ReadsNumbers()
+    run, _ = train_poisoned("run", callbacks=(reader,), skip_nonfinite=5)
+    assert [i + 1 for i, norm in enumerate(reader.norms) if math.isnan(norm)] == [*NAN_STEPS]
+    assert repr(reader.late_norms) == repr(reader.norms)
+    assert run.status.skipped == len(NAN_STEPS)
+
+
+class Projected(torch.optim.AdamW):
+    """Changes the weights after the step of its base, whether that changed anything or not."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=1e-9)
+        return loss
+
+
+def test_only_optimizers_that_are_known_to_skip_do_so_on_the_device() -> None:
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    muon = lt.Muon([torch.nn.Parameter(torch.ones(4, 4))], lr=0.1, weight_decay=0.0)
+    fused = torch.optim.AdamW([matrix], fused=True)
+    unfused = torch.optim.AdamW([matrix])
+    assert can_skip_on_device(fused)
+    assert can_skip_on_device(muon)
+    assert can_skip_on_device(EightBitAdamW([matrix], lr=0.1))
+    assert can_skip_on_device(lt.MuonWithAdamW(muon, fused))
+
+    assert not can_skip_on_device(unfused)
+    assert not can_skip_on_device(lt.MuonWithAdamW(muon, unfused))
+    assert not can_skip_on_device(Projected([matrix], fused=True))
+    # Its momentum would be uninitialised after a first step that is skipped.
+    assert not can_skip_on_device(torch.optim.SGD([matrix], lr=0.1, momentum=0.9, fused=True))
+
+
+def test_what_was_made_before_a_failure_is_counted_and_logged(
+    train_poisoned: Train, tmp_path: Path
+) -> None:
+    class Fails(lt.Callback):
+        fingerprint = None
+        steps = 0
+
+        def on_step_begin(self, batch: LocalBatch) -> None:
+            self.steps += 1
+            if self.steps == 8:
+                raise CrashError
+
+    with pytest.raises(CrashError):
+        train_poisoned("run", nan_steps=(), callbacks=(Fails(),))
+    assert read_json(tmp_path / "run" / "status.json")["step"] == 7
+    assert [*read_lines(tmp_path / "run" / "metrics.jsonl")][-1]["step"] == 7
