@@ -1,17 +1,20 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import count_targets
 from llmtrain.models.config import GPTConfig
-from llmtrain.models.gpt import GPT, KeyedDropout, keys_at
+from llmtrain.models.gpt import GPT, KeyedDropout, Projection, keys_at
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
 from llmtrain.models.loss import summed_nll
@@ -269,3 +272,32 @@ def test_a_block_is_one_graph_for_a_compiler(architecture: str) -> None:
     compiled = model(ids, ids)
     compiled.backward()
     torch.testing.assert_close(compiled.detach(), expected)
+
+
+class OperationNames(TorchDispatchMode):
+    """Records the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_projection_on_a_gpu_is_one_product_with_its_bias() -> None:
+    projection = Projection(4, 6)
+    torch.nn.init.normal_(projection.weight)
+    torch.nn.init.normal_(projection.bias)
+    x = torch.randn(2, 3, 4)
+    expected = torch.nn.functional.linear(x, projection.weight.T, projection.bias)
+    torch.testing.assert_close(projection(x), expected)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with torch.device("cuda"):
+            on_gpu = Projection(4, 6)
+        with OperationNames() as operations:
+            y = on_gpu(torch.empty(2, 3, 4, device="cuda"))
+    assert y.shape == (2, 3, 6)
+    assert [name for name in operations.names if "mm" in name or "add" in name] == ["addmm"]
