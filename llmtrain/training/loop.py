@@ -134,15 +134,15 @@ def _make_steps(context: LoopContext) -> Generator[None]:
     """Make a step of each batch, until the run should stop. The loader ends at ``--max_steps``."""
     local_batches = read_batches(context.batches, context.engine)
     with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
-        for local_batch in local_batches:
-            try:
+        try:
+            for local_batch in local_batches:
                 info = _make_step(context, local_batch)
-            except Exception:
-                context.settle_after_failure()
-                raise
-            yield
-            if info.should_stop or context.run.patience.is_over:
-                return
+                yield
+                if info.should_stop or context.run.patience.is_over:
+                    return
+        except Exception:
+            context.settle_after_failure()
+            raise
 
 
 def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
