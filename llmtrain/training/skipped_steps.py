@@ -24,6 +24,7 @@ def count_if_skipped(
     Raises:
         UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
     """
+    allowed = run.settings.optim.skip_nonfinite
     if math.isfinite(grad_norm):
         return
     if step == run.settings.log.replay_step:  # the user wants to look at this very step
@@ -34,7 +35,6 @@ def count_if_skipped(
     if scaler is not None and scaler.get_scale() >= 1:
         return
 
-    allowed = run.settings.optim.skip_nonfinite
     rows_of_all_ranks = engine.ranks.gather_rows(rows).tolist()
     named_rows = [row for row in rows_of_all_ranks if row >= 0]
     event = f"step {step} was skipped: its gradient norm is {grad_norm}; its rows are {named_rows}"

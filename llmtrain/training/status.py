@@ -1,7 +1,7 @@
 """What changes while a run is open."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.json_types import JsonObject
@@ -30,9 +30,7 @@ class RunStatus:
 
     Attributes:
         step: steps made so far. The device may still compute the last one.
-        counted_step: steps whose numbers the host has read, which is at most one step less. The
-            other counts belong to these steps.
-        tokens: target tokens of these steps.
+        tokens: target tokens of the steps that are counted.
         skipped: steps that were skipped because their gradient was not finite.
         compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
         last_eval: the last evaluation.
@@ -40,6 +38,7 @@ class RunStatus:
         stop_signal: the signal that asked this rank to stop, if there was one.
         outcome: how the run has ended; set after the last step of this start.
         sample: a text by the finished model, if it wrote one.
+        is_counted: whether the host has read the numbers of the last step, and counted them.
     """
 
     step: int
@@ -51,10 +50,12 @@ class RunStatus:
     stop_signal: signal.Signals | None = None
     outcome: Outcome = _NOT_TRAINED
     sample: str | None = None
-    counted_step: int = field(init=False)
+    is_counted: bool = True
 
-    def __post_init__(self) -> None:
-        self.counted_step = self.step
+    @property
+    def counted_step(self) -> int:
+        """Steps whose numbers the host has read. All other counts belong to these steps."""
+        return self.step if self.is_counted else self.step - 1
 
     @property
     def eval_loss(self) -> float | None:
@@ -63,11 +64,13 @@ class RunStatus:
 
     def begin_counting_step(self) -> None:
         """Count a step that was made, before its numbers are read."""
+        self._check_counted()
         self.step += 1
+        self.is_counted = False
 
     def count_step(self, target_tokens: int) -> None:
         """Count the numbers of the last step."""
-        self.counted_step += 1
+        self.is_counted = True
         self.tokens += target_tokens
 
     def count_skipped(self) -> None:
@@ -80,19 +83,19 @@ class RunStatus:
         self.stop_signal = stop_signal
 
     def for_checkpoint(self) -> JsonObject:
-        """Return the part that ``state.json`` of a checkpoint stores.
-
-        Raises:
-            RuntimeError: if the numbers of the last step are not counted yet. That is a bug.
-        """
-        if self.counted_step != self.step:
-            raise RuntimeError(f"step {self.step} is saved before its numbers are counted")
+        """Return the part that ``state.json`` of a checkpoint stores."""
+        self._check_counted()
         return {
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
             "compiled": self.compiled,
         }
+
+    def _check_counted(self) -> None:
+        """Raise :class:`RuntimeError` if the numbers of the last step are not counted: a bug."""
+        if not self.is_counted:
+            raise RuntimeError(f"the numbers of step {self.step} are not counted yet")
 
     def restore(self, stored: JsonObject) -> None:
         """Go on from what ``state.json`` of a checkpoint stores.

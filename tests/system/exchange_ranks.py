@@ -16,6 +16,7 @@ from torch.distributed import GradBucket
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import StepTotals
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
@@ -59,7 +60,7 @@ def weights_after(accelerator: Accelerator, watched: bool) -> torch.Tensor:
 def gradient(engine: Engine, step: int) -> torch.Tensor:
     """Return the gradient of one step's rows, the same on each rank; the weights stay."""
     engine.model.zero_grad()
-    engine.forward_backward(batches_of(engine, step), torch.tensor(96))
+    engine.forward_backward(batches_of(engine, step), StepTotals(torch.tensor([96, 96, 0])))
     return flat(p.grad for p in engine.model.parameters())
 
 

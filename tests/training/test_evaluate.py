@@ -86,7 +86,8 @@ class Counted(Objective):
     uses_prepass_in_eval = True
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
-        assert {count.dtype for count in totals} == {torch.int64}
+        counts = (totals.target_tokens, totals.denominator, totals.stop_votes)
+        assert {count.dtype for count in counts} == {torch.int64}
         assert engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches) == 10
         return {"tokens": totals.target_tokens, "denominator": totals.denominator}
 
