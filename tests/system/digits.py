@@ -20,16 +20,20 @@ from tests.launching import (
     GPT,
     PREFERENCE,
     PYTHON,
+    ROOT,
     SMALL_LLAMA,
     TINY,
     begin,
     metrics,
+    read_json,
     torchrun,
     wait,
     write_chats,
     write_pairs,
     write_text,
 )
+
+POISONED = str(ROOT / "tests" / "system" / "poisoned_gpt.py")
 
 Digits: TypeAlias = dict[str, dict[str, Any]]  # name of a run -> metric or checkpoint -> values
 
@@ -51,11 +55,12 @@ RENAMED: dict[str, str] = {}
 
 
 class Command(NamedTuple):
-    """How a run is started."""
+    """How a run is started, and with which status it ends."""
 
     launcher: list[str]
     recipe: list[str]
     environment: dict[str, str] | None = None
+    exit_status: int = 0
 
 
 def commands(folder: Path) -> dict[str, Command]:
@@ -83,6 +88,7 @@ def commands(folder: Path) -> dict[str, Command]:
     preference = [PREFERENCE, "--from_config", "llama", *SMALL_LLAMA, *often, *pairs]
     preference += ["--chat_template", "chatml", "--block_size", "64", "--learning_rate", "1e-2"]
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    poisoned = [POISONED, *TINY, "--max_steps", "9", "--dataset", text, *often]
 
     def resume(name: str) -> list[str]:
         return ["--resume_from_checkpoint", str(runs / name / "checkpoints" / "step-00000003")]
@@ -112,6 +118,15 @@ def commands(folder: Path) -> dict[str, Command]:
         "dpo": Command(torchrun(2), [*preference, "--loss_type", "sigmoid"]),
         "kto": Command(torchrun(2), [*preference, "--loss_type", "kto"]),
         "reward": Command(PYTHON, [*preference, "--loss_type", "reward", "--optim", "adamw"]),
+        **{
+            f"NaN in three steps, {optimizer}, {allowed} allowed": Command(
+                PYTHON,
+                [*poisoned, "--optim", optimizer, "--skip_nonfinite", str(allowed)],
+                exit_status=0 if allowed == 5 else 1,
+            )
+            for optimizer in ("adamw", "muon")
+            for allowed in (0, 1, 5)
+        },
         "resumed": Command(PYTHON, [*with_dropout, *resume("dropout")]),
         "three processes, resumed": Command(
             torchrun(3), [*twelve_rows, *resume("three processes")]
@@ -150,7 +165,7 @@ def measure(tree: Path, folder: Path) -> Digits:
         words = [*command.launcher, *command.recipe, "--output_dir", str(run)]
         ended = wait(begin(words, {**environment, **(command.environment or {})}, tree))
         output = f"{ended.out[-2000:]}\n{ended.err[-2000:]}"
-        assert ended.status == 0, f"{name}: status {ended.status}\n{output}"
+        assert ended.status == command.exit_status, f"{name}: status {ended.status}\n{output}"
         digits[name] = digits_of(run)
     return digits
 
@@ -164,9 +179,14 @@ def digits_of(run: Path) -> dict[str, Any]:
             if name in METRICS:
                 digits[name][str(line["step"])] = value
 
+    status = read_json(run / "status.json")
+    digits["end"] = {name: status.get(name) for name in ("state", "reason")}
+
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     assert checkpoints, f"{run} has no checkpoint"
     for checkpoint in checkpoints:
+        state = read_json(checkpoint / "state.json")
+        digits[f"{checkpoint.name}/counts"] = {name: state[name] for name in ("tokens", "skipped")}
         for path in sorted(checkpoint.rglob("*.safetensors")):
             file = str(path.relative_to(checkpoint))
             digits[f"{checkpoint.name}/{RENAMED.get(file, file)}"] = tensors_digest(path)
