@@ -1,4 +1,7 @@
-"""Numbers of the device that the host reads later, without waiting for what was launched since."""
+"""Numbers that the device computes now and the host reads later.
+
+Reading them does not wait for kernels that were launched after them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +16,7 @@ class DeviceNumbers:
     is copied when it is read.
 
     Args:
-        values: a tensor, which nobody changes.
+        values: a tensor. It must not be changed before it is read.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -115,6 +115,19 @@ TABLE = [
         "torch 2.13",
         "empty shards get distinct addresses, by which Accelerate tells parameters apart",
     ),
+    # --- torch: optimizers
+    PrivateName(
+        "_optimizer_step_pre_hooks",
+        ("torch.optim.Optimizer",),
+        "torch 2.13",
+        "an optimizer with hooks must not be called if its step is skipped",
+    ),
+    PrivateName(
+        "_optimizer_step_post_hooks",
+        ("torch.optim.Optimizer",),
+        "torch 2.13",
+        "an optimizer with hooks must not be called if its step is skipped",
+    ),
     # --- torch: tensors
     PrivateName(
         "torch._softmax_backward_data",

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from llmtrain.device_numbers import DeviceScalars
+
 
 class StepNumbers(NamedTuple):
     """The numbers of a step, on the host."""
@@ -35,11 +37,13 @@ class StepResult:
         sums: see the attribute.
         extra: see the attribute.
         is_skipped: see the attribute.
-        read_numbers: waits for the device, and returns the numbers.
+        scalars: ``grad_norm``, ``target_tokens``, ``denominator`` and ``stop_votes``, on their way
+            to the host.
 
     Attributes:
         sums: this rank's sums over its micro-batches.
-        extra: what the objective's ``prepass`` returned.
+        extra: what the objective's ``prepass`` returned. In :meth:`Callback.on_step_result`, it may
+            have scalars only.
         is_skipped: bool scalar on the device: whether the step changed nothing, because its
             gradient is not finite.
     """
@@ -49,25 +53,37 @@ class StepResult:
         sums: LossSums,
         extra: Batch,
         is_skipped: torch.Tensor,
-        read_numbers: Callable[[], StepNumbers],
+        scalars: DeviceScalars,
     ) -> None:
         self.sums = sums
         self.extra = extra
         self.is_skipped = is_skipped
-        self._read_numbers = read_numbers
+        self._scalars = scalars
         self._numbers: StepNumbers | None = None
 
     @property
     def is_read(self) -> bool:
-        """Whether the numbers are on the host, so that reading them does not wait."""
+        """Whether the host has read the numbers."""
         return self._numbers is not None
 
     @property
     def numbers(self) -> StepNumbers:
         """All numbers."""
         if self._numbers is None:
-            self._numbers = self._read_numbers()
+            values = self._scalars.read()
+            self._numbers = StepNumbers(
+                grad_norm=values["grad_norm"],
+                target_tokens=int(values["target_tokens"]),
+                denominator=int(values["denominator"]),
+                should_stop=values["stop_votes"] > 0,
+            )
         return self._numbers
+
+    def free_batches(self) -> None:
+        """Keep only the scalars of ``extra``, so that the next step has the memory of the rest."""
+        self.extra = {
+            name: value for name, value in self.extra.items() if getattr(value, "ndim", 0) == 0
+        }
 
     @property
     def grad_norm(self) -> float:
@@ -148,7 +164,14 @@ class Callback(Part):
     All ranks call the same methods at the same places of the loop. A callback of the user is called
     before those of the loop: what it does at the end of a step is in the log entry, the evaluation
     and the checkpoint of that step.
+
+    Attributes:
+        takes_late_results: whether :meth:`on_step_result` and :meth:`on_log` may be called during
+            the next step, which may already have changed the weights. By default, a callback that
+            has one of these methods is called before the next step, and a GPU waits for it.
     """
+
+    takes_late_results = False
 
     def setup(self, training: Training) -> None:
         """Called once, when the model is in its place and before a checkpoint is restored."""
@@ -174,9 +197,8 @@ class Callback(Part):
     def on_step_result(self, step: int, result: StepResult) -> None:
         """Called when the numbers of a step are on the host, so that reading them does not wait.
 
-        This may be during the next step, but always before the evaluation and the checkpoint of
-        the step. Use it to observe. What steers training, such as a change of a weight of the loss,
-        belongs in :meth:`on_step_end`, which always comes at the same moment.
+        This is after :meth:`on_step_end`, and before the evaluation, the checkpoint and the next
+        step. If the callback has :attr:`takes_late_results`, it may be during the next step.
 
         Args:
             step: steps made, including the step of the result.

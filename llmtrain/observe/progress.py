@@ -39,6 +39,8 @@ class ProgressBar(Callback):
             two lines.
     """
 
+    takes_late_results = True
+
     def __init__(self, shown: bool, step: int, max_steps: int, every_entry: bool = False) -> None:
         self.is_shown = shown
         self.line_seconds = 0 if every_entry else _LINE_SECONDS

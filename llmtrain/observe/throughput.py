@@ -25,24 +25,30 @@ class CountsFlops(Protocol):
 class Throughput(Callback):
     """Counts tokens and positions between two log entries. Time inside :meth:`paused` is left out.
 
+    A step ends when the device has computed it.
+
     Args:
         accelerator: the Accelerator of this run.
         model: the unwrapped model.
     """
 
+    takes_late_results = True
+
     def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         self.flops_per_token = model.flops_per_token() if isinstance(model, CountsFlops) else 0
         self.peak = peak_flops(accelerator) if self.flops_per_token else 0.0
-        self.restart()
+        self._is_on_cpu = accelerator.device.type == "cpu"
+        self.on_train_begin()
 
-    def restart(self) -> None:
+    def on_train_begin(self) -> None:
+        self._restart(at=time.perf_counter())
+
+    def _restart(self, at: float) -> None:
         """Count from 0 again."""
         self.tokens = 0
         self.positions = 0
-        self.started = time.perf_counter()
-
-    def on_train_begin(self) -> None:
-        self.restart()
+        self.started = at
+        self.ended = at  # of the last step
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         """Count the positions of this process.
@@ -51,10 +57,14 @@ class Throughput(Callback):
         unpacked rows do not count.
         """
         self.positions += batch.positions
+        if self._is_on_cpu:
+            self.ended = time.perf_counter()
 
     def on_step_result(self, step: int, result: StepResult) -> None:
         """Count the target tokens of the global batch."""
         self.tokens += result.target_tokens
+        if not self._is_on_cpu:  # the numbers of a step come when the device has computed it
+            self.ended = time.perf_counter()
 
     def read(self, positions: float) -> dict[str, float]:
         """Return ``train/tokens_per_second`` since the last call.
@@ -65,11 +75,11 @@ class Throughput(Callback):
             positions: the mean of :attr:`positions` over all processes, which trim unpacked rows to
                 different lengths.
         """
-        seconds = max(time.perf_counter() - self.started, 1e-9)
+        seconds = max(self.ended - self.started, 1e-9)
         metrics = {"train/tokens_per_second": self.tokens / seconds}
         if self.peak:
             metrics["train/mfu"] = positions / seconds * self.flops_per_token / self.peak
-        self.restart()
+        self._restart(at=self.ended)
         return metrics
 
     @contextlib.contextmanager

@@ -248,6 +248,7 @@ class CheckStates(LoopCallback):
         if self._is_checked or not math.isfinite(result.grad_norm):
             return
         self._is_checked = True
+        self.loop_context.settle()  # callbacks may keep states of their results
         compare_states(flat_states(self.run, self.loop_context.optimizer_state))
 
 

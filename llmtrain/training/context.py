@@ -1,17 +1,18 @@
 """What the callbacks of the training loop work with, and their base class."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.json_types import JsonObject
@@ -25,21 +26,18 @@ from llmtrain.training.run_state import write_model
 from llmtrain.training.skipped_steps import count_if_skipped
 
 
-@dataclass
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """The last step, whose numbers the host may not have read yet.
 
     Attributes:
         step: steps made, including this one.
         rows: int64 [rows], the rows of this rank; see :class:`LocalBatch`.
         result: the result of the step.
-        is_counted: whether its numbers are counted in the run.
     """
 
     step: int
     rows: torch.Tensor
     result: StepResult
-    is_counted: bool = False
 
 
 @dataclass
@@ -74,21 +72,20 @@ class LoopContext:
         """The state of the optimizer. First use it before a checkpoint is restored."""
         return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
 
-    def count_step(self) -> None:
+    def count_numbers(self) -> None:
         """Wait for the numbers of the last step, and count them in the run.
 
         Raises:
             UserError: if the step was skipped, and no more steps may be.
         """
         launched = self.launched
-        if launched is None or launched.is_counted:
+        if launched is None or self.run.status.is_counted:
             return
         self.engine.phases.begin("norm")
         numbers = launched.result.numbers
         count_if_skipped(self.run, self.engine, launched.step, launched.rows, numbers.grad_norm)
-        self.run.status.count_step(numbers.target_tokens)
+        self.run.status.count_numbers(numbers.target_tokens)
         self.should_stop = numbers.should_stop
-        launched.is_counted = True
         self.engine.phases.begin("other")
 
     def settle(self) -> None:
@@ -103,31 +100,50 @@ class LoopContext:
         launched = self.launched
         if launched is None:
             return
-        self.count_step()
+        self.count_numbers()
         self.launched = None
         for callback in self.callbacks:
             callback.on_step_result(launched.step, launched.result)
 
     def settle_after_failure(self) -> None:
-        """Count the last step if it was made, although something has failed since.
+        """Settle the last step if it was made, although something has failed since.
 
-        Other ranks may be gone, so this asks them nothing. With several ranks, callbacks are not
-        called, because theirs might.
+        Other ranks may be gone, so this waits for none of them and asks them nothing.
+
+        Raises:
+            UserError: if the step was skipped, and no more steps may be. That is the reason to
+                show, rather than what has failed since.
         """
-        launched = self.launched
-        if launched is None:
+        if self.launched is None:
             return
-        with contextlib.suppress(Exception):  # the first error is the one to show
-            if not math.isfinite(launched.result.grad_norm):
-                return
+        try:
             if self.engine.ranks.world_size == 1:
                 self.settle()
-            else:
-                self.count_step()
+            elif self._is_settled_alone(self.launched.result):
+                self.callbacks = [item for item in self.callbacks if item.takes_late_results]
+                self.settle()
+        except UserError:
+            raise
+        except Exception:  # the first error is the one to show
+            return
 
-    def settles_after(self, info: StepInfo) -> bool:
-        """Return whether something needs the numbers of a step before the next one."""
-        return self.is_replay or self.evaluates_after(info) or self.saves_after(info)
+    def _is_settled_alone(self, result: StepResult) -> bool:
+        """Return whether this rank can settle a step without other ranks.
+
+        On a GPU, numbers of other ranks may still be missing in the log entry.
+        """
+        return self.engine.device.type == "cpu" and math.isfinite(result.grad_norm)
+
+    def settles_at_once(self, info: StepInfo) -> bool:
+        """Return whether something needs the result of a step before the next one."""
+        if self.is_replay or self.evaluates_after(info) or self.saves_after(info):
+            return True
+        is_logged = info.is_due(self.run.settings.log.logging_steps)
+        return any(
+            _has_own(callback, "on_step_result") or (is_logged and _has_own(callback, "on_log"))
+            for callback in self.callbacks
+            if not callback.takes_late_results
+        )
 
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""
@@ -188,6 +204,11 @@ class LoopContext:
         return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
 
 
+def _has_own(callback: Callback, method: str) -> bool:
+    """Return whether a callback has a method of its own, instead of the one that does nothing."""
+    return getattr(type(callback), method) is not getattr(Callback, method)
+
+
 class TrainingView:
     """What a callback of the user may use: see :class:`llmtrain.interfaces.callback.Training`."""
 
@@ -225,12 +246,14 @@ class TrainingView:
         return has_all_steps and not self._context.is_replay
 
     def write_model(self, folder: Path) -> None:
-        self._context.count_step()
+        self._context.count_numbers()
         write_model(self._context.run, self._context.engine, folder)
 
 
 class LoopCallback(Callback):
     """A callback of the loop's own, which works with its context."""
+
+    takes_late_results = True
 
     def __init__(self, context: LoopContext) -> None:
         self.loop_context = context

@@ -18,16 +18,24 @@ _TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer takes ``found_inf``.
 
-    A class of this package says so with the attribute ``skips_on_device``. A subclass has to say it
-    again, because its own step may do more than the step that it inherits.
+    A class of this package has the attribute ``skips_on_device``. A subclass needs its own, because
+    its step may do more than the step that it inherits. For the same reason, an optimizer with
+    hooks does not qualify: they would run although the step is skipped.
     """
     kind = type(optimizer)
+    if _has_step_hooks(optimizer):
+        return False
     if kind in _TORCH_OPTIMIZERS:
         return all(group["fused"] for group in optimizer.param_groups)
     if "skips_on_device" not in vars(kind):
         return False
     skips: bool = optimizer.skips_on_device  # type: ignore[attr-defined]
     return skips
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether functions are called before or after each step of an optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def _make_steps(context: LoopContext) -> Generator[None]:
                 yield
                 if info.should_stop or context.run.patience.is_over:
                     return
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             context.settle_after_failure()
             raise
 
@@ -149,8 +149,8 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     """Make one step, and call the callbacks before and after it.
 
     The device may still compute the step when this returns. The host is at most one step ahead: it
-    reads the numbers of a step after it has launched the next one, or earlier if a callback needs
-    the state of the run.
+    reads the numbers of a step after it has launched the next one, or at once if something needs
+    them.
     """
     run = context.run
     engine = context.engine
@@ -174,22 +174,25 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
         stop_requested=any(votes),
     )
     # The same on all ranks. Later, a callback may read the numbers on one rank only.
-    reads_late = not result.is_read
+    is_read = result.is_read
 
     context.settle()  # the step before this one
-    run.status.begin_counting_step()
+    run.status.count_step()
     context.launched = LaunchedStep(step=run.step, rows=local_batch.rows, result=result)
     info = StepInfo(step=run.step, is_last=run.step == settings.optim.max_steps, should_stop=False)
-    if not reads_late or context.settles_after(info):
-        context.count_step()
+    settles_at_once = is_read or context.settles_at_once(info)
+    if settles_at_once:
+        context.count_numbers()
     info = info._replace(should_stop=_should_stop(context, asked=any(votes)))
     _reserve_step(context, time.monotonic() - start)
 
     engine.phases.begin("other", run.step)
     for callback in callbacks:
         callback.on_step_end(local_batch, result, info)
-    if not reads_late or info.is_last or info.should_stop:
+    if settles_at_once or info.should_stop:
         context.settle()
+    else:
+        result.free_batches()
     return info
 
 
@@ -209,9 +212,12 @@ def _should_stop(context: LoopContext, asked: bool) -> bool:
 
 
 def _reserve_step(context: LoopContext, seconds: float) -> None:
-    """Reserve time for the step after the one in which a rank votes to stop."""
-    ranks_vote_late = context.engine.ranks.world_size > 1
-    if ranks_vote_late and context.engine.phases.has_dropped_first_step:
+    """Reserve time for one more step after the step in which a rank votes to stop.
+
+    Other ranks learn of the vote one step later, and a GPU may still compute the step before.
+    """
+    is_late = context.engine.ranks.world_size > 1 or context.engine.device.type != "cpu"
+    if is_late and context.engine.phases.has_dropped_first_step:
         context.run.deadline.reserve("step", seconds)
 
 

@@ -65,12 +65,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices that have a gradient."""
+        found_inf = found_inf_of(self)
+        skip = None if found_inf is None else found_inf > 0
+
         # The batch whose results the ranks are sending.
         in_flight: _PendingUpdate | None = None
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for matrices in batches_of(with_gradient):
-                update = self._begin(matrices, group)
+                update = self._begin(matrices, group, skip)
                 # While the ranks send these results, apply the previous batch.
                 if in_flight is not None:
                     in_flight.finish()
@@ -81,9 +84,19 @@ class Muon(torch.optim.Optimizer):
         if in_flight is not None:
             in_flight.finish()
 
-    def _begin(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> "_PendingUpdate":
-        """Compute the orthogonal momenta of a batch of matrices, or begin to gather them."""
-        momenta = torch.stack([self._wide_momentum(p, group["momentum"]) for p in matrices])
+    def _begin(
+        self, matrices: list[nn.Parameter], group: dict[str, Any], skip: torch.Tensor | None
+    ) -> "_PendingUpdate":
+        """Compute the orthogonal momenta of a batch of matrices, or begin to gather them.
+
+        Args:
+            matrices: parameters of one shape.
+            group: their group.
+            skip: a boolean scalar: whether nothing is changed; ``None`` if it always is.
+        """
+        if skip is not None:
+            skip = skip.to(matrices[0].device)
+        momenta = torch.stack([self._wide_momentum(p, group["momentum"], skip) for p in matrices])
         momenta = momenta.to(group["dtype"] or momenta.dtype)
         results, work = self._orthogonal(momenta)
         return _PendingUpdate(
@@ -95,7 +108,7 @@ class Muon(torch.optim.Optimizer):
             },
             results=results,
             work=work,
-            skip=self._skip(matrices[0].device),
+            skip=skip,
         )
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
@@ -121,11 +134,15 @@ class Muon(torch.optim.Optimizer):
         shares = list(torch.split(results, share))
         return results, dist.all_gather(shares, own_results, async_op=True)
 
-    def _wide_momentum(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+    def _wide_momentum(
+        self, p: nn.Parameter, momentum: float, skip: torch.Tensor | None
+    ) -> torch.Tensor:
         """Update the momentum of a matrix and return the full one, transposed if it is tall."""
-        return _wide(full_tensor(self._nesterov(p, momentum)))
+        return _wide(full_tensor(self._nesterov(p, momentum, skip)))
 
-    def _nesterov(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
+    def _nesterov(
+        self, p: nn.Parameter, momentum: float, skip: torch.Tensor | None
+    ) -> torch.Tensor:
         """Update the momentum of a matrix and return the Nesterov momentum."""
         assert p.grad is not None
         gradient = p.grad.to(torch.promote_types(p.dtype, torch.float32))
@@ -136,13 +153,8 @@ class Muon(torch.optim.Optimizer):
         buffer = self.state[p]["momentum_buffer"]
         # `lerp` computes the same result, but takes five times as long on a CPU.
         new_buffer = buffer.mul(momentum).add_(gradient, alpha=1 - momentum)
-        assign(local_shard(buffer), local_shard(new_buffer), self._skip(p.device))
+        assign(local_shard(buffer), local_shard(new_buffer), skip)
         return gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum)
-
-    def _skip(self, device: torch.device) -> torch.Tensor | None:
-        """Return a boolean scalar that is true if this step changes nothing."""
-        found_inf = found_inf_of(self)
-        return None if found_inf is None else found_inf.to(device) > 0
 
 
 @dataclass

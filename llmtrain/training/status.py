@@ -62,13 +62,13 @@ class RunStatus:
         """The loss of the last evaluation."""
         return None if self.last_eval is None else self.last_eval.metrics["eval/loss"]
 
-    def begin_counting_step(self) -> None:
+    def count_step(self) -> None:
         """Count a step that was made, before its numbers are read."""
         self._check_counted()
         self.step += 1
         self.is_counted = False
 
-    def count_step(self, target_tokens: int) -> None:
+    def count_numbers(self, target_tokens: int) -> None:
         """Count the numbers of the last step."""
         self.is_counted = True
         self.tokens += target_tokens

@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.callback import StepNumbers, StepResult
+from llmtrain.interfaces.callback import StepResult
 from llmtrain.parallel.engine import Engine
 from llmtrain.shipped import shipped_config
 from llmtrain.training.device_skip import can_skip_on_device, skipped_on_device
@@ -58,7 +58,7 @@ def train_step(
         sums=sums,
         extra=extra,
         is_skipped=is_skipped,
-        read_numbers=lambda: _read(scalars),
+        scalars=scalars,
     )
 
     if skips_on_device(engine, optimizer):
@@ -89,17 +89,6 @@ def skips_on_device(engine: Engine, optimizer: AcceleratedOptimizer) -> bool:
     if engine.device.type == "mps":
         return False
     return can_skip_on_device(optimizer.optimizer)
-
-
-def _read(scalars: DeviceScalars) -> StepNumbers:
-    """Wait for the numbers of a step."""
-    values = scalars.read()
-    return StepNumbers(
-        grad_norm=values["grad_norm"],
-        target_tokens=int(values["target_tokens"]),
-        denominator=int(values["denominator"]),
-        should_stop=values["stop_votes"] > 0,
-    )
 
 
 def _step_optimizer(

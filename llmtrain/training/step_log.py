@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from llmtrain.device_numbers import DeviceScalars
-from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.stragglers import Stragglers
@@ -50,7 +50,8 @@ class Logging(LoopCallback):
         self._record_if_a_rank_is_late(by_rank.phase_seconds)
 
         metrics = self.engine.objective.metrics(
-            measurements.metric_sums.read(), {**result.extra, **measurements.extra.read_tensors()}
+            measurements.metric_sums.read(),
+            {**measurements.extra, **measurements.extra_scalars.read_tensors()},
         )
         entry = {
             "train/loss": float(scalars["loss_sum"] / max(result.denominator, 1)),
@@ -68,7 +69,7 @@ class Logging(LoopCallback):
         self.loop_context.log(entry)
 
     def _measure(self, batch: LocalBatch, result: StepResult) -> "_Measurements":
-        """Measure what the log entry of this step has, without waiting for the device.
+        """Measure the values of a log entry, without waiting for the device.
 
         One all-reduce carries all sums.
         """
@@ -86,7 +87,8 @@ class Logging(LoopCallback):
                 {"loss_sum": loss_sum, "weight_norm": self.engine.weight_norm()}, device
             ),
             metric_sums=DeviceScalars(dict(zip(metrics, metric_sums, strict=True)), device),
-            extra=DeviceScalars(extra_scalars, device),
+            extra=result.extra,
+            extra_scalars=DeviceScalars(extra_scalars, device),
             read_by_rank=self._start_gathering(batch),
             rates=self.run.rates.logged(),
             syncs=None if self.syncs is None else self.syncs.count,
@@ -130,11 +132,12 @@ class Logging(LoopCallback):
 
 
 class _Measurements(NamedTuple):
-    """What the log entry of a step has, which may be on its way to the host."""
+    """Values for the log entry of a step, some of them on their way to the host."""
 
     scalars: DeviceScalars  # the summed loss of the global batch, and the norm of the weights
     metric_sums: DeviceScalars  # over the global batch
-    extra: DeviceScalars  # what the loss depended on besides the micro-batch, if it is a scalar
+    extra: Batch  # what the objective's `prepass` returned
+    extra_scalars: DeviceScalars  # the scalars of that
     read_by_rank: Callable[[], dict[str, list[float]]]  # numbers of all ranks by name
     rates: JsonObject  # the learning rates
     syncs: int | None  # the syncs of gradients, if they are counted

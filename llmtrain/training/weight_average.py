@@ -45,6 +45,8 @@ class WeightAverage(Callback):
         UserError: if not exactly one of ``decay`` and ``tail`` is given, or if it is out of range.
     """
 
+    takes_late_results = True
+
     def __init__(
         self, decay: float | None = None, tail: float | None = None, folder: str | None = None
     ) -> None:

@@ -5,18 +5,21 @@ the host read the norm before each step.
 """
 
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.callback import StepInfo, StepNumbers, StepResult
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
 from llmtrain.training.adamw import EightBitAdamW
@@ -73,13 +76,14 @@ def train_poisoned(text_file: Path, tmp_path: Path) -> Train:
         name: str,
         nan_steps: tuple[int, ...] = NAN_STEPS,
         callbacks: tuple[lt.Callback, ...] = (),
+        logging_steps: int = 1,
         **optim: Any,
     ) -> tuple[Run, PoisonAt]:
         settings = dataclasses.replace(
             SETTINGS,
             data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
-            optim=lt.OptimConfig(max_steps=STEPS, **{"optim": "adamw", **optim}),
-            log=lt.LogConfig(logging_steps=1, log_rows=True),
+            optim=lt.OptimConfig(**{"max_steps": STEPS, "optim": "adamw", **optim}),
+            log=lt.LogConfig(logging_steps=logging_steps, log_rows=True),
             run=dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name)),
         )
         rows = lt.tokenize(settings.data, 16)
@@ -185,7 +189,7 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
     train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    read = step._read
+    numbers = StepResult.numbers.fget
     objective_loss = Poison.loss
 
     def loss(self: Poison, *arguments: Any) -> lt.LossSums:
@@ -193,8 +197,13 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
             calls.append("forward")
         return objective_loss(self, *arguments)
 
+    def recorded_numbers(result: StepResult) -> StepNumbers:
+        if not result.is_read:
+            calls.append("read")
+        return numbers(result)
+
     monkeypatch.setattr(Poison, "loss", loss)
-    monkeypatch.setattr(step, "_read", lambda scalars: calls.append("read") or read(scalars))
+    monkeypatch.setattr(StepResult, "numbers", property(recorded_numbers))
     train_poisoned("late", nan_steps=())
 
     # Steps 4, 8 and 12 are evaluated and saved. The check of states looks at the first step.
@@ -207,13 +216,13 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
 def test_a_save_before_the_numbers_of_the_last_step_are_counted_is_an_error(
     train_poisoned: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    count_step = LoopContext.count_step
+    count_numbers = LoopContext.count_numbers
 
     def forget_step_4(context: LoopContext) -> None:
         if context.run.step != 4:
-            count_step(context)
+            count_numbers(context)
 
-    monkeypatch.setattr(LoopContext, "count_step", forget_step_4)
+    monkeypatch.setattr(LoopContext, "count_numbers", forget_step_4)
     with pytest.raises(RuntimeError, match="the numbers of step 4 are not counted yet"):
         train_poisoned("run", nan_steps=())
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -339,8 +348,154 @@ def test_only_optimizers_that_are_known_to_skip_do_so_on_the_device() -> None:
     assert not can_skip_on_device(torch.optim.SGD([matrix], lr=0.1, momentum=0.9, fused=True))
 
 
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_an_optimizer_with_hooks_is_not_called_for_a_step_that_is_skipped(register: str) -> None:
+    matrix = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = torch.optim.AdamW([matrix], fused=True)
+    handle = getattr(optimizer, register)(lambda *_: None)
+    assert not can_skip_on_device(optimizer)
+    handle.remove()
+    assert can_skip_on_device(optimizer)
+
+
+class Records(lt.Callback):
+    """Records when it is called."""
+
+    fingerprint = None
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def setup(self, training: Any) -> None:
+        self.training = training
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.calls.append(("begin", self.training.step + 1))
+
+
+class RecordsResults(Records):
+    """Wants the result of each step."""
+
+    def on_step_result(self, step: int, result: StepResult) -> None:
+        self.calls.append(("result", step))
+
+
+class RecordsLog(Records):
+    """Wants each log entry, and writes the model when it comes."""
+
+    def on_log(self, step: int, metrics: Any) -> None:
+        self.calls.append(("log", step))
+        if step == 5:
+            self.training.write_model(self.training.folder / "model-5")
+
+
+class RecordsLate(RecordsResults):
+    """Takes the result of a step during the next one."""
+
+    takes_late_results = True
+
+
+def test_a_callback_gets_the_result_of_a_step_before_the_next_one(train_poisoned: Train) -> None:
+    records = RecordsResults()
+    train_poisoned("run", nan_steps=(), callbacks=(records,))
+    expected = [(call, step) for step in range(1, STEPS + 1) for call in ("begin", "result")]
+    assert records.calls == expected
+
+
+def test_a_callback_may_take_the_results_late(train_poisoned: Train) -> None:
+    records = RecordsLate()
+    train_poisoned("run", nan_steps=(), callbacks=(records,))
+    calls = records.calls
+    assert calls.index(("begin", 3)) < calls.index(("result", 2)) < calls.index(("begin", 4))
+
+
+def test_a_callback_gets_the_log_entry_of_a_step_while_the_model_has_its_weights(
+    train_poisoned: Train,
+) -> None:
+    """Otherwise, what it decides would depend on where the run is saved or evaluated."""
+
+    class KeepsWeights(lt.Callback):
+        fingerprint = None
+
+        def setup(self, training: Any) -> None:
+            self.model = training.model
+
+        def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+            if info.step == 5:
+                self.weights = {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    records = RecordsLog()
+    keeps_weights = KeepsWeights()
+    run, _ = train_poisoned("run", nan_steps=(), callbacks=(records, keeps_weights))
+
+    calls = records.calls
+    for step_number in range(1, STEPS):
+        assert calls.index(("log", step_number)) < calls.index(("begin", step_number + 1))
+    written = load_file(run.folder / "model-5" / "model.safetensors")
+    assert all(torch.equal(written[name], keeps_weights.weights[name]) for name in written)
+
+
+def test_a_state_that_a_result_changes_is_checked_after_the_first_step(
+    train_poisoned: Train,
+) -> None:
+    class KeepsAFunction(lt.Callback):
+        fingerprint = None
+        takes_late_results = True
+        state: object = 0.0
+
+        def state_dict(self) -> dict[str, object]:
+            return {"state": self.state}
+
+        def on_step_result(self, step: int, result: StepResult) -> None:
+            self.state = len
+
+    with pytest.raises(UserError, match="KeepsAFunction"):
+        train_poisoned("run", nan_steps=(), callbacks=(KeepsAFunction(),), max_steps=1000)
+
+
+def test_memory_of_the_prepass_is_free_in_the_next_step(
+    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the logits of a teacher, which may be as large as the batch allows."""
+    logits: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def prepass(objective: object, engine: object, batches: object, totals: object) -> Batch:
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in logits))
+        tensor = torch.zeros(4)
+        logits.append(weakref.ref(tensor))
+        return {"logits": tensor, "scale": torch.ones(())}
+
+    monkeypatch.setattr(Poison, "prepass", prepass)
+    train_poisoned("run", nan_steps=(), logging_steps=1000)
+    assert alive == [0] * STEPS
+
+
+def test_a_step_too_many_is_the_reason_even_if_a_callback_fails_because_of_it(
+    train_poisoned: Train,
+) -> None:
+    class FailsToo(lt.Callback):
+        fingerprint = None
+
+        def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+            if not torch.isfinite(result.sums.loss):
+                raise CrashError
+
+    with pytest.raises(UserError, match=r"step 2 was skipped: .* its rows are"):
+        train_poisoned("run", callbacks=(FailsToo(),))
+
+
+@pytest.mark.parametrize(
+    ("failure", "nan_steps"),
+    [(CrashError, ()), (CrashError, (7,)), (KeyboardInterrupt, ())],
+    ids=["crash", "crash after a skipped step", "Ctrl-C"],
+)
 def test_what_was_made_before_a_failure_is_counted_and_logged(
-    train_poisoned: Train, tmp_path: Path
+    train_poisoned: Train,
+    tmp_path: Path,
+    failure: type[BaseException],
+    nan_steps: tuple[int, ...],
 ) -> None:
     class Fails(lt.Callback):
         fingerprint = None
@@ -349,9 +504,13 @@ def test_what_was_made_before_a_failure_is_counted_and_logged(
         def on_step_begin(self, batch: LocalBatch) -> None:
             self.steps += 1
             if self.steps == 8:
-                raise CrashError
+                raise failure
 
-    with pytest.raises(CrashError):
-        train_poisoned("run", nan_steps=(), callbacks=(Fails(),))
+    with pytest.raises(failure):
+        train_poisoned("run", nan_steps=nan_steps, callbacks=(Fails(),), skip_nonfinite=1)
+
     assert read_json(tmp_path / "run" / "status.json")["step"] == 7
     assert [*read_lines(tmp_path / "run" / "metrics.jsonl")][-1]["step"] == 7
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    skipped_steps = [event["step"] for event in events if event["kind"] == "skipped"]
+    assert skipped_steps == [*nan_steps]
