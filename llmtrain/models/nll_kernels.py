@@ -52,8 +52,8 @@ LOGIT_LIMITS = {
 # A block of the vocabulary has a multiple of so many tokens, for even matrix products.
 _BLOCK_MULTIPLE = 1024
 
-# Rows of logits that GPUs multiply fast begin at multiples of so many bytes. If those of a
-# vocabulary do not, it is filled up to a multiple of so many tokens.
+# Fast kernels of GPUs need rows of logits that begin at multiples of so many bytes. Otherwise the
+# vocabulary is padded to a multiple of so many tokens.
 _ALIGNMENT_BYTES = 16
 _PADDED_MULTIPLE = 128
 
@@ -187,8 +187,8 @@ def _rows_of_products(hidden: Tensor, vocabulary: int) -> int:
     """Return for how many tokens logits are computed, which is at least the vocabulary.
 
     GPT-2 has 50,257 tokens. A row of as many 16-bit logits is not aligned to 16 bytes, so the fast
-    kernels of a GPU cannot be used for any of the three products. Then there are some more rows of
-    weights, which are zero, and whose logits nobody reads.
+    kernels of a GPU cannot be used for any of the three products. The weight is then padded with
+    rows of zeros, whose logits the loss ignores.
     """
     is_aligned = vocabulary * hidden.element_size() % _ALIGNMENT_BYTES == 0
     if is_aligned or not hidden.is_cuda:

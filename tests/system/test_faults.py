@@ -369,6 +369,37 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
     assert read_json(checkpoints(tmp_path / "b" / "checkpoints")[-1] / "state.json")["skipped"] == 2
 
 
+FAILS_ON_ONE_RANK = """
+import functools, os, sys; sys.path.insert(0, 'recipes')
+import gpt
+import llmtrain as lt
+class Fails(lt.Callback):
+    fingerprint = None
+    def setup(self, training):
+        self.training = training
+    def on_step_begin(self, batch):
+        if self.training.step == 5 and os.environ['RANK'] == '1':
+            raise ValueError('a bug in a callback')
+lt.open_run = functools.partial(lt.open_run, callbacks=[Fails()])
+if __name__ == '__main__': lt.launch(gpt.main)
+"""
+
+
+def test_a_failure_on_one_rank_leaves_the_log_entry_of_the_step_before(
+    text_file: Path, tmp_path: Path
+) -> None:
+    """The numbers of that step are read in the step that fails."""
+    script = tmp_path / "fails_on_one_rank.py"
+    script.write_text(FAILS_ON_ONE_RANK)
+    folder = tmp_path / "run"
+    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
+    ended = run_forked([*torchrun(2), str(script), *flags])
+
+    assert ended.status != 0
+    assert max(series(folder, "train/loss")) == 5
+    assert read_json(folder / "status.json")["step"] == 5
+
+
 FULL = """
 import os, sys, torch; sys.path.insert(0, 'recipes')
 import gpt
