@@ -23,7 +23,17 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
 from tests.data.test_prepare import left_behind
-from tests.data.test_sft import END, ENDED, chat, config, printed, write
+from tests.data.test_sft import (
+    COUNTED,
+    END,
+    ENDED,
+    ONLY_ENDS,
+    chat,
+    config,
+    log_lines,
+    write,
+    write_template,
+)
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
 MAX_LENGTH = 64
@@ -369,15 +379,10 @@ def test_user_messages_inside_an_answer_are_no_targets(tmp_path: Path) -> None:
 
 
 def test_generation_marks_limit_the_targets_and_change_the_data_hash(tmp_path: Path) -> None:
-    marks_answers = tmp_path / "answers.jinja"
-    marks_answers.write_text(ENDED)
-    marks_ends = tmp_path / "ends.jinja"
-    marks_ends.write_text(
-        ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
-    )
+    records = [pair("q", "a", "b")]
 
-    answers = tokenize_records(tmp_path, [pair("q", "a", "b")], chat_template=str(marks_answers))
-    ends = tokenize_records(tmp_path, [pair("q", "a", "b")], chat_template=str(marks_ends))
+    answers = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ENDED))
+    ends = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ONLY_ENDS))
 
     (answer_text,) = pair_texts(answers.train, answers)
     (end_text,) = pair_texts(ends.train, ends)
@@ -875,13 +880,9 @@ def test_a_bad_record_of_a_table_is_an_error_with_its_row(
 def test_an_answer_that_the_template_shows_differently_after_its_prompt_is_bad(
     tmp_path: Path, cache: Path
 ) -> None:
-    template = tmp_path / "counts.jinja"
-    template.write_text(
-        "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
-    )
     path = write(tmp_path / "a.jsonl", pairs(2))
 
-    assert refusal(path, chat_template=str(template)).startswith(
+    assert refusal(path, chat_template=write_template(tmp_path, COUNTED)).startswith(
         f"{path}, line 1: the chat template shows the answer differently from the way it prompts "
         "for it; fix"
     )
@@ -1269,7 +1270,7 @@ def test_the_log_has_two_lines_about_the_audit(
     targets = audit.targets / audit.tokens
     shared = audit.shared_tokens / audit.tokens
     full = (audit.tokens - audit.shared_tokens) / audit.positions
-    assert printed(capsys, "audit") == [
+    assert log_lines(capsys, "audit") == [
         f"{audit.kept} of 60 kept: 30 overlong {outcome} ({lost:.1%} of the tokens), "
         "0 without a difference and 1 bad one left out",
         f"{audit.targets:,} of {audit.tokens:,} tokens are targets ({targets:.1%}), "
@@ -1290,7 +1291,7 @@ def test_the_log_has_a_line_about_eval_pairs_that_are_left_out(
     assert train.overlong + eval.overlong == 30
     assert (train.bad, eval.bad) == (1, 0)
     lost = eval.lost_tokens / (eval.lost_tokens + eval.tokens)
-    assert printed(capsys, "eval") == [
+    assert log_lines(capsys, "eval") == [
         f"{eval.kept} of {eval.examples} kept: {eval.overlong} overlong dropped "
         f"({lost:.1%} of the tokens), 0 without a difference and 0 bad ones left out"
     ]
@@ -1310,7 +1311,7 @@ def test_special_tokens_and_unread_fields_are_counted_and_logged(
 
     assert audit.special_as_text == 2
     assert audit.unread_fields == {"at": 2, "score": 1}
-    assert printed(capsys, "audit")[2:] == [
+    assert log_lines(capsys, "audit")[2:] == [
         "2 special tokens in messages are encoded as text",
         "some messages have fields that are not read here: at (2), score (1); the chat template "
         "gets them",
