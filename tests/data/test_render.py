@@ -973,3 +973,10 @@ def test_a_refusal_by_the_template_is_quoted_in_one_line():
         render(make(unmarked(TEMPLATES["mistral"])), USER, USER, ASSISTANT)
 
     assert str(refused.value) == "the chat template refuses it: user and assistant"
+
+
+def test_an_answer_of_which_the_template_shows_nothing_is_refused():
+    hides_content = CHATML.replace("m.content +", "m.content.replace('b', '') +")
+
+    with pytest.raises(BadRecord, match=r"template shows nothing of message 2 \(assistant\)"):
+        Renderer(make(hides_content))(chat("a", "b"))
