@@ -1,4 +1,4 @@
-"""Chat templates after those of well-known models, and conversations for them."""
+"""Small chat templates and tokenizers, and conversations for them."""
 
 import itertools
 
@@ -9,20 +9,25 @@ from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import TokenSequence
 
+# The special tokens of the templates. One of the last two begins with the other.
 CONTROLS = [
-    *[
-        "<s>",
-        "</s>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-    ],
-    *["<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<▁fin▁>", "<▁fin▁>>"],
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
+    "<▁fin▁>",
+    "<▁fin▁>>",
 ]
 
-# Small templates after those of well-known models. «...» is what the assistant says, a {% generation %} block or not.
+# Short versions of well-known templates. «...» encloses the text of the assistant; see `marked` and
+# `unmarked`.
 TEMPLATES = {
     "chatml": """
 {%- for m in messages -%}
@@ -70,7 +75,7 @@ TEMPLATES = {
     {{- '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}""",
-    # its block takes in the line break too, as some do
+    # Some templates have the line break after a turn in the block, too.
     "zephyr": """
 {%- for m in messages -%}
     {%- if m.role == 'assistant' -%}
@@ -81,6 +86,7 @@ TEMPLATES = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}""",
 }
+# The token that ends a turn in each of them.
 END = {
     "chatml": "<|im_end|>",
     "llama": "<|eot_id|>",
@@ -88,7 +94,8 @@ END = {
     "gemma": "<end_of_turn>",
     "zephyr": "</s>",
 }
-# Reasoning is shown in the turns after the last question alone, and there even where it is empty.
+
+# Shows reasoning only in the turns after the last question, and there even if it is empty.
 QWEN3 = """
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' -%}{%- set ns.last = messages.index(m) -%}{%- endfor -%}
@@ -100,7 +107,8 @@ QWEN3 = """
     {{- m.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-# The generation prompt begins the reasoning, which no finished turn shows.
+
+# The generation prompt begins the reasoning. No finished turn shows it.
 R1 = """
 {{- bos_token -}}
 {%- for m in messages -%}
@@ -109,6 +117,7 @@ R1 = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|><think>\\n' -}}{%- endif -%}"""
 
+# The training text of the tokenizers.
 TEXT = [
     "The answer is yes, and the question is: what is the answer? user assistant model system\n\n"
     * 20
@@ -116,61 +125,61 @@ TEXT = [
 
 
 def unmarked(template: str) -> str:
+    """Return a template without ``{% generation %}`` blocks."""
     return template.replace("«", "").replace("»", "")
 
 
 def marked(template: str) -> str:
+    """Return a template with ``{% generation %}`` blocks around the text of the assistant."""
     return template.replace("«", "{%- generation -%}").replace("»", "{%- endgeneration -%}")
 
 
 def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a chat template. ``spec`` is a value of ``--tokenizer``."""
     backend = tok.train_tokenizer(spec, iter(TEXT), lambda: iter(TEXT))
     backend.add_special_tokens(CONTROLS)
     tokenizer = tok.as_pretrained(backend, block_size=32)
-    tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
     tokenizer.chat_template = template
     return tokenizer
 
 
 def chat(*contents: str) -> Conversation:
-    """User and assistant in turn, the user first."""
+    """Return a conversation with messages of the user and the assistant in turn."""
     roles = ("user", "assistant")
-    return Conversation(
-        [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)], None
-    )
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return Conversation(messages, tools=None)
 
 
-def one(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> TokenSequence:
-    """The one sequence of a conversation of which the template changes nothing."""
+def only_sequence(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> TokenSequence:
+    """Render a conversation that makes one sequence, because no turn changes an earlier one."""
     (sequence,) = Renderer(tokenizer)(conversation).sequences
     return sequence
 
 
-def said(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[str]:
-    """The trained text, a string for each unbroken run of tokens, of all sequences."""
+def target_texts(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[str]:
+    """Render a conversation, and return the text of each unbroken run of target tokens."""
     texts = []
     for sequence in Renderer(tokenizer)(conversation).sequences:
-        runs = itertools.groupby(
-            range(len(sequence.ids)), key=lambda place, of=sequence: of.loss_mask[place]
-        )
-        texts += [
-            tokenizer.decode(sequence.ids[list(places)]) for trained, places in runs if trained
-        ]
+        tokens = zip(sequence.loss_mask.tolist(), sequence.ids.tolist(), strict=True)
+        for is_target, run in itertools.groupby(tokens, key=lambda token: token[0]):
+            if is_target:
+                texts.append(tokenizer.decode([id for _, id in run]))
     return texts
 
 
+USER, ASSISTANT = chat("a", "b").messages
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = {
     "id": "c1",
     "type": "function",
     "function": {"name": "add", "arguments": {"a": 2, "b": [3]}},
 }
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALLING = [
     {"role": "user", "content": "2 + 3?"},
     {"role": "assistant", "content": "", "reasoning_content": "I add.", "tool_calls": [CALL]},
     {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
     {"role": "assistant", "content": "Five."},
 ]
-
-
-USER, ASSISTANT = chat("a", "b").messages

@@ -1,11 +1,11 @@
-"""What a chat template takes and shows is found by trying."""
+"""Chat templates: which ones are accepted, what chatml shows, and which tokens end a turn."""
 
 import json
 
 import numpy as np
 import pytest
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
@@ -23,129 +23,195 @@ from tests.data.chats import (
     chat,
     make,
     marked,
-    one,
-    said,
+    only_sequence,
+    target_texts,
     unmarked,
 )
 
 
-def test_chatml_adds_its_tokens_once():
-    tokenizer = tok.as_pretrained(
-        tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT)), block_size=32
-    )
+def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the tokens at which an answer ends."""
+    ids = TemplateProperties(tokenizer).stop_token_ids
+    return set(tokenizer.convert_ids_to_tokens(ids))
+
+
+# --- chatml
+
+
+@pytest.fixture
+def chatml_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make()
+    set_template(tokenizer, "chatml")
+    return tokenizer
+
+
+def test_chatml_adds_its_two_tokens_once():
+    backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
+    tokenizer = tok.as_pretrained(backend, block_size=32)
     size = len(tokenizer)
-    assert len(set_template(tokenizer, "chatml")) == 2
+
+    new_tokens = set_template(tokenizer, "chatml")
+    assert tokenizer.convert_ids_to_tokens(new_tokens) == ["<|im_start|>", "<|im_end|>"]
+    assert set_template(tokenizer, "chatml") == []
+    assert set_template(tokenizer, None) == []
+
     assert len(tokenizer) == size + 2
-    assert set_template(tokenizer, "chatml") == set_template(tokenizer, None) == []
-    assert (tokenizer.bos_token, tokenizer.eos_token) == (tok.END_OF_TEXT,) * 2
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert TemplateProperties(tokenizer).stop_token_ids == {end, tokenizer.eos_token_id}
-    assert tokenizer.encode("<|im_end|>") == [end]
+    assert len(tokenizer.encode("<|im_end|>")) == 1
 
 
-def test_the_template_and_its_tokens_outlive_saving_and_loading(tmp_path):
-    made = make()
-    set_template(made, "chatml")
-    made.save_pretrained(tmp_path)
+def test_chatml_keeps_bos_and_eos_and_ends_turns_with_its_own_token():
+    backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
+    tokenizer = tok.as_pretrained(backend, block_size=32)
+
+    set_template(tokenizer, "chatml")
+
+    assert tokenizer.bos_token == tok.END_OF_TEXT
+    assert tokenizer.eos_token == tok.END_OF_TEXT
+    assert stop_tokens(tokenizer) == {"<|im_end|>", tok.END_OF_TEXT}
+
+
+def test_a_saved_tokenizer_keeps_the_template_and_its_tokens(tmp_path, chatml_tokenizer):
+    chatml_tokenizer.save_pretrained(tmp_path)
+
     loaded = AutoTokenizer.from_pretrained(tmp_path)
+
     assert set_template(loaded, None) == []
-    assert TemplateProperties(loaded).stop_token_ids == TemplateProperties(made).stop_token_ids
-    np.testing.assert_array_equal(one(loaded, chat("a", "b")).ids, one(made, chat("a", "b")).ids)
-    assert said(loaded, chat("a", "b")) == ["b<|im_end|>"]
+    assert stop_tokens(loaded) == stop_tokens(chatml_tokenizer)
+    ids = only_sequence(loaded, chat("a", "b")).ids
+    np.testing.assert_array_equal(ids, only_sequence(chatml_tokenizer, chat("a", "b")).ids)
+    assert target_texts(loaded, chat("a", "b")) == ["b<|im_end|>"]
 
 
-def test_chatml_shows_tools_calls_and_reasoning():
-    tokenizer = make()
-    set_template(tokenizer, "chatml")
-    rendered = one(tokenizer, Conversation(CALLING, [TOOL, TOOL]))
+def test_chatml_shows_tools_calls_and_reasoning(chatml_tokenizer):
+    conversation = Conversation(CALLING, [TOOL, TOOL])
+
+    sequence = only_sequence(chatml_tokenizer, conversation)
+
     tool = json.dumps(TOOL)
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
-    turns = ["<think>\nI add.\n</think>\n\n" + call + "<|im_end|>", "Five.<|im_end|>"]
-    assert tokenizer.decode(rendered.ids) == (
-        f"<|im_start|>system\n<tools>\n{tool}\n{tool}\n</tools><|im_end|>\n<|im_start|>user\n2 + 3?<|im_end|>\n"
-        f"<|im_start|>assistant\n{turns[0]}\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n{turns[1]}"
+    call = '{"name": "add", "arguments": {"a": 2, "b": [3]}}'
+    first_turn = f"<think>\nI add.\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    second_turn = "Five.<|im_end|>"
+    assert chatml_tokenizer.decode(sequence.ids) == (
+        f"<|im_start|>system\n<tools>\n{tool}\n{tool}\n</tools><|im_end|>\n"
+        "<|im_start|>user\n2 + 3?<|im_end|>\n"
+        f"<|im_start|>assistant\n{first_turn}\n"
+        "<|im_start|>tool\n5<|im_end|>\n"
+        f"<|im_start|>assistant\n{second_turn}"
     )
-    assert said(tokenizer, Conversation(CALLING, [TOOL])) == turns
-    assert (rendered.turns, rendered.ended) == (2, 2)
+    assert target_texts(chatml_tokenizer, conversation) == [first_turn, second_turn]
+    assert sequence.turns == 2
+    assert sequence.ended == 2
 
 
-def test_chatml_writes_a_call_of_either_form_on_lines_of_its_own():
-    tokenizer = make()
-    set_template(tokenizer, "chatml")
-    calls = {"role": "assistant", "content": "So:", "tool_calls": [CALL["function"], CALL]}
-    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
-    assert said(tokenizer, Conversation([USER, calls], None)) == [f"So:{call}{call}<|im_end|>"]
+def test_chatml_shows_each_call_on_its_own_lines_with_or_without_a_function(chatml_tokenizer):
+    answer = {"role": "assistant", "content": "So:", "tool_calls": [CALL["function"], CALL]}
+
+    texts = target_texts(chatml_tokenizer, Conversation([USER, answer], None))
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
+    assert texts == [f"So:\n{call}\n{call}<|im_end|>"]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_chatml_begins_with_bos_where_the_tokenizer_begins_every_text_with_it(adds_bos):
+def test_chatml_begins_with_bos_if_the_tokenizer_adds_it_to_every_text(adds_bos):
     tokenizer = make()
+    bos = tokenizer.bos_token_id
     if adds_bos:
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            "<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+            "<s> $A", special_tokens=[("<s>", bos)]
         )
+
     set_template(tokenizer, "chatml")
-    ids = one(tokenizer, chat("a", "b")).ids.tolist()
-    assert ids.count(tokenizer.bos_token_id) == adds_bos
-    assert (ids[0] == tokenizer.bos_token_id) == adds_bos
+
+    ids = only_sequence(tokenizer, chat("a", "b")).ids.tolist()
+    assert ids.count(bos) == adds_bos
+    assert (ids[0] == bos) == adds_bos
+
+
+# --- other templates
 
 
 def test_a_template_can_be_a_file(tmp_path):
     path = tmp_path / "llama.jinja"
     path.write_text(marked(TEMPLATES["llama"]))
     tokenizer = make(TEMPLATES["chatml"])
+
     assert set_template(tokenizer, str(path)) == []
-    assert said(tokenizer, chat("a", "b")) == ["b<|eot_id|>"]
+
+    assert target_texts(tokenizer, chat("a", "b")) == ["b<|eot_id|>"]
+
+
+def test_a_file_that_does_not_exist_is_an_error(tmp_path):
+    path = tmp_path / "absent.jinja"
+
+    with pytest.raises(UserError) as refused:
+        set_template(make(), str(path))
+
+    reason = "is neither chatml, none nor a readable file ([Errno 2] No such file or directory"
+    assert str(refused.value).startswith(f"--chat_template {path} {reason}")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "neither chatml, none nor a readable file .*No such file"),
-        ("\udcff", "neither chatml, none nor a readable file .*utf-8"),
-        ("{% for m in messages %}", "cannot show .*Unexpected end of template"),
-        ("{{ raise_exception('only\nin German') }}", "cannot show .*refuses it: only"),
-        ("{{ messages.x.y }}", "cannot show .*has no attribute 'x'"),
-        ("Dear assistant,\n", "does not show the content of messages"),
-        ("", "does not show the content of messages"),
+        pytest.param(
+            b"\xff", "is neither chatml, none nor a readable file ('utf-8'", id="not-utf-8"
+        ),
+        pytest.param(b"{% for m in messages %}", "Unexpected end of template", id="no-jinja"),
+        pytest.param(
+            b"{{ raise_exception('only\nin German') }}", "refuses it: only", id="refuses-everything"
+        ),
+        pytest.param(b"{{ messages.x.y }}", "has no attribute 'x'", id="fails"),
+        pytest.param(b"Dear assistant,\n", "does not show the content of messages", id="letter"),
+        pytest.param(b"", "does not show the content of messages", id="empty"),
     ],
 )
 def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, reason):
     path = tmp_path / "template.jinja"
-    if content is not None:
-        path.write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=reason) as caught:
+    path.write_bytes(content)
+
+    with pytest.raises(UserError) as refused:
         set_template(make(), str(path))
-    assert f"--chat_template {path}" in str(caught.value)
-    assert "\n" not in str(caught.value)
+
+    error = str(refused.value)
+    assert error.startswith(f"--chat_template {path} ")
+    assert reason in error
+    assert "\n" not in error
 
 
-def test_a_template_of_the_tokenizer_s_own_that_cannot_show_a_conversation_is_refused():
+def test_an_error_of_the_tokenizers_own_template_says_whose_it_is():
     with pytest.raises(UserError, match="the tokenizer's own chat template cannot show"):
         set_template(make("{{ raise_exception('no') }}"), None)
 
 
+# --- tokens that end a turn
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_ends_a_turn_is_learnt_from_the_template(name):
+def test_the_token_that_ends_a_turn_is_found_in_the_template(name):
     tokenizer = make(unmarked(TEMPLATES[name]))
-    assert set(tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)) == {
-        "</s>",
-        END[name],
-    }
+
+    assert stop_tokens(tokenizer) == {"</s>", END[name]}
 
 
 @pytest.mark.parametrize(
-    "end", ["<|im_end|>", "\n<|im_end|>", " .<|im_end|></s>", "<▁fin▁>>", "<▁fin▁>"]
+    ("text", "end_token"),
+    [
+        pytest.param("<|im_end|>", "<|im_end|>", id="only-a-token"),
+        pytest.param("\\n<|im_end|>", "<|im_end|>", id="after-a-line-break"),
+        pytest.param(" .<|im_end|></s>", "</s>", id="last-of-two"),
+        pytest.param("<▁fin▁>>", "<▁fin▁>>", id="longer-of-two"),
+        pytest.param("<▁fin▁>", "<▁fin▁>", id="shorter-of-two"),
+    ],
 )
-def test_the_end_of_a_turn_is_the_special_token_behind_the_words_or_the_last_of_several(end):
-    tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", end.replace("\n", "\\n")))
+def test_the_last_special_token_after_the_content_ends_a_turn(text, end_token):
+    tokenizer = make(unmarked(TEMPLATES["chatml"]).replace("<|im_end|>", text))
     tokenizer.add_tokens(["\n", " "])
-    wanted = {"</s>", end.strip(" \n.").removeprefix("<|im_end|></s>")} - {""}
-    assert (
-        set(tokenizer.convert_ids_to_tokens(TemplateProperties(tokenizer).stop_token_ids)) == wanted
-    )
+
+    assert stop_tokens(tokenizer) == {"</s>", end_token}
 
 
-def test_a_template_that_ends_no_turn_leaves_eos():
+def test_eos_ends_a_turn_if_the_template_has_no_end_token():
     tokenizer = make("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert TemplateProperties(tokenizer).stop_token_ids == {tokenizer.eos_token_id}
+
+    assert stop_tokens(tokenizer) == {"</s>"}

@@ -1,4 +1,4 @@
-"""Rows of one's own: checked, counted and hashed by their content, and drawn like any others."""
+"""Rows that a recipe makes itself: ``Tokenized.of`` checks, counts and hashes them."""
 
 import datasets
 import numpy as np
@@ -19,92 +19,55 @@ def dataset(**columns: list) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
-def test_rows_are_counted_by_their_trained_labels() -> None:
+# --- counts
+
+
+def test_rows_are_described_by_their_columns_and_the_tokenizer() -> None:
+    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS), TOKENIZER, dataset(input_ids=IDS))
+
+    metadata = rows.metadata
+    assert metadata.task == "text"
+    assert metadata.block_size == 3  # the last token predicts nothing
+    assert rows.vocabulary == metadata.vocabulary == len(TOKENIZER)
+    assert metadata.tokenizer_sha256 == tok.digest(TOKENIZER)
+    assert metadata.train_rows == metadata.eval_rows == 3
+    assert metadata.source_rows == [3]
+    assert (metadata.records, metadata.eval_records) == (6, 3)
+    assert not rows.is_packed
+    assert not rows.in_order
+    assert rows.stop_token_ids == ()
+    assert rows.new_tokens == []
+
+
+def test_target_tokens_are_the_labels_but_not_the_first_of_a_row() -> None:
+    """Nothing predicts the first token of a row."""
+    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS), TOKENIZER, dataset(input_ids=IDS))
+
+    assert rows.metadata.train_tokens == 2 + 3 + 0
+    assert rows.metadata.eval_tokens == 3 * 3
+
+
+def test_eval_bytes_are_those_of_the_targets_text() -> None:
     text = "ü and 漢字"
     (ids,) = TOKENIZER([text])["input_ids"]
-    width = len(ids) + 1
-    train = dataset(
-        input_ids=[[0] * width] * 3,
-        labels=[[7] * width, [7] + [IGNORED] * len(ids), [IGNORED] * width],
-    )
-    rows = Tokenized.of(train, TOKENIZER, dataset(input_ids=[[0, *ids]]))
-    facts = rows.metadata
-    assert (facts.task, facts.block_size, facts.vocabulary) == ("text", len(ids), 257)
-    assert rows.vocabulary == 257
-    assert (facts.train_rows, facts.eval_rows, facts.records, facts.eval_records) == (
-        3,
-        1,
-        4,
-        1,
-    )
-    assert (facts.train_tokens, facts.eval_tokens) == (
-        len(ids),
-        len(ids),
-    )  # a first label is never a target
-    assert facts.eval_bytes == len(text.encode())
-    assert (facts.tokenizer_sha256, facts.source_rows) == (tok.digest(TOKENIZER), [3])
-    assert (rows.is_packed, rows.stop_token_ids, rows.in_order, rows.new_tokens) == (
-        False,
-        (),
-        False,
-        [],
-    )
+
+    rows = Tokenized.of(dataset(input_ids=[[0, *ids]]), TOKENIZER, dataset(input_ids=[[0, *ids]]))
+
+    assert rows.metadata.eval_bytes == len(text.encode())
 
 
-def test_without_held_out_rows_there_are_no_bytes() -> None:
-    rows = Tokenized.of(dataset(input_ids=IDS), TOKENIZER, in_order=True)
+def test_without_eval_rows_all_counts_of_them_are_zero() -> None:
+    rows = Tokenized.of(dataset(input_ids=IDS), TOKENIZER)
+
     assert rows.eval is None
-    assert rows.in_order
-    assert (rows.metadata.eval_rows, rows.metadata.eval_tokens, rows.metadata.eval_bytes) == (
-        0,
-        0,
-        0,
-    )
+    assert rows.metadata.eval_rows == 0
+    assert rows.metadata.eval_tokens == 0
+    assert rows.metadata.eval_bytes == 0
 
 
-def test_the_hash_is_of_the_content_and_not_of_how_it_is_stored() -> None:
-    def sha256(train: datasets.Dataset, held_out: datasets.Dataset | None = None) -> str:
-        return Tokenized.of(train, TOKENIZER, held_out).metadata.data_sha256
-
-    plain = dataset(input_ids=IDS, labels=LABELS)
-    column = datasets.Sequence(datasets.Value("int32"), length=4)
-    features = datasets.Features(input_ids=column, labels=column)
-    parts = datasets.concatenate_datasets(
-        [plain.select([0]).flatten_indices(), plain.select([1, 2]).flatten_indices()]
-    )
-    for same in (
-        plain.cast(features),
-        parts,
-        plain.with_format("numpy"),
-        dataset(input_ids=IDS, labels=LABELS, n=IDS),
-    ):
-        assert sha256(same) == sha256(plain)
-    others = [
-        plain.select([1, 0, 2]),
-        plain.select([0, 1]),
-        dataset(input_ids=IDS),
-        dataset(input_ids=IDS, labels=IDS),
-        dataset(input_ids=IDS, labels=LABELS, position_ids=[[0, 1, 0, 1]] * 3),
-    ]
-    found = {sha256(plain), sha256(plain, plain), *map(sha256, others)}
-    assert len(found) == 2 + len(others)
-
-
-def test_a_selection_is_drawn_as_it_is_selected_and_in_order_where_one_asks() -> None:
-    rows = Tokenized.of(
-        dataset(input_ids=IDS, labels=LABELS).select([2, 0]), TOKENIZER, in_order=True
-    )
-    (local_batch,) = train_loader(rows.train, 2, 2, range(1), None if rows.in_order else 0)
-    assert local_batch.rows.tolist() == [0, 1]
-    assert local_batch.batches[0]["input_ids"].tolist() == [IDS[2], IDS[0]]
-    assert local_batch.batches[0]["labels"].tolist() == [LABELS[2], LABELS[0]]
-    assert [*rows.train] == [{"input_ids": IDS[i], "labels": LABELS[i]} for i in (2, 0)]
-
-
-def test_tokenised_rows_are_rows_too(tmp_path) -> None:
-    made = tokenize(config(write(tmp_path / "a.jsonl", TEXTS * 9), eval_fraction=0.3), 8)
-    rows = Tokenized.of(made.train, made.tokenizer, made.eval)
-    for name in (
+@pytest.mark.parametrize(
+    "name",
+    [
         "block_size",
         "train_rows",
         "eval_rows",
@@ -112,44 +75,117 @@ def test_tokenised_rows_are_rows_too(tmp_path) -> None:
         "eval_tokens",
         "eval_bytes",
         "vocabulary",
-    ):
-        assert getattr(rows.metadata, name) == getattr(made.metadata, name)
-    assert np.array_equal(rows.train[0]["input_ids"], made.train[0]["input_ids"])
+    ],
+)
+def test_rows_that_were_tokenised_have_the_same_counts_as_own_rows(tmp_path, name) -> None:
+    path = write(tmp_path / "a.jsonl", TEXTS * 9)
+    tokenized = tokenize(config(path, eval_fraction=0.3), 8)
+
+    rows = Tokenized.of(tokenized.train, tokenized.tokenizer, tokenized.eval)
+
+    assert getattr(rows.metadata, name) == getattr(tokenized.metadata, name)
+    assert np.array_equal(rows.train[0]["input_ids"], tokenized.train[0]["input_ids"])
+
+
+# --- the data hash
+
+
+def data_hash(train: datasets.Dataset, eval: datasets.Dataset | None = None) -> str:
+    return Tokenized.of(train, TOKENIZER, eval).metadata.data_sha256
+
+
+PLAIN = dataset(input_ids=IDS, labels=LABELS)
+INT32 = datasets.Sequence(datasets.Value("int32"), length=4)
+FIRST_ROW = PLAIN.select([0]).flatten_indices()
+OTHER_ROWS = PLAIN.select([1, 2]).flatten_indices()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(PLAIN.cast(datasets.Features(input_ids=INT32, labels=INT32)), id="int32"),
+        pytest.param(datasets.concatenate_datasets([FIRST_ROW, OTHER_ROWS]), id="two-parts"),
+        pytest.param(PLAIN.with_format("numpy"), id="numpy"),
+        pytest.param(dataset(input_ids=IDS, labels=LABELS, n=IDS), id="unread-column"),
+    ],
+)
+def test_the_data_hash_does_not_depend_on_how_rows_are_stored(rows) -> None:
+    assert data_hash(rows) == data_hash(PLAIN)
+
+
+def test_the_data_hash_depends_on_the_content_of_the_rows() -> None:
+    positions = [[0, 1, 0, 1]] * 3
+    hashes = {
+        "plain": data_hash(PLAIN),
+        "with eval rows": data_hash(PLAIN, PLAIN),
+        "another order": data_hash(PLAIN.select([1, 0, 2])),
+        "fewer rows": data_hash(PLAIN.select([0, 1])),
+        "no labels": data_hash(dataset(input_ids=IDS)),
+        "other labels": data_hash(dataset(input_ids=IDS, labels=IDS)),
+        "positions": data_hash(dataset(input_ids=IDS, labels=LABELS, position_ids=positions)),
+    }
+
+    assert len(set(hashes.values())) == len(hashes), hashes
+
+
+# --- training on them
+
+
+def test_a_selection_keeps_its_order_if_rows_are_drawn_in_order() -> None:
+    selection = PLAIN.select([2, 0])
+
+    rows = Tokenized.of(selection, TOKENIZER, in_order=True)
+
+    assert rows.in_order
+    assert [*rows.train] == [
+        {"input_ids": IDS[2], "labels": LABELS[2]},
+        {"input_ids": IDS[0], "labels": LABELS[0]},
+    ]
+    loader = train_loader(rows.train, global_batch_size=2, micro_batch=2, steps=range(1), seed=None)
+    (global_batch,) = loader
+    assert global_batch.rows.tolist() == [0, 1]
+    (micro_batch,) = global_batch.batches
+    assert micro_batch["input_ids"].tolist() == [IDS[2], IDS[0]]
+    assert micro_batch["labels"].tolist() == [LABELS[2], LABELS[0]]
+
+
+# --- rows that are refused
 
 
 @pytest.mark.parametrize(
     "columns",
     [
-        {"input_ids": [[1, 2, 3], [1, 2]]},
-        {"input_ids": [[1], [1, 2, 3], [1, 2]]},
-        {"input_ids": IDS, "labels": [[1, 2, 3]] * 3},
-        {"input_ids": [[1, 2], None]},
-        {"input_ids": [[1, None], [1, 2]]},
-        {"input_ids": [[1.5, 2.5]]},
-        {"input_ids": ["some text"]},
-        {"input_ids": [1, 2, 3]},
-        {"input_ids": []},
-        {"input_ids": [[]]},
-        {"input_ids": [[1]]},
-        {"text": ["some text"]},
-        {"labels": IDS},
+        pytest.param({"input_ids": [[1, 2, 3], [1, 2]]}, id="two-lengths"),
+        pytest.param({"input_ids": [[1], [1, 2, 3], [1, 2]]}, id="two-lengths-with-an-even-mean"),
+        pytest.param({"input_ids": IDS, "labels": [[1, 2, 3]] * 3}, id="labels-of-another-length"),
+        pytest.param({"input_ids": [[1, 2], None]}, id="null-row"),
+        pytest.param({"input_ids": [[1, None], [1, 2]]}, id="null-token"),
+        pytest.param({"input_ids": [[1.5, 2.5]]}, id="fractions"),
+        pytest.param({"input_ids": ["some text"]}, id="text-as-tokens"),
+        pytest.param({"input_ids": [1, 2, 3]}, id="no-lists"),
+        pytest.param({"input_ids": []}, id="no-rows"),
+        pytest.param({"input_ids": [[]]}, id="empty-row"),
+        pytest.param({"input_ids": [[1]]}, id="nothing-to-predict"),
+        pytest.param({"text": ["some text"]}, id="text"),
+        pytest.param({"labels": IDS}, id="only-labels"),
     ],
-    ids=str,
 )
-def test_columns_that_are_no_rows_are_an_error_of_one_line(columns) -> None:
-    good = dataset(input_ids=IDS)
-    for given in ((dataset(**columns),), (good, dataset(**columns))):
-        with pytest.raises(UserError, match="must be lists of integers, all of one length"):
-            Tokenized.of(given[0], TOKENIZER, *given[1:])
+def test_columns_that_are_no_rows_are_refused(columns) -> None:
+    with pytest.raises(UserError, match="must be lists of integers, all of one length"):
+        Tokenized.of(dataset(**columns), TOKENIZER)
+    with pytest.raises(UserError, match="must be lists of integers, all of one length"):
+        Tokenized.of(dataset(input_ids=IDS), TOKENIZER, dataset(**columns))
 
 
-def test_held_out_rows_of_another_length_are_an_error() -> None:
+def test_eval_rows_of_another_length_are_refused() -> None:
     with pytest.raises(UserError, match="all of one length"):
         Tokenized.of(dataset(input_ids=IDS), TOKENIZER, dataset(input_ids=[[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_a_token_that_the_tokenizer_does_not_have_is_an_error(name: str) -> None:
-    columns = {"input_ids": IDS, "labels": LABELS} | {name: [[0, 1, 257, 2]] * 3}
+def test_a_token_that_the_tokenizer_does_not_have_is_refused(name: str) -> None:
+    columns = {"input_ids": IDS, "labels": LABELS}
+    columns[name] = [[0, 1, 257, 2]] * 3
+
     with pytest.raises(UserError, match=f"{name} holds 257; the tokenizer has 257 tokens"):
         Tokenized.of(dataset(**columns), TOKENIZER)

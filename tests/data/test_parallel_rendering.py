@@ -1,4 +1,4 @@
-"""Conversations that are rendered in several processes are those of one process, in order."""
+"""Rendering in several processes: the results and errors of one process, and no process is left."""
 
 import itertools
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,12 @@ from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, USER, chat, make
 from tests.data.test_shortcuts import assert_same, random_conversation
 from tests.launching import ROOT
+from tests.waiting import wait_until
 
-BAD = chat("a\ud83d", "b")
+PREFERENCE = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+Items = list[tuple[str, Any]]  # the place of each record, and the record
+Processes = list["subprocess.Popen[bytes]"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +40,17 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Processes:
     """The processes that a test starts."""
-    processes: list[Any] = []
-    start = parallel_rendering._start_worker
+    processes: Processes = []
+    start_worker = parallel_rendering._start_worker
 
-    def start_and_keep() -> Any:
-        worker = start()
+    def start_and_remember() -> Any:
+        worker = start_worker()
         processes.append(worker.process)
         return worker
 
-    monkeypatch.setattr(parallel_rendering, "_start_worker", start_and_keep)
+    monkeypatch.setattr(parallel_rendering, "_start_worker", start_and_remember)
     return processes
 
 
@@ -57,117 +60,190 @@ def renderer() -> Renderer:
     return Renderer(tokenizer, only_last_turns=True)
 
 
-def chats(count: int) -> list[tuple[str, Any]]:
+def chats(count: int) -> Items:
     generator = random.Random(count)
     return [(f"line {i}", random_conversation(generator)) for i in range(count)]
 
 
-def compared(result: Rendered | BadRecord) -> Rendered | str:
-    return result if isinstance(result, Rendered) else str(result)
+def assert_same_result(result: Rendered | BadRecord, expected: Rendered | BadRecord) -> None:
+    """Check that two results are equal, or are errors with the same message."""
+    assert type(result) is type(expected)
+    if isinstance(result, BadRecord):
+        assert str(result) == str(expected)
+    else:
+        assert_same(result, expected)
 
 
-def assert_all_ended(processes: list[Any]) -> None:
+def assert_all_ended(processes: Processes) -> None:
+    """Check that neither processes nor the threads that wait for them are left."""
     assert all(process.returncode is not None for process in processes)
     assert not [thread for thread in threading.enumerate() if "rendering" in thread.name]
 
 
-def test_the_results_are_those_of_one_process_in_order(started: list[Any]) -> None:
-    items = [*chats(60), ("bad", BAD), *chats(8)]
-    wanted = list(render_all(renderer(), iter(items), processes=1))
+# --- results
+
+
+def test_several_processes_give_the_results_of_one_in_the_same_order(started: Processes) -> None:
+    bad = chat("a\ud83d", "b")
+    items = [*chats(60), ("bad", bad), ("preference", PREFERENCE), *chats(8)]
+
+    serial = list(render_all(renderer(), iter(items), processes=1))
     assert started == []
-    results = list(render_all(renderer(), iter(items), processes=2))
+    parallel = list(render_all(renderer(), iter(items), processes=2))
     assert len(started) == 2
-    assert [(place, item) for place, item, _ in results] == items
-    for (_, _, result), (_, _, expected) in zip(results, wanted, strict=True):
-        assert type(result) is type(expected)
-        assert_same(compared(result), compared(expected))
-    assert any(isinstance(result, BadRecord) for _, _, result in results)
+
+    assert [(place, item) for place, item, _ in parallel] == items
+    for (_, _, result), (_, _, expected) in zip(parallel, serial, strict=True):
+        assert_same_result(result, expected)
+    _, _, bad_result = parallel[60]
+    assert isinstance(bad_result, BadRecord)
     assert_all_ended(started)
 
 
-@pytest.mark.parametrize(("first", "safe_path"), [(str(ROOT), ""), ("", "1")])
-def test_a_process_uses_the_package_of_the_one_that_started_it(
-    started: list[Any],
+def test_plain_text_is_rendered_in_several_processes_too(started: Processes) -> None:
+    plain_text = PromptCompletionRenderer(make())
+
+    results = list(render_all(plain_text, [("line", PREFERENCE)] * 30, processes=2))
+
+    assert len(started) == 2
+    assert len(results) == 30
+    expected = plain_text(PREFERENCE)
+    for _, _, result in results:
+        assert_same_result(result, expected)
+
+
+@pytest.mark.parametrize("count", [0, 29])
+def test_few_conversations_start_no_process(started: Processes, count: int) -> None:
+    assert len(list(render_all(renderer(), iter(chats(count)), processes=2))) == count
+    assert started == []
+
+
+class CannotBeSent(Renderer):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle this")
+
+
+class CannotBeLoaded(Renderer):
+    def __reduce__(self) -> Any:
+        return int, ("not a renderer",)
+
+
+@pytest.mark.parametrize(
+    ("renderer_type", "process_count"),
+    [
+        pytest.param(CannotBeSent, 0, id="cannot-be-sent"),
+        pytest.param(CannotBeLoaded, 2, id="cannot-be-loaded"),
+    ],
+)
+def test_a_renderer_that_works_in_no_other_process_renders_in_this_one(
+    started: Processes, renderer_type: type[Renderer], process_count: int
+) -> None:
+    bad_renderer = renderer_type(make(QWEN3))
+
+    serial = list(render_all(bad_renderer, iter(chats(40)), processes=1))
+    parallel = list(render_all(bad_renderer, iter(chats(40)), processes=2))
+
+    for (_, _, result), (_, _, expected) in zip(parallel, serial, strict=True):
+        assert_same_result(result, expected)
+    assert len(started) == process_count
+    assert_all_ended(started)
+
+
+@pytest.mark.parametrize(
+    ("first_path", "safe_path"),
+    [
+        pytest.param(str(ROOT), "", id="checkout"),
+        # A notebook has an empty path, which is the working directory.
+        pytest.param("", "1", id="working-directory"),
+    ],
+)
+def test_a_process_imports_the_same_package_as_the_one_that_started_it(
+    started: Processes,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    first: str,
+    first_path: str,
     safe_path: str,
 ) -> None:
-    (tmp_path / "llmtrain").mkdir()
-    (tmp_path / "llmtrain" / "__init__.py").write_text("raise SystemExit('another package')")
-    # An empty path is the working directory, as in a notebook.
-    monkeypatch.chdir(tmp_path if first else ROOT)
-    monkeypatch.setattr(sys, "path", [first, str(tmp_path), *sys.path])
+    wrong_package = tmp_path / "llmtrain"
+    wrong_package.mkdir()
+    (wrong_package / "__init__.py").write_text("raise SystemExit('another package')")
+    working_directory = tmp_path if first_path else ROOT
+    monkeypatch.chdir(working_directory)
+    monkeypatch.setattr(sys, "path", [first_path, str(tmp_path), *sys.path])
     monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
-    assert len(list(render_all(renderer(), iter(chats(40)), processes=2))) == 40
+
+    results = list(render_all(renderer(), iter(chats(40)), processes=2))
+
+    assert len(results) == 40
     assert len(started) == 2
 
 
-def test_few_conversations_start_nothing(started: list[Any]) -> None:
-    assert len(list(render_all(renderer(), iter(chats(29)), processes=2))) == 29
-    assert list(render_all(renderer(), iter([]), processes=2)) == []
-    assert started == []
+# --- errors and interruptions
 
 
-def test_records_of_preference_data_and_plain_text_are_rendered_too(started: list[Any]) -> None:
-    record = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
-    for maker in (renderer(), PromptCompletionRenderer(make())):
-        results = list(render_all(maker, [("line", record)] * 30, processes=2))
-        for _, _, result in results:
-            assert_same(compared(result), maker(record))
-    assert len(started) == 4
+def failing_source(count: int) -> Iterator[tuple[str, Any]]:
+    """Yield some conversations, and raise an error."""
+    yield from chats(count)
+    raise UserError("the next line is not JSON")
+
+
+@pytest.mark.parametrize("count", [10, 40], ids=["before-processes-start", "after-that"])
+def test_an_error_of_the_source_comes_after_the_results_before_it(
+    started: Processes, count: int
+) -> None:
+    results = render_all(renderer(), failing_source(count), processes=2)
+
+    places = [place for place, _, _ in itertools.islice(results, count)]
+    assert places == [f"line {i}" for i in range(count)]
+    with pytest.raises(UserError, match="the next line is not JSON"):
+        next(results)
+    assert len(started) == (2 if count >= 30 else 0)
     assert_all_ended(started)
 
 
-def test_an_error_of_the_source_comes_after_the_results_before_it(started: list[Any]) -> None:
-    def failing(count: int) -> Iterator[tuple[str, Any]]:
-        yield from chats(count)
-        raise UserError("line 40 is not JSON")
+def test_an_error_in_a_process_is_raised_in_this_one(started: Processes) -> None:
+    without_content = Conversation([USER, {"role": "assistant"}], None)
+    items = [*chats(40), ("wrong", without_content), *chats(40)]
 
-    for count in (40, 10):
-        results = render_all(renderer(), failing(count), processes=2)
-        places = [place for place, _, _ in itertools.islice(results, count)]
-        assert places == [f"line {i}" for i in range(count)]
-        with pytest.raises(UserError, match="line 40 is not JSON"):
-            next(results)
-    assert_all_ended(started)
-
-
-def test_an_error_in_a_process_is_raised_here(started: list[Any]) -> None:
-    wrong = Conversation([USER, {"role": "assistant"}], None)  # without content
-    items = [*chats(40), ("wrong", wrong), *chats(40)]
     with pytest.raises(KeyError, match="content"):
-        list(render_all(renderer(), items, processes=1))
+        renderer()(without_content)
     with pytest.raises(KeyError, match="content"):
         list(render_all(renderer(), items, processes=2))
+    assert len(started) == 2
     assert_all_ended(started)
 
 
-def test_a_process_that_is_killed_is_one_line_and_no_hang(started: list[Any]) -> None:
+def test_a_killed_process_is_an_error_of_one_line(started: Processes) -> None:
     results = render_all(renderer(), iter(chats(100)), processes=2)
     next(results)
+
     for process in started:
         os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match=r"has ended \(SIGKILL\).*--dataset_num_proc") as caught:
+
+    with pytest.raises(UserError, match=r"has ended \(SIGKILL\).*--dataset_num_proc") as lost:
         list(results)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(lost.value)
     assert_all_ended(started)
 
 
-def test_a_consumer_that_stops_ends_all_processes(started: list[Any]) -> None:
+def test_a_consumer_that_stops_early_ends_all_processes(started: Processes) -> None:
     results = render_all(renderer(), iter(chats(100)), processes=2)
     next(results)
+
     results.close()
+
+    assert len(started) == 2
     assert_all_ended(started)
 
 
-def test_ctrl_c_ends_all_processes(started: list[Any]) -> None:
-    def interrupted() -> Iterator[tuple[str, Any]]:
+def test_ctrl_c_ends_all_processes(started: Processes) -> None:
+    def interrupted_source() -> Iterator[tuple[str, Any]]:
         yield from chats(100)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(render_all(renderer(), interrupted(), processes=2))
+        list(render_all(renderer(), interrupted_source(), processes=2))
+    assert len(started) == 2
     assert_all_ended(started)
 
 
@@ -176,37 +252,22 @@ SCRIPT = """
 import time
 from llmtrain.data import parallel_rendering
 from tests.data.test_parallel_rendering import chats, renderer
-parallel_rendering.FEWEST_FOR_PROCESSES, parallel_rendering.CHUNK_SIZE = 30, 7
-processes = []
-start = parallel_rendering._start_worker
-def start_and_keep():
-    processes.append(start())
-    return processes[-1]
-parallel_rendering._start_worker = start_and_keep
-results = parallel_rendering.render_all(renderer(), iter(chats(60)), 2)
+
+parallel_rendering.FEWEST_FOR_PROCESSES = 30
+parallel_rendering.CHUNK_SIZE = 7
+start_worker = parallel_rendering._start_worker
+
+def start_and_print():
+    worker = start_worker()
+    print(worker.process.pid, flush=True)
+    return worker
+
+parallel_rendering._start_worker = start_and_print
+results = parallel_rendering.render_all(renderer(), iter(chats(60)), processes=2)
 next(results)
-print(*(worker.process.pid for worker in processes), flush=True)
+print("rendering", flush=True)
 time.sleep(600)
 """
-
-
-def test_the_processes_of_a_script_without_a_main_guard_end_when_it_is_killed(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as script:
-        assert script.stdout is not None
-        ids = [int(word) for word in script.stdout.readline().split()]
-        assert len(ids) == 2
-        assert all(map(is_running, ids))
-        script.kill()
-    deadline = time.monotonic() + 60
-    while any(map(is_running, ids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not any(map(is_running, ids))
 
 
 def is_running(process_id: int) -> bool:
@@ -217,21 +278,21 @@ def is_running(process_id: int) -> bool:
     return True
 
 
-class Unsendable(Renderer):
-    def __reduce__(self) -> Any:
-        raise TypeError("cannot pickle this")
-
-
-class Unloadable(Renderer):
-    def __reduce__(self) -> Any:
-        return int, ("not a renderer",)
-
-
-@pytest.mark.parametrize(("kind", "processes"), [(Unsendable, 0), (Unloadable, 2)])
-def test_a_renderer_that_works_in_no_other_process_is_used_here(
-    started: list[Any], kind: type[Renderer], processes: int
+def test_the_processes_of_a_script_without_a_main_guard_end_if_it_is_killed(
+    tmp_path: Path,
 ) -> None:
-    results = list(render_all(kind(make(QWEN3)), iter(chats(40)), processes=2))
-    assert [place for place, _, _ in results] == [f"line {i}" for i in range(40)]
-    assert len(started) == processes
-    assert_all_ended(started)
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    with subprocess.Popen(
+        [sys.executable, str(path)], stdout=subprocess.PIPE, env=environment, text=True
+    ) as script:
+        assert script.stdout is not None
+        lines = itertools.takewhile(lambda line: line != "rendering\n", script.stdout)
+        process_ids = [int(line) for line in lines]
+        assert len(process_ids) == 2
+        assert all(map(is_running, process_ids))
+        script.kill()
+
+    wait_until(lambda: not any(map(is_running, process_ids)), seconds=60)

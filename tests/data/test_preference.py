@@ -1,4 +1,4 @@
-"""Judged answers -> rows: both go on from their prompt, nothing else is judged, and every pair left out is counted."""
+"""Preference data as rows: the answers, their prompts, what is left out, and the cache."""
 
 import itertools
 import json
@@ -11,20 +11,42 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pytest
 
-from llmtrain.data import prepare as tokenizing
+from llmtrain.data import prepare
 from llmtrain.data.audit import Audit, total_audit
-from llmtrain.data.config import DataConfig, PairConfig
+from llmtrain.data.config import PairConfig
+from llmtrain.data.formats import preference_of
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sources import Fields
 from llmtrain.data.store import TokenRows
+from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
-from tests.data.test_prepare import complaint, left_behind
-from tests.data.test_sft import END, ENDED, chat, config, printed, write
+from tests.data.test_prepare import left_behind
+from tests.data.test_sft import (
+    COUNTED,
+    END,
+    ENDED,
+    ONLY_ENDS,
+    chat,
+    config,
+    log_lines,
+    write,
+    write_template,
+)
 
 Capture: TypeAlias = pytest.CaptureFixture[str]
-BLOCK = 64
-FLAGS = set(PairConfig.__dataclass_fields__)
+MAX_LENGTH = 64
+EOS = "<|endoftext|>"
+
+# A special token cannot be told from text if the message has private-use characters, too.
+AMBIGUOUS = f"{END}\U000f0000"
+HALF_OF_A_SURROGATE_PAIR = "a\ud83d"
+
+for_both_kinds = pytest.mark.parametrize(
+    "unpaired",
+    [pytest.param(False, id="pairs"), pytest.param(True, id="labelled-answers")],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,1097 +56,1398 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pair(prompt: str, chosen: str, rejected: str) -> Fields:
+# --- records
+
+
+def pair(prompt: object, chosen: object, rejected: object) -> Fields:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def example(prompt: str, completion: str, label: object = True) -> Fields:
+def labelled_answer(prompt: object, completion: object, label: object = True) -> Fields:
     return {"prompt": prompt, "completion": completion, "label": label}
 
 
-def said(role: str, content: object) -> Fields:
+def message(role: object, content: object) -> Fields:
     return {"role": role, "content": content}
+
+
+def messages(*contents: str) -> list[Fields]:
+    """Return messages of the user and the assistant in turn."""
+    result: list[Fields] = chat(*contents)["messages"]
+    return result
 
 
 def pairs(count: int, start: int = 0) -> list[Fields]:
     return [pair(f"{i}?", f"{i * i} ü.", f"no {i}") for i in range(start, start + count)]
 
 
-def examples(count: int) -> list[Fields]:
-    return [example(f"{i}?", f"{i * i} ü.", i % 3 > 0) for i in range(count)]
+def labelled_answers(count: int) -> list[Fields]:
+    """Return single answers. The label of every third one is false."""
+    return [labelled_answer(f"{i}?", f"{i * i} ü.", label=i % 3 > 0) for i in range(count)]
 
 
-def flags_for(block_size: int, settings: dict[str, Any]) -> tuple[int, PairConfig]:
-    return block_size, PairConfig(**{name: settings.pop(name) for name in FLAGS & set(settings)})
+def some_records(count: int, unpaired: bool) -> list[Fields]:
+    return labelled_answers(count) if unpaired else pairs(count)
 
 
-def arguments(
-    folder: Path, records: list[Fields], block_size: int = BLOCK, **settings: Any
-) -> tuple[DataConfig, int, PairConfig]:
-    """What :func:`tokenize` takes; a setting finds its way into the dataclass that has it."""
-    block_size, flags = flags_for(block_size, settings)
-    given: DataConfig = config(write(folder / "judged.jsonl", records), **settings)
-    return given, block_size, flags
+# --- tokenizing
 
 
-def tokenize_pairs(
-    folder: Path, records: list[Fields], block_size: int = BLOCK, **settings: Any
+def tokenize_file(
+    path: Path, max_length: int = MAX_LENGTH, unpaired: bool = False, **settings: Any
 ) -> Tokenized:
-    alone = settings.pop("alone", False)
-    data, block_size, flags = arguments(folder, records, block_size, **settings)
-    return tokenize(data, block_size, flags, unpaired=alone)
+    """Tokenize a file. Each setting is a field of ``PairConfig`` or of ``DataConfig``."""
+    pair_settings = {}
+    data_settings = {}
+    for name, value in settings.items():
+        if name in PairConfig.__dataclass_fields__:
+            pair_settings[name] = value
+        else:
+            data_settings[name] = value
+    return tokenize(
+        config(path, **data_settings), max_length, PairConfig(**pair_settings), unpaired=unpaired
+    )
 
 
-def complain(folder: Path, records: list[Fields], **settings: Any) -> str:
-    alone = settings.pop("alone", False)
-    return complaint(*arguments(folder, records, **settings), unpaired=alone)
+def tokenize_records(folder: Path, records: list[Fields], **settings: Any) -> Tokenized:
+    return tokenize_file(write(folder / "preferences.jsonl", records), **settings)
 
 
-def audit_of(made: Tokenized) -> dict[str, int]:
-    assert made.metadata.audit is not None
-    return made.metadata.audit
+def refusal(path: Path, **settings: Any) -> str:
+    """Return the message, of one line, with which a file is refused."""
+    with pytest.raises(UserError) as refused:
+        tokenize_file(path, **settings)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
 
 
-def all_of(rows: TokenRows | None) -> list[dict[str, list[int]]]:
-    return [] if rows is None else [rows[i] for i in range(len(rows))]
+def audit_of(tokenized: Tokenized) -> Audit:
+    """Return the counts of the training data."""
+    assert tokenized.metadata.audit is not None
+    return Audit(**tokenized.metadata.audit)
 
 
-class Answer(NamedTuple):
-    """One answer in a row: the tokens it has there, from which position on, and which are judged."""
+# --- reading rows back
 
-    ids: list[int]
+
+class StoredAnswer(NamedTuple):
+    """An answer in a row.
+
+    Attributes:
+        tokens: the tokens in the row that belong to it.
+        position: the position of the first of these.
+        targets: the tokens among them that are labels.
+    """
+
+    tokens: list[int]
     position: int
-    judged: list[int]
+    targets: list[int]
 
 
-class Found(NamedTuple):
-    """One pair in a row."""
+class StoredPair(NamedTuple):
+    """Two answers in a row."""
 
-    first: Answer
-    second: Answer
-    desirable: bool
+    first: StoredAnswer
+    second: StoredAnswer
+    is_first_desirable: bool
 
     @property
-    def whole(self) -> tuple[list[int], list[int]]:
-        """The tokens that lead to the end of each answer, which positions link to the first's where it is shared."""
+    def sequences(self) -> tuple[list[int], list[int]]:
+        """The tokens up to the end of each answer. The positions tell if a prompt is shared."""
         assert self.first.position == 0
-        return self.first.ids, self.first.ids[: self.second.position] + self.second.ids
+        shared_prompt = self.first.tokens[: self.second.position]
+        return self.first.tokens, shared_prompt + self.second.tokens
 
 
-def found_in(rows: TokenRows | None) -> list[Found]:
-    """Every pair in the rows, read by their columns; checks that nothing else is in them."""
-    found = []
-    for row in all_of(rows):
-        ids, labels, codes = (np.array(row[name]) for name in ("input_ids", "labels", "answers"))
-        positions = np.array(row["position_ids"]) if "position_ids" in row else None
+def stored_answer(row: dict[str, list[int]], number: int) -> StoredAnswer:
+    """Return an answer, given its number in the row, and check that its columns agree."""
+    indices = np.flatnonzero(answer_of(np.array(row["answers"])) == number)
+    section = slice(indices[0], indices[-1] + 1)
+    tokens = row["input_ids"][section]
+    labels = row["labels"][section]
+    assert len(indices) == len(tokens), "the tokens of an answer follow each other"
+    assert labels[0] == IGNORED, "another answer may come before the first token"
+
+    position = 0
+    if "position_ids" in row:
+        positions = row["position_ids"][section]
+        position = positions[0]
+        assert positions == [*range(position, position + len(tokens))]
+
+    targets = [label for label in labels if label != IGNORED]
+    return StoredAnswer(tokens, position, targets)
+
+
+def stored_pairs(rows: TokenRows | None) -> list[StoredPair]:
+    """Return all pairs in the rows, and check that these hold no other labels."""
+    result = []
+    for row in rows or []:
+        ids = np.array(row["input_ids"])
+        labels = np.array(row["labels"])
+        codes = np.array(row["answers"])
         assert (labels[codes < 0] == IGNORED).all()
-        assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
+        assert ((labels == IGNORED) | (labels == ids)).all()
+
         for number in range(pair_of(codes.max()) + 1):
-            answers, desirable = list[Answer](), set[bool]()
-            for which in (0, 1):
-                here = np.flatnonzero(answer_of(codes) == 2 * number + which)
-                assert here.tolist() == [*range(here[0], here[-1] + 1)], "an answer in two pieces"
-                assert labels[here[0]] == IGNORED, (
-                    "the label of a token that another answer comes before"
-                )
-                start = 0 if positions is None else int(positions[here[0]])
-                if positions is not None:
-                    assert positions[here].tolist() == [*range(start, start + len(here))]
-                desirable.add(not is_undesirable(codes[here[0]]))
-                judged = labels[here]
-                answers.append(
-                    Answer(ids[here].tolist(), start, judged[judged != IGNORED].tolist())
-                )
-            assert len(desirable) == 1
-            found.append(Found(answers[0], answers[1], desirable.pop()))
-    return found
+            are_undesirable = is_undesirable(codes[pair_of(codes) == number])
+            assert len(set(are_undesirable)) == 1
+            stored = StoredPair(
+                first=stored_answer(row, 2 * number),
+                second=stored_answer(row, 2 * number + 1),
+                is_first_desirable=not are_undesirable[0],
+            )
+            result.append(stored)
+    return result
 
 
-class Told(NamedTuple):
-    """A pair as text: what the model meets before and with each answer, and what of it is judged."""
+class PairText(NamedTuple):
+    """Two answers as text.
 
-    texts: tuple[str, str]
-    judged: tuple[str, str]
-    desirable: bool
+    Attributes:
+        sequences: each answer after its prompt.
+        targets: the targets of each.
+        is_first_desirable: whether the first answer is desirable.
+    """
+
+    sequences: tuple[str, str]
+    targets: tuple[str, str]
+    is_first_desirable: bool = True
 
 
-def told(rows: TokenRows | None, made: Tokenized) -> list[Told]:
-
-    def decode(ids: list[int]) -> str:
-        return str(made.tokenizer.decode(ids))
-
-    return [
-        Told(
-            (decode(found.whole[0]), decode(found.whole[1])),
-            (decode(found.first.judged), decode(found.second.judged)),
-            found.desirable,
+def pair_texts(rows: TokenRows | None, tokenized: Tokenized) -> list[PairText]:
+    """Return all pairs in the rows as text."""
+    decode = tokenized.tokenizer.decode
+    texts = []
+    for stored in stored_pairs(rows):
+        first_sequence, second_sequence = stored.sequences
+        text = PairText(
+            sequences=(decode(first_sequence), decode(second_sequence)),
+            targets=(decode(stored.first.targets), decode(stored.second.targets)),
+            is_first_desirable=stored.is_first_desirable,
         )
-        for found in found_in(rows)
-    ]
+        texts.append(text)
+    return texts
 
 
-def asked(*messages: Fields) -> str:
-    """The prompt by ChatML."""
-    return (
-        "".join(f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in messages)
-        + "<|im_start|>assistant\n"
+# --- the text that is expected
+
+
+def chatml_prompt(messages: list[Fields]) -> str:
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in messages]
+    return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def answers_after(
+    prompt: list[Fields], first: str, second: str, is_first_desirable: bool = True
+) -> PairText:
+    """Return two answers to some messages, in ChatML."""
+    before = chatml_prompt(prompt)
+    return PairText(
+        sequences=(before + first + END, before + second + END),
+        targets=(first + END, second + END),
+        is_first_desirable=is_first_desirable,
     )
 
 
-def expected(prompt: str, first: str, second: str, desirable: bool = True) -> Told:
-    before, answers = asked(said("user", prompt)), (first + END, second + END)
-    return Told((before + answers[0], before + answers[1]), answers, desirable)
+def answers_to(
+    question: object, first: str, second: str, is_first_desirable: bool = True
+) -> PairText:
+    """Return two answers to a question, in ChatML."""
+    prompt = [message("user", question)]
+    return answers_after(prompt, first, second, is_first_desirable)
 
 
-def expected_of(records: list[Fields]) -> list[Told]:
-    """What pairs of texts become; or examples, each beside the answer of the one before, or the last."""
+def expected_texts(records: list[Fields]) -> list[PairText]:
+    """Return the text of pairs, or of labelled answers. All their fields are text."""
     if "chosen" in records[0]:
-        return [expected(r["prompt"], r["chosen"], r["rejected"]) for r in records]
-    return [
-        expected(r["prompt"], r["completion"], records[i - 1]["completion"], r["label"])
-        for i, r in enumerate(records)
+        return [answers_to(r["prompt"], r["chosen"], r["rejected"]) for r in records]
+
+    texts = []
+    for i, record in enumerate(records):
+        previous = records[i - 1]  # the first answer is compared with the last one
+        text = answers_to(
+            record["prompt"],
+            record["completion"],
+            previous["completion"],
+            is_first_desirable=record["label"],
+        )
+        texts.append(text)
+    return texts
+
+
+# --- rows
+
+CONVERSATION = [message("system", "Be short."), *messages("why", "so", "and?")]
+ALIKE_AT_FIRST = pair("q", "begins alike, ends so", "begins alike, ends otherwise")
+
+for_all_rows = pytest.mark.parametrize(
+    ("share_prompts", "packing"),
+    [
+        pytest.param(True, True, id="shared-prompts"),
+        pytest.param(False, True, id="packed"),
+        pytest.param(True, False, id="unpacked-with-share_prompts"),
+        pytest.param(False, False, id="unpacked"),
+    ],
+)
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+@for_all_rows
+def test_the_targets_are_each_answer_and_its_end_token(
+    tmp_path: Path, tokenizer: str, share_prompts: bool, packing: bool
+) -> None:
+    texts = [*pairs(6), ALIKE_AT_FIRST]
+
+    tokenized = tokenize_records(
+        tmp_path,
+        [*texts, pair(CONVERSATION, "first ü", "second")],
+        max_length=150,
+        tokenizer=tokenizer,
+        share_prompts=share_prompts,
+        packing=packing,
+    )
+
+    expected = [*expected_texts(texts), answers_after(CONVERSATION, "first ü", "second")]
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+
+
+@for_all_rows
+def test_the_metadata_describe_the_rows(tmp_path: Path, share_prompts: bool, packing: bool) -> None:
+    tokenized = tokenize_records(tmp_path, pairs(8), share_prompts=share_prompts, packing=packing)
+
+    metadata = tokenized.metadata
+    assert tokenized.is_packed == packing
+    assert metadata.shared == (share_prompts and packing)
+    assert (metadata.train_rows < 8) == packing
+    labels = np.array(tokenized.train.dataset["labels"])
+    assert labels.shape == (metadata.train_rows, 2 * MAX_LENGTH)
+    assert metadata.train_tokens == audit_of(tokenized).targets == (labels != IGNORED).sum()
+    codes = np.array(tokenized.train.dataset["answers"])
+    assert metadata.pairs == pair_of(codes.max()) + 1
+
+
+def test_without_packing_each_answer_has_half_of_a_row(tmp_path: Path) -> None:
+    tokenized = tokenize_records(tmp_path, pairs(4), packing=False)
+
+    second_answers = [row["answers"].index(1) for row in tokenized.train]
+    assert second_answers == [MAX_LENGTH] * 4
+
+
+@for_both_kinds
+def test_a_shared_prompt_is_stored_once_except_for_its_last_token(
+    tmp_path: Path, unpaired: bool
+) -> None:
+    records = some_records(5, unpaired)
+    if not unpaired:
+        records.append(ALIKE_AT_FIRST)
+
+    tokenized = tokenize_records(tmp_path, records, unpaired=unpaired, share_prompts=True)
+
+    prompts = [chatml_prompt([message("user", record["prompt"])]) for record in records]
+    encode = tokenized.tokenizer.encode
+    prompt_ids = [encode(prompt, add_special_tokens=False) for prompt in prompts]
+    for stored in stored_pairs(tokenized.train):
+        prompt = stored.first.tokens[: stored.second.position + 1]
+        assert prompt in prompt_ids
+        assert stored.first.tokens == prompt + stored.first.targets
+        assert stored.second.tokens == prompt[-1:] + stored.second.targets
+
+
+@for_both_kinds
+def test_without_sharing_each_answer_follows_its_own_copy_of_the_prompt(
+    tmp_path: Path, unpaired: bool
+) -> None:
+    tokenized = tokenize_records(
+        tmp_path, some_records(5, unpaired), unpaired=unpaired, share_prompts=False
+    )
+
+    prompts = [chatml_prompt([message("user", f"{i}?")]) for i in range(5)]
+    for stored in stored_pairs(tokenized.train):
+        assert stored.second.position == 0
+        prompt = stored.second.tokens[: -len(stored.second.targets)]
+        assert tokenized.tokenizer.decode(prompt) in prompts
+
+
+def test_user_messages_inside_an_answer_are_no_targets(tmp_path: Path) -> None:
+    turns = [message("assistant", "one"), message("user", "go on"), message("assistant", "two")]
+
+    tokenized = tokenize_records(tmp_path, [pair("q", turns, "no")], max_length=150)
+
+    (text,) = pair_texts(tokenized.train, tokenized)
+    assert text.targets == (f"one{END}two{END}", f"no{END}")
+    assert f"user\ngo on{END}" in text.sequences[0]
+
+
+def test_generation_marks_limit_the_targets_and_change_the_data_hash(tmp_path: Path) -> None:
+    records = [pair("q", "a", "b")]
+
+    answers = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ENDED))
+    ends = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ONLY_ENDS))
+
+    (answer_text,) = pair_texts(answers.train, answers)
+    (end_text,) = pair_texts(ends.train, ends)
+    assert answer_text.targets == (f"a{EOS}", f"b{EOS}")
+    assert end_text.targets == (EOS, EOS)
+    assert end_text.sequences == answer_text.sequences
+    assert end_text.sequences[0].endswith(f"a{EOS}")
+    assert ends.metadata.data_sha256 != answers.metadata.data_sha256
+
+
+def test_the_prompt_of_both_answers_has_the_tools(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    as_list = pair("q", "a", "b") | {"tools": tools}
+    as_json = pair("q", "a", "b") | {"tools": json.dumps(tools)}
+
+    tokenized = tokenize_records(tmp_path, [as_list, as_json], max_length=200)
+
+    first, second = pair_texts(tokenized.train, tokenized)
+    assert first == second
+    assert '"name": "add"' in first.sequences[0]
+    assert '"name": "add"' in first.sequences[1]
+
+
+# --- single answers
+
+
+def test_a_single_answer_is_stored_with_the_answer_of_the_record_before(tmp_path: Path) -> None:
+    records = [
+        labelled_answer("Red?", "Yes."),
+        labelled_answer("Green?", "No.", label=False),
+        labelled_answer("Blue?", "Maybe."),
     ]
 
+    tokenized = tokenize_records(tmp_path, records, unpaired=True)
 
-# --- bad input ---
-
-LONE = "a\ud83d"
-DEEP = json.loads("[" * 50 + "]" * 50)
-BAD_PAIRS: dict[str, tuple[Fields, str]] = {
-    "no prompt beside texts": (
-        {"chosen": "a", "rejected": "b"},
-        "the record has no prompt, so chosen and rejected must be lists",
-    ),
-    "no chosen answer": ({"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text"),
-    "no rejected answer": ({"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text"),
-    "no field at all": ({}, "field 'completion' is None, not text"),
-    "a null prompt": (pair("q", "a", "b") | {"prompt": None}, "the record has no prompt"),
-    "a null answer": (pair("q", "a", "b") | {"rejected": None}, "field 'rejected' is None"),
-    "a number for a prompt": (pair("q", "a", "b") | {"prompt": 3}, "field 'prompt' is 3, not text"),
-    "a number for an answer": (
-        pair("q", "a", "b") | {"chosen": 3.5},
-        "field 'chosen' is 3.5, not text",
-    ),
-    "NaN for an answer": (
-        pair("q", "a", "b") | {"chosen": float("nan")},
-        "field 'chosen' is nan, not text",
-    ),
-    "an object for an answer": (
-        pair("q", "a", "b") | {"chosen": {"text": "a"}},
-        "field 'chosen' is {'text': 'a'}",
-    ),
-    "an empty answer": (pair("q", "", "b"), "chosen: message 1 (assistant) is empty"),
-    "an answer of white space": (pair("q", "a", " \n"), "rejected: message 1 (assistant) is empty"),
-    "identical answers": (pair("q", "a", "a"), "chosen and rejected are the same"),
-    "the same as text and message": (
-        pair("q", "a", "a") | {"rejected": [said("assistant", "a")]},
-        "chosen and rejected are the same",
-    ),
-    "an empty list": (
-        pair("q", "a", "b") | {"chosen": []},
-        "chosen has no assistant message right after the prompt",
-    ),
-    "an empty prompt": (
-        pair("q", "a", "b") | {"prompt": []},
-        "the prompt is empty",
-    ),
-    "lists in lists": (
-        pair("q", "a", "b") | {"chosen": [[said("assistant", "a")]]},
-        "chosen: message 1 is [{'role'",
-    ),
-    "very nested lists": (pair("q", "a", "b") | {"chosen": DEEP}, "chosen: message 1 is [[[[[["),
-    "a text in a list": (
-        pair("q", "a", "b") | {"prompt": ["q"]},
-        "prompt: message 1 is 'q', not an object",
-    ),
-    "a message without a role": (
-        pair("q", "a", "b") | {"chosen": [{"content": "a"}]},
-        "chosen: message 1 has the role None; the known roles are system",
-    ),
-    "an unknown role": (
-        pair("q", "a", "b") | {"prompt": [said("narrator", "q")]},
-        "prompt: message 1 has the role 'narrator'",
-    ),
-    "a role that is a number": (
-        pair("q", "a", "b") | {"prompt": [said(3, "q")]},
-        "message 1 has the role 3",
-    ),  # type: ignore[arg-type]
-    "a message without content": (
-        pair("q", "a", "b") | {"prompt": [{"role": "user"}]},
-        "prompt: message 1 (user): its content is not text",
-    ),
-    "a prompt that an assistant ends": (
-        pair("q", "a", "b") | {"prompt": chat("q", "a")["messages"]},
-        "the prompt ends with an assistant message",
-    ),
-    "an answer of the user's": (
-        pair("q", "a", "b") | {"rejected": [said("user", "b")]},
-        "rejected has no assistant message right after the prompt",
-    ),
-    "conversations without a common prompt": (
-        {"chosen": chat("q", "a")["messages"], "rejected": chat("p", "b")["messages"]},
-        "chosen has no assistant message right after the prompt",
-    ),
-    "conversations that begin with answers": (
-        {"chosen": [said("assistant", "a")], "rejected": [said("assistant", "b")]},
-        "chosen and rejected share no prompt",
-    ),
-    "conversations that end with a question": (
-        {"chosen": chat("q", "a", "r")["messages"], "rejected": chat("q", "a", "s")["messages"]},
-        "chosen has no assistant message right after the prompt",
-    ),
-    "a conversation that the other goes on from": (
-        {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a", "r", "b")["messages"]},
-        "chosen has no assistant message right after the prompt",
-    ),
-    "conversations that are the same": (
-        {"chosen": chat("q", "a")["messages"], "rejected": chat("q", "a")["messages"]},
-        "chosen and rejected are the same",
-    ),
-    "conversations whose last speakers differ": (
-        {
-            "chosen": chat("q", "a")["messages"],
-            "rejected": [*chat("q")["messages"], said("user", "a")],
-        },
-        "rejected has no assistant message right after the prompt",
-    ),
-    "two turns in a row": (
-        pair("q", "a", "b") | {"chosen": [said("assistant", "a"), said("assistant", "c")]},
-        "message 3 (assistant) follows an assistant turn that has ended",
-    ),
-    "a private-use character in the prompt": (
-        pair(f"q{END}\U000f0000", "a", "b"),
-        "a message holds a special token and private-use characters",
-    ),
-    "a private-use character in an answer": (
-        pair("q", "a", f"b{END}\U000f0000"),
-        "a message holds a special token and private-use characters",
-    ),
-    "half a surrogate in the prompt": (
-        pair(LONE, "a", "b"),
-        "message 1 (user) holds half of a surrogate pair",
-    ),
-    "half a surrogate in an answer": (
-        pair("q", LONE, "b"),
-        "message 2 (assistant) holds half of a surrogate pair",
-    ),
-    "an answer of weight 0": (
-        pair("q", "a", "b") | {"chosen": [said("assistant", "a") | {"weight": 0}]},
-        "chosen has a message with weight 0",
-    ),
-    "answers of two kinds": (
-        pair("q", "a", "b") | example("q", "a"),
-        "the record has two answers (chosen, rejected) and a single one (completion, label)",
-    ),
-    "tools that are no list": (
-        pair("q", "a", "b") | {"tools": 3},
-        "field 'tools' is 3, not a list",
-    ),
-    "tools that are no tools": (
-        pair("q", "a", "b") | {"tools": ["x"]},
-        "field 'tools' holds 'x', not an object",
-    ),
-    "an answer alone": (
-        example("q", "a"),
-        "the record has one answer with a label, but this loss compares two answers",
-    ),
-}
-BAD_EXAMPLES: dict[str, tuple[Fields, str]] = {
-    "no label": ({"prompt": "q", "completion": "a"}, "field 'label' is None, not true or false"),
-    "a null label": (example("q", "a", None), "field 'label' is None, not true or false"),
-    "a label in words": (example("q", "a", "yes"), "field 'label' is 'yes', not true or false"),
-    "a number for a label": (example("q", "a", 2), "field 'label' is 2, not true or false"),
-    "NaN for a label": (example("q", "a", float("nan")), "field 'label' is nan, not true or false"),
-    "a list for a label": (example("q", "a", [True]), "field 'label' is [True], not true or false"),
-    "no answer": ({"prompt": "q", "label": True}, "field 'completion' is None, not text"),
-    "an empty completion": (example("q", ""), "completion: message 1 (assistant) is empty"),
-    "no question": ({"completion": "a", "label": True}, "the record has no prompt"),
-    "messages and no question": (
-        {"completion": [said("assistant", "a")], "label": True},
-        "the record has no prompt",
-    ),
-    "a private-use character": (
-        example("q", f"a{END}\U000f0000"),
-        "a message holds a special token and private-use characters",
-    ),
-    "half a surrogate": (
-        example("q", LONE),
-        "message 2 (assistant) holds half of a surrogate pair",
-    ),
-}
-EVERY_BAD_ROW = [
-    pytest.param(bad, what, alone, id=f"{kind}: {name}")
-    for kind, alone, cases in (("pair", False, BAD_PAIRS), ("example", True, BAD_EXAMPLES))
-    for name, (bad, what) in cases.items()
-]
-
-
-@pytest.mark.parametrize(("bad", "what", "alone"), EVERY_BAD_ROW)
-def test_a_bad_row_is_told_in_one_line_with_its_place_or_skipped_and_counted(
-    tmp_path: Path, cache: Path, bad: Fields, what: str, alone: bool
-) -> None:
-    good = examples(4) if alone else pairs(4)
-    for at in (
-        2,
-        4,
-    ):  # in the midst, and last, where its answer would have been the first one's other
-        records = [*good[:at], bad, *good[at:]]
-        said = complain(tmp_path, records, alone=alone, eval_fraction=0.3)
-        assert said.startswith(f"{tmp_path / 'judged.jsonl'}, line {at + 1}: ")
-        assert what in said
-        assert said.endswith("; fix it, or leave such records out with --on_bad_row skip.")
-        assert left_behind(cache) == []
-    made = tokenize_pairs(tmp_path, records, alone=alone, on_bad_row="skip")
-    audit = audit_of(made)
-    assert [audit[name] for name in ("records", "bad", "examples", "kept")] == [5, 1, 4, 4]
-    assert Counter(told(made.train, made)) == Counter(expected_of(good))
-
-
-@pytest.mark.parametrize(
-    "name", ["identical answers", "a null answer", "a private-use character in an answer"]
-)
-@pytest.mark.parametrize(("suffix", "place"), [("parquet", "row 2"), ("csv", "line 4")])
-def test_a_bad_row_of_a_table_is_told_with_its_place(
-    tmp_path: Path, cache: Path, name: str, suffix: str, place: str
-) -> None:
-    bad, what = BAD_PAIRS[name]
-    if name == "a null answer" and suffix == "csv":  # which has none
-        what = "rejected: message 1 (assistant) is empty"
-    path = write(tmp_path / f"a.{suffix}", [*pairs(2), bad, *pairs(2, 2)])
-    assert f"{path}, {place}: {what}" in complaint(config(path), BLOCK, PairConfig())
-    assert left_behind(cache) == []
-
-
-GOOD = "".join(json.dumps(record) + "\n" for record in pairs(3)).encode()
-BAD_FILES: dict[str, tuple[str, bytes, dict[str, Any], str]] = {
-    "a broken line": ("a.jsonl", GOOD + b'{"prompt": "q",\n', {}, "a.jsonl, line 4: not JSON"),
-    "a line that is no object": (
-        "a.jsonl",
-        GOOD + b'["q", "a", "b"]\n',
-        {},
-        'a.jsonl, line 4: \'["q"',
-    ),
-    "bytes that are no UTF-8": (
-        "a.jsonl",
-        GOOD + b'{"prompt": "\xff"}\n',
-        {},
-        "a.jsonl, line 4: byte 0xff",
-    ),
-    "brackets without end": ("a.jsonl", GOOD + b"[" * 99_999, {}, "a.jsonl, line 4: not JSON"),
-    "an empty file": (
-        "a.jsonl",
-        b"",
-        {},
-        "a.jsonl holds no records.",
-    ),
-    "an empty table": (
-        "a.csv",
-        b"prompt,chosen,rejected\n",
-        {},
-        "a.csv holds no records.",
-    ),
-    "no parquet": ("a.parquet", GOOD, {}, "a.parquet is not a parquet file"),
-    "too many columns": (
-        "a.csv",
-        b"prompt,chosen,rejected\nq,a,b,c\n",
-        {},
-        "a.csv, line 2: the line has more fields than the",
-    ),
-    "columns without answers": (
-        "a.csv",
-        b"prompt,text\nq,a\n",
-        {},
-        "a.csv is not preference data: its first record has prompt, text. Records need",
-    ),
-    "columns without the rejected": (
-        "a.csv",
-        b"prompt,chosen\nq,a\n",
-        {},
-        "a.csv is not preference data: its first record has prompt, chosen. Records need",
-    ),
-    "text": (
-        "a.txt",
-        b"some words",
-        {},
-        "a.txt is not preference data: its first record has text. Records need",
-    ),
-    "conversations that nobody judged": (
-        "a.jsonl",
-        json.dumps(chat("q", "a")).encode(),
-        {},
-        "a.jsonl is not preference data: its first record has messages. Records need",
-    ),
-    "labels for a loss that compares two": (
-        "a.jsonl",
-        json.dumps(example("q", "a")).encode(),
-        {},
-        "a.jsonl has single answers with a label, but this loss compares two answers: use --loss_type kto",
-    ),
-    "examples after pairs": (
-        "a.jsonl",
-        GOOD + json.dumps(example("q", "a")).encode(),
-        {},
-        "a.jsonl, line 4: the record has one answer",
-    ),
-    "no good row": (
-        "a.jsonl",
-        json.dumps(pair("q", "a", "a")).encode(),
-        {"on_bad_row": "skip"},
-        "a.jsonl: the only record was skipped: ",
-    ),
-    "no row that can be rendered": (
-        "a.jsonl",
-        json.dumps(pair(LONE, "a", "b")).encode(),
-        {"on_bad_row": "skip"},
-        "a.jsonl: none of 1 record can be compared (0 are overlong, 1 bad, the first one ",
-    ),
-    "answers that are all too long": (
-        "a.jsonl",
-        json.dumps(pair("q", "a" * BLOCK, "b")).encode(),
-        {},
-        f"a.jsonl: the only pair is longer than --max_length {BLOCK}; set --max_length 128, if the model has as many positions, or --overlong truncate.",
-    ),
-    "answers that differ behind the cut": (
-        "a.jsonl",
-        json.dumps(pair("q", "a" * BLOCK + "b", "a" * BLOCK + "c")).encode(),
-        {"overlong": "truncate"},
-        "; --max_length 128 holds 99.5%, 0 bad, 1 without a difference)",
-    ),
-    "letters for tokens": (
-        "a.jsonl",
-        GOOD,
-        {"tokenizer": "char"},
-        "--tokenizer char knows only the characters of the data",
-    ),
-    "no such template": (
-        "a.jsonl",
-        GOOD,
-        {"chat_template": "absent"},
-        "--chat_template absent is neither chatml, none nor a readable file",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_is_one_line_and_leaves_nothing_behind(
-    tmp_path: Path, cache: Path, case: tuple[str, bytes, dict[str, Any], str]
-) -> None:
-    name, content, settings, what = case
-    path, given = tmp_path / name, dict(settings)
-    path.write_bytes(content)
-    block_size, flags = flags_for(BLOCK, given)
-    message = complaint(config(path, **given), block_size, flags)
-    assert what in message
-    assert str(path) in message or path.name not in what
-    assert left_behind(cache) == []
-
-
-def test_an_answer_that_the_template_shows_otherwise_than_it_prompts_for_is_a_bad_row(
-    tmp_path: Path, cache: Path
-) -> None:
-    template = tmp_path / "counted"
-    template.write_text(
-        "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(
+        [
+            answers_to("Red?", "Yes.", "Maybe."),
+            answers_to("Green?", "No.", "Yes.", is_first_desirable=False),
+            answers_to("Blue?", "Maybe.", "No."),
+        ]
     )
-    said = complain(tmp_path, pairs(2), chat_template=str(template))
-    assert (
-        "judged.jsonl, line 1: the chat template shows the answer differently from the way it prompts for it; fix"
-        in said
+
+
+def test_a_pair_is_two_single_answers_if_the_loss_takes_these(tmp_path: Path) -> None:
+    records = [pair("Red?", "Yes.", "What?"), pair("Blue?", "Maybe.", "Go away.")]
+
+    tokenized = tokenize_records(tmp_path, records, unpaired=True)
+
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(
+        [
+            answers_to("Red?", "Yes.", "Maybe."),
+            answers_to("Red?", "What?", "Maybe.", is_first_desirable=False),
+            answers_to("Blue?", "Maybe.", "Yes."),
+            answers_to("Blue?", "Go away.", "Yes.", is_first_desirable=False),
+        ]
     )
-    assert left_behind(cache) == []
+    audit = audit_of(tokenized)
+    assert (audit.records, audit.examples, audit.kept) == (2, 4, 4)
 
 
-# --- formats ---
+def test_a_single_answer_is_compared_with_one_of_its_own_split(tmp_path: Path) -> None:
+    records = labelled_answers(30)
 
-LINES = [("one", "1", "eins"), ("two ü", "2", "zwei 🙂"), ("three", " 3\n", "drei")]
+    tokenized = tokenize_records(tmp_path, records, unpaired=True, eval_fraction=0.3)
+
+    train = pair_texts(tokenized.train, tokenized)
+    eval = pair_texts(tokenized.eval, tokenized)
+    assert len(train) + len(eval) == 30
+    for split in (train, eval):
+        answers = {text.targets[0].removesuffix(END) for text in split}
+        records_of_split = [record for record in records if record["completion"] in answers]
+        assert Counter(split) == Counter(expected_texts(records_of_split))
 
 
-def messages_of(question: str, chosen: str, rejected: str) -> Fields:
+def test_an_answer_that_is_only_compared_with_is_truncated_and_not_overlong(
+    tmp_path: Path,
+) -> None:
+    records = [
+        labelled_answer("p", "short"),
+        labelled_answer("q", "x" * 30),
+        labelled_answer("a longer question", "y"),
+    ]
+    longest = byte_tokens(answers_to("q", "x" * 30, "").sequences[0])
+
+    tokenized = tokenize_records(
+        tmp_path, records, unpaired=True, max_length=len(longest), overlong="error"
+    )
+
+    texts = pair_texts(tokenized.train, tokenized)
+    (truncated,) = [text for text in texts if "longer" in text.sequences[0]]
+    assert len(byte_tokens(truncated.sequences[1])) == len(longest)
+    assert truncated.targets[0] == f"y{END}"
+    assert set(truncated.targets[1]) == {"x"}
+    assert audit_of(tokenized).overlong == 0
+
+
+# --- formats
+
+TEXTS = [("one", "1", "eins"), ("two ü", "2", "zwei 🙂"), ("three", " 3\n", "drei")]
+
+
+def pair_of_messages(question: str, chosen: str, rejected: str) -> Fields:
+    return pair(
+        [message("user", question)],
+        [message("assistant", chosen)],
+        [message("assistant", rejected)],
+    )
+
+
+def pair_of_text_and_messages(question: str, chosen: str, rejected: str) -> Fields:
+    return pair_of_messages(question, chosen, rejected) | {"prompt": question}
+
+
+def pair_of_conversations(question: str, chosen: str, rejected: str) -> Fields:
+    return {"chosen": messages(question, chosen), "rejected": messages(question, rejected)}
+
+
+def pair_of_conversations_and_prompt(question: str, chosen: str, rejected: str) -> Fields:
+    conversations = pair_of_conversations(question, chosen, rejected)
+    return conversations | {"prompt": [message("user", question)]}
+
+
+def pair_of_sharegpt(question: str, chosen: str, rejected: str) -> Fields:
+    human = {"from": "human", "value": question}
     return {
-        "prompt": [said("user", question)],
-        "chosen": [said("assistant", chosen)],
-        "rejected": [said("assistant", rejected)],
+        "chosen": [human, {"from": "gpt", "value": chosen}],
+        "rejected": [human, {"from": "gpt", "value": rejected}],
     }
 
 
-def conversations_of(question: str, chosen: str, rejected: str) -> Fields:
-    return {
-        "chosen": chat(question, chosen)["messages"],
-        "rejected": chat(question, rejected)["messages"],
-    }
+def pair_with_other_columns(question: str, chosen: str, rejected: str) -> Fields:
+    others = {"id": 7, "label": "unread", "tools": None, "score": 0.5}
+    return others | pair(question, chosen, rejected)
 
 
-def repeated_of(question: str, chosen: str, rejected: str) -> Fields:
-    return {"prompt": [said("user", question)], **conversations_of(question, chosen, rejected)}
-
-
-def sharegpt_of(question: str, chosen: str, rejected: str) -> Fields:
-    asks = {"from": "human", "value": question}
-    answers = {"chosen": chosen, "rejected": rejected}
-    return {name: [asks, {"from": "gpt", "value": answer}] for name, answer in answers.items()}
-
-
-def with_more_of(question: str, chosen: str, rejected: str) -> Fields:
-    return {
-        "id": 7,
-        **pair(question, chosen, rejected),
-        "label": "unread",
-        "tools": None,
-        "score": 0.5,
-    }
-
-
-FORMATS = {
+PAIR_FORMATS = {
     "texts": pair,
-    "messages": messages_of,
-    "a text and messages": lambda q, a, b: messages_of(q, a, b) | {"prompt": q},
-    "conversations": conversations_of,
-    "conversations beside their prompt": repeated_of,
-    "shareGPT's conversations": sharegpt_of,
-    "other columns": with_more_of,
+    "messages": pair_of_messages,
+    "text-and-messages": pair_of_text_and_messages,
+    "conversations": pair_of_conversations,
+    "conversations-and-prompt": pair_of_conversations_and_prompt,
+    "sharegpt": pair_of_sharegpt,
+    "other-columns": pair_with_other_columns,
 }
 
 
 @pytest.mark.parametrize(
     ("format", "suffix"),
-    [*itertools.product(FORMATS, ("jsonl", "parquet")), ("texts", "csv"), ("other columns", "csv")],
+    [
+        *itertools.product(PAIR_FORMATS, ("jsonl", "parquet")),
+        ("texts", "csv"),
+        ("other-columns", "csv"),
+    ],
 )
 def test_every_format_of_pairs_gives_the_same_rows(
     tmp_path: Path, capsys: Capture, format: str, suffix: str
 ) -> None:
-    reference = tokenize_pairs(tmp_path, [pair(*line) for line in LINES])
-    assert sorted(told(reference.train, reference)) == sorted(expected(*line) for line in LINES)
-    path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*line) for line in LINES])
-    made = tokenize(config(path), BLOCK, PairConfig())
-    assert all_of(made.train) == all_of(reference.train)
-    assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert (made.metadata.task, made.metadata.records) == ("preferences", 3)
+    as_texts = tokenize_records(tmp_path, [pair(*texts) for texts in TEXTS])
+    records = [PAIR_FORMATS[format](*texts) for texts in TEXTS]
+
+    tokenized = tokenize_file(write(tmp_path / f"other.{suffix}", records))
+
+    expected = [answers_to(*texts) for texts in TEXTS]
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+    assert [*tokenized.train] == [*as_texts.train]
+    assert tokenized.metadata.data_sha256 == as_texts.metadata.data_sha256
+    assert tokenized.metadata.task == "preferences"
+    assert tokenized.metadata.records == 3
     assert "preference training: the records are pairs\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("are_messages", [False, True], ids=["texts", "messages"])
+@pytest.mark.parametrize("label_type", [bool, int, float])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_every_format_of_labelled_answers_gives_the_same_rows(
+    tmp_path: Path, capsys: Capture, suffix: str, label_type: type, are_messages: bool
+) -> None:
+    as_texts = tokenize_records(tmp_path, labelled_answers(5), unpaired=True)
+    records = []
+    for record in labelled_answers(5):
+        if are_messages:
+            record["prompt"] = [message("user", record["prompt"])]
+            record["completion"] = [message("assistant", record["completion"])]
+        records.append(record | {"label": label_type(record["label"])})
+
+    tokenized = tokenize_file(write(tmp_path / f"other.{suffix}", records), unpaired=True)
+
+    expected = expected_texts(labelled_answers(5))
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+    assert [*tokenized.train] == [*as_texts.train]
+    assert tokenized.metadata.data_sha256 == as_texts.metadata.data_sha256
+    out = capsys.readouterr().out
+    assert "preference training: the records are labelled_answers\n" in out
+
+
+@pytest.mark.parametrize("label_type", [bool, int])
+def test_labels_in_csv_are_words_or_digits(tmp_path: Path, label_type: type) -> None:
+    records = labelled_answers(5)
+    labelled = [record | {"label": label_type(record["label"])} for record in records]
+
+    tokenized = tokenize_file(write(tmp_path / "a.csv", labelled), unpaired=True)
+
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(records))
+
+
+# --- bad records
+
+
 @pytest.mark.parametrize(
-    ("suffix", "kind", "whole"),
+    ("record", "reason"),
     [
-        *itertools.product(("jsonl", "parquet"), (bool, int, float), (False, True)),
-        ("csv", bool, False),
-        ("csv", int, False),
+        # Fields that are absent or have the wrong type.
+        pytest.param({}, "field 'completion' is None, not text", id="no-fields"),
+        pytest.param(
+            {"chosen": "a", "rejected": "b"},
+            "the record has no prompt, so chosen and rejected must be lists",
+            id="texts-without-prompt",
+        ),
+        pytest.param(pair(None, "a", "b"), "the record has no prompt", id="null-prompt"),
+        pytest.param(
+            {"prompt": "q", "rejected": "b"}, "field 'chosen' is None, not text", id="no-chosen"
+        ),
+        pytest.param(
+            {"prompt": "q", "chosen": "a"}, "field 'rejected' is None, not text", id="no-rejected"
+        ),
+        pytest.param(pair("q", "a", None), "field 'rejected' is None", id="null-rejected"),
+        pytest.param(pair(3, "a", "b"), "field 'prompt' is 3, not text", id="prompt-is-a-number"),
+        pytest.param(pair("q", 3.5, "b"), "field 'chosen' is 3.5", id="answer-is-a-number"),
+        pytest.param(pair("q", float("nan"), "b"), "field 'chosen' is nan", id="answer-is-nan"),
+        pytest.param(
+            pair("q", {"text": "a"}, "b"),
+            "field 'chosen' is {'text': 'a'}",
+            id="answer-is-an-object",
+        ),
+        pytest.param(
+            pair("q", "a", "b") | {"tools": 3}, "field 'tools' is 3, not a list", id="tools"
+        ),
+        # Lists of messages.
+        pytest.param(
+            pair(["q"], "a", "b"), "prompt: message 1 is 'q', not an object", id="prompt-of-texts"
+        ),
+        pytest.param(
+            pair("q", json.loads("[" * 50 + "]" * 50), "b"),
+            "chosen: message 1 is [[[[[[",
+            id="deeply-nested-answer",
+        ),
+        pytest.param(
+            pair("q", [{"content": "a"}], "b"),
+            "chosen: message 1 has the role None; the known roles are system",
+            id="message-without-role",
+        ),
+        # Prompts.
+        pytest.param(pair([], "a", "b"), "the prompt is empty", id="empty-prompt"),
+        pytest.param(
+            pair(messages("q", "a"), "a", "b"),
+            "the prompt ends with an assistant message",
+            id="prompt-ends-with-an-answer",
+        ),
+        # Answers.
+        pytest.param(
+            pair("q", "", "b"), "chosen: message 1 (assistant) is empty", id="empty-answer"
+        ),
+        pytest.param(
+            pair("q", [], "b"),
+            "chosen has no assistant message right after the prompt",
+            id="answer-without-messages",
+        ),
+        pytest.param(
+            pair("q", "a", [message("user", "b")]),
+            "rejected has no assistant message right after the prompt",
+            id="answer-by-the-user",
+        ),
+        pytest.param(
+            pair("q", [message("assistant", "a") | {"weight": 0}], "b"),
+            "chosen has a message with weight 0",
+            id="answer-with-weight-0",
+        ),
+        pytest.param(pair("q", "a", "a"), "chosen and rejected are the same", id="identical-texts"),
+        pytest.param(
+            pair("q", "a", [message("assistant", "a")]),
+            "chosen and rejected are the same",
+            id="identical-text-and-message",
+        ),
+        pytest.param(
+            pair("q", "a", "b") | labelled_answer("q", "a"),
+            "the record has two answers (chosen, rejected) and a single one (completion, label)",
+            id="pair-and-labelled-answer",
+        ),
+        # Complete conversations.
+        pytest.param(
+            {"chosen": messages("q", "a"), "rejected": messages("q", "a")},
+            "chosen and rejected are the same",
+            id="identical-conversations",
+        ),
+        pytest.param(
+            {"chosen": messages("q", "a"), "rejected": messages("p", "b")},
+            "chosen has no assistant message right after the prompt",
+            id="conversations-with-different-prompts",
+        ),
+        pytest.param(
+            {"chosen": messages("q", "a")[1:], "rejected": messages("q", "b")[1:]},
+            "chosen and rejected share no prompt",
+            id="conversations-without-prompts",
+        ),
+        pytest.param(
+            {"chosen": messages("q", "a", "r"), "rejected": messages("q", "a", "s")},
+            "chosen has no assistant message right after the prompt",
+            id="conversations-end-with-different-questions",
+        ),
+        pytest.param(
+            {"chosen": messages("q", "a"), "rejected": messages("q", "a", "r", "b")},
+            "chosen has no assistant message right after the prompt",
+            id="rejected-continues-chosen",
+        ),
+        pytest.param(
+            {
+                "chosen": messages("q", "a"),
+                "rejected": [message("user", "q"), message("user", "a")],
+            },
+            "rejected has no assistant message right after the prompt",
+            id="conversations-end-with-different-roles",
+        ),
     ],
 )
-def test_every_format_of_examples_gives_the_same_rows(
-    tmp_path: Path, capsys: Capture, suffix: str, whole: bool, kind: type
-) -> None:
-    records = examples(5)
-    reference = tokenize_pairs(tmp_path, records, alone=True)
-    assert Counter(told(reference.train, reference)) == Counter(expected_of(records))
-    for record in records if whole else ():
-        record["prompt"] = [said("user", record["prompt"])]
-        record["completion"] = [said("assistant", record["completion"])]
-    path = write(
-        tmp_path / f"other.{suffix}",
-        [record | {"label": kind(record["label"])} for record in records],
-    )
-    made = tokenize(config(path), BLOCK, PairConfig(), unpaired=True)
-    assert all_of(made.train) == all_of(reference.train)
-    assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert "preference training: the records are labelled_answers\n" in capsys.readouterr().out
+def test_a_record_that_is_no_pair_is_refused(record: Fields, reason: str) -> None:
+    with pytest.raises(BadRecord, match=re.escape(reason)):
+        preference_of(record)
 
 
-# --- what rows hold ---
-
-SYSTEM, SEVERAL = said("system", "Be short."), chat("why", "so", "and?")["messages"]
-LONG_TALK = {"prompt": [SYSTEM, *SEVERAL], "chosen": "first ü", "rejected": "second"}
-COMMON = pair("q", "begins alike, ends so", "begins alike, ends otherwise")
-
-
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize(
-    ("share", "packing"), [(True, True), (False, True), (True, False), (False, False)], ids=str
-)
-def test_what_is_judged_is_each_answer_with_its_end(
-    tmp_path: Path, tokenizer: str, share: bool, packing: bool
-) -> None:
-    records = [*pairs(6), COMMON, LONG_TALK]
-    settings = {"tokenizer": tokenizer, "share_prompts": share, "packing": packing}
-    made = tokenize_pairs(tmp_path, records, 150, **settings)
-    wanted = expected_of(records[:-1])
-    before, answers = asked(SYSTEM, *SEVERAL), (f"first ü{END}", f"second{END}")
-    wanted.append(Told((before + answers[0], before + answers[1]), answers, True))
-    assert Counter(told(made.train, made)) == Counter(wanted)
-    assert (made.is_packed, made.metadata.shared) == (packing, share and packing)
-    assert (made.metadata.train_rows < len(records)) == packing
-    last_pairs = [pair_of(max(row["answers"])) for row in all_of(made.train)]
-    assert made.metadata.pairs == max(last_pairs) + 1
-    labels = np.array(made.train.dataset["labels"])
-    assert labels.shape == (made.metadata.train_rows, 300)
-    assert made.metadata.train_tokens == (labels != IGNORED).sum() == audit_of(made)["targets"]
-    if not packing:  # each answer has half of a row
-        assert all(row["answers"].index(1) == 150 for row in all_of(made.train))
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_both_answers_share_a_prompt_but_for_its_last_token_with_which_each_begins(
-    tmp_path: Path, alone: bool
-) -> None:
-    records = examples(5) if alone else [*pairs(4), COMMON]
-    made, apart = (
-        tokenize_pairs(tmp_path, records, alone=alone, share_prompts=share)
-        for share in (True, False)
-    )
-    encode = made.tokenizer.backend_tokenizer.encode
-    prompts = {tuple(encode(asked(said("user", record["prompt"]))).ids) for record in records}
-    for found in found_in(made.train):
-        prompt = found.first.ids[: found.second.position + 1]
-        assert tuple(prompt) in prompts
-        assert found.second.ids == prompt[-1:] + found.second.judged
-        assert found.first.ids == prompt + found.first.judged
-    for found in found_in(apart.train):
-        assert found.second.position == 0
-        assert tuple(found.second.ids[: -len(found.second.judged)]) in prompts
-    assert Counter(told(made.train, made)) == Counter(told(apart.train, apart))
-
-
-def test_an_answer_of_several_turns_is_judged_but_not_what_others_say_in_it(tmp_path: Path) -> None:
-    turns = [said("assistant", "one"), said("user", "go on"), said("assistant", "two")]
-    made = tokenize_pairs(tmp_path, [{"prompt": "q", "chosen": turns, "rejected": "no"}], 150)
-    (found,) = told(made.train, made)
-    assert found.judged == (f"one{END}two{END}", f"no{END}")
-    assert f"user\ngo on{END}" in found.texts[0]
-
-
-def test_of_what_generation_marks_in_a_template_that_alone_is_judged_and_the_data_hash_tells(
-    tmp_path: Path,
-) -> None:
-    hashes = set()
-    for name, template, judged in [
-        ("whole", ENDED, ("a<|endoftext|>", "b<|endoftext|>")),
-        (
-            "ends",
-            ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}"),
-            None,
+    ("record", "reason"),
+    [
+        pytest.param(
+            {"prompt": "q", "completion": "a"},
+            "field 'label' is None, not true or false",
+            id="no-label",
         ),
-    ]:
-        (tmp_path / name).write_text(template)
-        made = tokenize_pairs(tmp_path, [pair("q", "a", "b")], chat_template=str(tmp_path / name))
-        (found,) = told(made.train, made)
-        assert found.judged == (judged or ("<|endoftext|>", "<|endoftext|>"))
-        assert [text[-len("a<|endoftext|>") :] for text in found.texts] == [
-            "a<|endoftext|>",
-            "b<|endoftext|>",
-        ]
-        hashes.add(made.metadata.data_sha256)
-    assert len(hashes) == 2
+        pytest.param(labelled_answer("q", "a", None), "field 'label' is None", id="null-label"),
+        pytest.param(labelled_answer("q", "a", "yes"), "field 'label' is 'yes'", id="word"),
+        pytest.param(labelled_answer("q", "a", 2), "field 'label' is 2", id="number"),
+        pytest.param(labelled_answer("q", "a", float("nan")), "field 'label' is nan", id="nan"),
+        pytest.param(labelled_answer("q", "a", [True]), "field 'label' is [True]", id="list"),
+        pytest.param(
+            {"prompt": "q", "label": True},
+            "field 'completion' is None, not text",
+            id="no-completion",
+        ),
+        pytest.param(
+            labelled_answer("q", ""),
+            "completion: message 1 (assistant) is empty",
+            id="empty-completion",
+        ),
+        pytest.param(
+            {"completion": "a", "label": True}, "the record has no prompt", id="text-without-prompt"
+        ),
+        pytest.param(
+            {"completion": [message("assistant", "a")], "label": True},
+            "the record has no prompt",
+            id="messages-without-prompt",
+        ),
+    ],
+)
+def test_a_record_that_is_no_labelled_answer_is_refused(record: Fields, reason: str) -> None:
+    with pytest.raises(BadRecord, match=re.escape(reason)):
+        preference_of(record)
 
 
-def test_tools_are_shown_to_both_answers(tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    given = [pair("q", "a", "b") | {"tools": form} for form in (tools, json.dumps(tools))]
-    first, second = told((made := tokenize_pairs(tmp_path, given, 200)).train, made)
-    assert first == second
-    assert all('"name": "add"' in text for text in first.texts)
+bad_records = pytest.mark.parametrize(
+    ("bad", "unpaired", "reason"),
+    [
+        pytest.param(
+            pair("q", "a", "a"),
+            False,
+            "chosen and rejected are the same",
+            id="unreadable-pair",
+        ),
+        pytest.param(
+            pair(f"q{AMBIGUOUS}", "a", "b"),
+            False,
+            "a message holds a special token and private-use characters",
+            id="ambiguous-prompt",
+        ),
+        pytest.param(
+            pair("q", "a", f"b{AMBIGUOUS}"),
+            False,
+            "a message holds a special token and private-use characters",
+            id="ambiguous-answer",
+        ),
+        pytest.param(
+            pair(HALF_OF_A_SURROGATE_PAIR, "a", "b"),
+            False,
+            "message 1 (user) holds half of a surrogate pair",
+            id="surrogate-in-prompt",
+        ),
+        pytest.param(
+            pair("q", HALF_OF_A_SURROGATE_PAIR, "b"),
+            False,
+            "message 2 (assistant) holds half of a surrogate pair",
+            id="surrogate-in-answer",
+        ),
+        pytest.param(
+            pair("q", [message("assistant", "a"), message("assistant", "c")], "b"),
+            False,
+            "message 3 (assistant) follows an assistant turn that has ended",
+            id="two-turns-in-a-row",
+        ),
+        pytest.param(
+            pair("q", "a", "b") | {"tools": ["x"]},
+            False,
+            "field 'tools' holds 'x', not an object",
+            id="tools-of-text",
+        ),
+        pytest.param(
+            labelled_answer("q", "a"),
+            False,
+            "the record has one answer with a label, but this loss compares two answers",
+            id="labelled-answer-among-pairs",
+        ),
+        pytest.param(
+            labelled_answer("q", "a", "yes"),
+            True,
+            "field 'label' is 'yes', not true or false",
+            id="unreadable-labelled-answer",
+        ),
+        pytest.param(
+            labelled_answer("q", f"a{AMBIGUOUS}"),
+            True,
+            "a message holds a special token and private-use characters",
+            id="ambiguous-labelled-answer",
+        ),
+        pytest.param(
+            labelled_answer("q", HALF_OF_A_SURROGATE_PAIR),
+            True,
+            "message 2 (assistant) holds half of a surrogate pair",
+            id="surrogate-in-labelled-answer",
+        ),
+    ],
+)
+# The first labelled answer would be compared with the last one.
+in_two_places = pytest.mark.parametrize(
+    "number", [pytest.param(2, id="in-the-middle"), pytest.param(4, id="last")]
+)
 
 
-# --- answers that are judged alone ---
+@bad_records
+@in_two_places
+def test_a_bad_record_is_an_error_with_its_line(
+    tmp_path: Path, cache: Path, bad: Fields, unpaired: bool, reason: str, number: int
+) -> None:
+    records = some_records(4, unpaired)
+    records.insert(number, bad)
+    path = write(tmp_path / "a.jsonl", records)
+
+    error = refusal(path, unpaired=unpaired, eval_fraction=0.3)
+
+    assert error.startswith(f"{path}, line {number + 1}: {reason}")
+    assert error.endswith("; fix it, or leave such records out with --on_bad_row skip.")
+    assert left_behind(cache) == []
 
 
-def test_an_answer_alone_stands_beside_that_of_the_record_before(tmp_path: Path) -> None:
-    records = examples(7)
-    made = tokenize_pairs(tmp_path, records, alone=True)
-    assert Counter(told(made.train, made)) == Counter(
-        [
-            expected("0?", "0 ü.", "36 ü.", False),
-            *(
-                expected(f"{i}?", f"{i * i} ü.", f"{(i - 1) ** 2} ü.", i % 3 > 0)
-                for i in range(1, 7)
-            ),
-        ]
+@bad_records
+@in_two_places
+def test_a_bad_record_can_be_skipped_and_is_counted(
+    tmp_path: Path, bad: Fields, unpaired: bool, reason: str, number: int
+) -> None:
+    good = some_records(4, unpaired)
+    records = [*good[:number], bad, *good[number:]]
+
+    tokenized = tokenize_records(tmp_path, records, unpaired=unpaired, on_bad_row="skip")
+
+    audit = audit_of(tokenized)
+    assert (audit.records, audit.bad, audit.examples, audit.kept) == (5, 1, 4, 4)
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(good))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "place", "reason"),
+    [
+        pytest.param("parquet", "row 2", "field 'rejected' is None", id="parquet"),
+        # The first line is the header. A CSV file has no null.
+        pytest.param("csv", "line 4", "rejected: message 1 (assistant) is empty", id="csv"),
+    ],
+)
+def test_a_bad_record_of_a_table_is_an_error_with_its_row(
+    tmp_path: Path, cache: Path, suffix: str, place: str, reason: str
+) -> None:
+    records = [*pairs(2), pair("q", "a", None), *pairs(2, start=2)]
+    path = write(tmp_path / f"a.{suffix}", records)
+
+    assert refusal(path).startswith(f"{path}, {place}: {reason}")
+    assert left_behind(cache) == []
+
+
+def test_an_answer_that_the_template_shows_differently_after_its_prompt_is_bad(
+    tmp_path: Path, cache: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", pairs(2))
+
+    assert refusal(path, chat_template=write_template(tmp_path, COUNTED)).startswith(
+        f"{path}, line 1: the chat template shows the answer differently from the way it prompts "
+        "for it; fix"
     )
+    assert left_behind(cache) == []
 
 
-def test_pairs_for_a_loss_of_single_answers_are_two_examples_each(tmp_path: Path) -> None:
-    made = tokenize_pairs(tmp_path, pairs(3), alone=True)
-    wanted = []
-    for i in range(3):
-        other = f"{(i - 1) % 3 * ((i - 1) % 3)} ü."
-        wanted += [
-            expected(f"{i}?", f"{i * i} ü.", other),
-            expected(f"{i}?", f"no {i}", other, False),
-        ]
-    assert Counter(told(made.train, made)) == Counter(wanted)
-    audit = audit_of(made)
-    assert [audit[name] for name in ("records", "examples", "kept")] == [3, 6, 6]
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "reason"),
+    [
+        pytest.param("a.jsonl", "", {}, "a.jsonl holds no records.", id="empty-file"),
+        pytest.param(
+            "a.csv", "prompt,chosen,rejected\n", {}, "a.csv holds no records.", id="empty-table"
+        ),
+        pytest.param(
+            "a.csv",
+            "prompt,text\nq,a\n",
+            {},
+            "a.csv is not preference data: its first record has prompt, text. Records need",
+            id="no-answers",
+        ),
+        pytest.param(
+            "a.csv",
+            "prompt,chosen\nq,a\n",
+            {},
+            "a.csv is not preference data: its first record has prompt, chosen. Records need",
+            id="no-rejected",
+        ),
+        pytest.param(
+            "a.txt",
+            "some words",
+            {},
+            "a.txt is not preference data: its first record has text. Records need",
+            id="text",
+        ),
+        pytest.param(
+            "a.jsonl",
+            json.dumps(chat("q", "a")),
+            {},
+            "a.jsonl is not preference data: its first record has messages. Records need",
+            id="conversations",
+        ),
+        pytest.param(
+            "a.jsonl",
+            json.dumps(labelled_answer("q", "a")),
+            {},
+            "a.jsonl has single answers with a label, but this loss compares two answers: use "
+            "--loss_type kto",
+            id="labelled-answers",
+        ),
+        pytest.param(
+            "a.jsonl",
+            json.dumps(pair("q", "a", "a")),
+            {"on_bad_row": "skip"},
+            "a.jsonl: the only record was skipped: ",
+            id="nothing-readable",
+        ),
+        pytest.param(
+            "a.jsonl",
+            json.dumps(pair(HALF_OF_A_SURROGATE_PAIR, "a", "b")),
+            {"on_bad_row": "skip"},
+            "a.jsonl: none of 1 record can be compared (0 are overlong, 1 bad, the first one ",
+            id="nothing-renderable",
+        ),
+        pytest.param(
+            "a.jsonl",
+            json.dumps(pair("q", "a" * MAX_LENGTH + "b", "a" * MAX_LENGTH + "c")),
+            {"overlong": "truncate"},
+            "; --max_length 128 holds 99.5%, 0 bad, 1 without a difference)",
+            id="nothing-different-after-truncation",
+        ),
+    ],
+)
+def test_a_file_without_usable_preferences_is_an_error(
+    tmp_path: Path, cache: Path, name: str, content: str, settings: dict[str, str], reason: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+
+    error = refusal(path, **settings)
+
+    assert str(path) in error
+    assert reason in error
+    assert left_behind(cache) == []
 
 
-def test_an_answer_alone_and_the_other_are_on_one_side(tmp_path: Path) -> None:
-    records = examples(30)
-    made = tokenize_pairs(tmp_path, records, alone=True, eval_fraction=0.3)
-    sides = [told(made.train, made), told(made.eval, made)]
-    for side in sides:
-        texts = {found.texts[0] for found in side}
-        kept = [
-            record
-            for record in records
-            if expected(record["prompt"], record["completion"], "").texts[0] in texts
-        ]
-        assert Counter(side) == Counter(expected_of(kept))
-    assert sum(map(len, sides)) == 30
+# --- overlong answers
 
 
-def test_only_the_answer_that_is_judged_is_overlong_and_the_other_is_cut(tmp_path: Path) -> None:
-    records = [example("p", "short"), example("q", "x" * 30), example("a longer question", "y")]
-    block_size = len(tokens_of(expected("q", "x" * 30, "").texts[0]))
-    made = tokenize_pairs(tmp_path, records, block_size, alone=True, overlong="error")
-    (cut,) = [found for found in told(made.train, made) if "longer" in found.texts[0]]
-    assert len(tokens_of(cut.texts[1])) == block_size
-    assert cut.judged == (f"y{END}", "x" * len(cut.judged[1]))
-    assert audit_of(made)["overlong"] == 0
+def byte_tokens(text: str) -> list[int | str]:
+    """Return the tokens of a text: its bytes, and the control tokens of ChatML."""
+    tokens: list[int | str] = []
+    for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
+        if piece in ("<|im_start|>", END):
+            tokens.append(piece)
+        else:
+            tokens.extend(piece.encode())
+    return tokens
 
 
-# --- overlong answers ---
+LONG_ANSWER = "x" * 20
+LONG_LENGTH = len(byte_tokens(answers_to("q", LONG_ANSWER, "").sequences[0]))
+with_a_long_answer = pytest.mark.parametrize(
+    "records",
+    [
+        pytest.param([*pairs(1), pair("q", LONG_ANSWER, "b"), *pairs(1, start=1)], id="chosen"),
+        pytest.param([*pairs(1), pair("q", "a", LONG_ANSWER), *pairs(1, start=1)], id="rejected"),
+    ],
+)
 
 
-def tokens_of(text: str) -> list[int | str]:
-    """What the tokenizer ``byte`` makes of it."""
-    pieces = re.split(r"(<\|im_start\|>|<\|im_end\|>)", text)
-    return [
-        token for i, piece in enumerate(pieces) for token in ([piece] if i % 2 else piece.encode())
-    ]
+def without_long_end(texts: tuple[str, str]) -> tuple[str, str]:
+    """Remove the end token after the long answer."""
+    first, second = (text.replace(LONG_ANSWER + END, LONG_ANSWER) for text in texts)
+    return first, second
 
 
-ROOM = len(tokens_of(asked(said("user", "q")))) + len("x" * 20) + 1
-
-
-@pytest.mark.parametrize("longer", ["chosen", "rejected"])
+@with_a_long_answer
 @pytest.mark.parametrize("overlong", ["drop", "truncate", "error"])
-@pytest.mark.parametrize("room", [ROOM, ROOM - 1])
-def test_an_answer_is_overlong_from_one_token_more_than_the_block(
-    tmp_path: Path, cache: Path, longer: str, overlong: str, room: int
+def test_an_answer_of_max_length_tokens_with_its_prompt_fits(
+    tmp_path: Path, records: list[Fields], overlong: str
 ) -> None:
-    big = pair("q", "a", "b") | {longer: "x" * 20}
-    records = [pair("0", "1", "2"), big, pair("3", "4", "5")]
-    if room < ROOM and overlong == "error":
-        said = complain(tmp_path, records, block_size=room, overlong=overlong)
-        assert said == (
-            f"{tmp_path / 'judged.jsonl'}, line 2: an answer with its prompt has {ROOM} tokens, more "
-            f"than --max_length {room} allows; raise it, or set --overlong drop or truncate."
+    tokenized = tokenize_records(tmp_path, records, max_length=LONG_LENGTH, overlong=overlong)
+
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(records))
+    assert audit_of(tokenized).overlong == 0
+
+
+@with_a_long_answer
+def test_a_pair_with_an_overlong_answer_is_dropped(tmp_path: Path, records: list[Fields]) -> None:
+    tokenized = tokenize_records(tmp_path, records, max_length=LONG_LENGTH - 1, overlong="drop")
+
+    expected = expected_texts([records[0], records[2]])
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+    assert audit_of(tokenized).overlong == 1
+
+
+@with_a_long_answer
+def test_an_overlong_answer_is_truncated_by_its_last_token(
+    tmp_path: Path, records: list[Fields]
+) -> None:
+    tokenized = tokenize_records(tmp_path, records, max_length=LONG_LENGTH - 1, overlong="truncate")
+
+    expected = []
+    for text in expected_texts(records):
+        truncated = PairText(
+            sequences=without_long_end(text.sequences), targets=without_long_end(text.targets)
         )
-        assert left_behind(cache) == []
-        return
-    made = tokenize_pairs(tmp_path, records, room, overlong=overlong)
-    by_judged = {found.judged: found.texts for found in told(made.train, made)}
-    wanted = {found.judged: found.texts for found in expected_of(records)}
-    if room < ROOM:
-        first, second = wanted.pop(next(judged for judged in wanted if "xx" in "".join(judged)))
-        if overlong == "truncate":
-            first, second = (
-                text.removesuffix(END) if "xx" in text else text for text in (first, second)
-            )
-            wanted[first.partition("assistant\n")[2], second.partition("assistant\n")[2]] = (
-                first,
-                second,
-            )
-    assert by_judged == wanted
-    assert audit_of(made)["overlong"] == (room < ROOM)
+        expected.append(truncated)
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+    assert audit_of(tokenized).overlong == 1
 
 
-# --- what is held out ---
+@with_a_long_answer
+def test_an_overlong_answer_is_an_error_with_its_line_and_length(
+    tmp_path: Path, cache: Path, records: list[Fields]
+) -> None:
+    path = write(tmp_path / "a.jsonl", records)
 
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("fraction", [0.05, 0.3])
-def test_no_prompt_is_on_both_sides(tmp_path: Path, alone: bool, fraction: float) -> None:
-    makes = example if alone else pair
-    records = [
-        makes(f"{i}?", f"{i} {k}", *([k != 1] if alone else [f"-{i} {k}"]))
-        for k in range(3)
-        for i in range(40)
-    ]
-    for record in records[40:80]:
-        record["prompt"] = [said("user", record["prompt"])]  # the same in another form
-    made = tokenize_pairs(tmp_path, records, alone=alone, eval_fraction=fraction)
-    train, held_out = (
-        Counter(found.texts[0].partition(END)[0] for found in told(rows, made))
-        for rows in (made.train, made.eval)
+    assert refusal(path, max_length=LONG_LENGTH - 1, overlong="error") == (
+        f"{path}, line 2: an answer with its prompt has {LONG_LENGTH} tokens, more than "
+        f"--max_length {LONG_LENGTH - 1} allows; raise it, or set --overlong drop or truncate."
     )
-    assert not set(train) & set(held_out)
-    assert {*train.values()} == {*held_out.values()} == {3}
-    assert len(train) + len(held_out) == 40
-    assert abs(len(held_out) / 40 - fraction) < 0.12
-    assert (made.metadata.records, made.metadata.eval_records) == (120, 3 * len(held_out))
+    assert left_behind(cache) == []
 
 
-def test_the_sides_are_the_same_however_the_rows_are_made_and_whatever_else_there_is(
+# --- the eval data
+
+
+def answers_to_forty_prompts(unpaired: bool) -> list[Fields]:
+    """Return three records for each of 40 prompts. One of the three has a list of messages."""
+    records = []
+    for repetition in range(3):
+        for i in range(40):
+            question = f"{i}?"
+            prompt = [message("user", question)] if repetition == 1 else question
+            answer = f"{i} {repetition}"
+            if unpaired:
+                records.append(labelled_answer(prompt, answer, label=repetition != 1))
+            else:
+                records.append(pair(prompt, answer, f"not {answer}"))
+    return records
+
+
+@for_both_kinds
+@pytest.mark.parametrize("fraction", [0.05, 0.3])
+def test_all_answers_to_a_prompt_are_in_the_same_split(
+    tmp_path: Path, unpaired: bool, fraction: float
+) -> None:
+    tokenized = tokenize_records(
+        tmp_path, answers_to_forty_prompts(unpaired), unpaired=unpaired, eval_fraction=fraction
+    )
+
+    def records_per_prompt(rows: TokenRows | None) -> Counter[str]:
+        return Counter(text.sequences[0].partition(END)[0] for text in pair_texts(rows, tokenized))
+
+    train = records_per_prompt(tokenized.train)
+    eval = records_per_prompt(tokenized.eval)
+    assert set(train.values()) == set(eval.values()) == {3}
+    assert train.keys().isdisjoint(eval)
+    assert len(train) + len(eval) == 40
+    assert len(eval) / 40 == pytest.approx(fraction, abs=0.12)
+    assert tokenized.metadata.records == 120
+    assert tokenized.metadata.eval_records == 3 * len(eval)
+
+
+def test_the_order_the_rows_and_other_records_do_not_change_a_prompts_split(
     tmp_path: Path,
 ) -> None:
-    def side(records: list[Fields], **settings: Any) -> set[str]:
-        made = tokenize_pairs(tmp_path, records, eval_fraction=0.2, **settings)
-        return {found.texts[0] for found in told(made.eval, made)}
+    def eval_texts(records: list[Fields], **settings: Any) -> set[str]:
+        tokenized = tokenize_records(tmp_path, records, eval_fraction=0.2, **settings)
+        return {text.sequences[0] for text in pair_texts(tokenized.eval, tokenized)}
 
-    usual = side(pairs(40))
+    usual = eval_texts(pairs(40))
+
     assert 0 < len(usual) < 20
-    assert side(pairs(40)[::-1]) == usual
-    assert side(pairs(40), packing=False) == side(pairs(40), share_prompts=False) == usual
-    assert side(pairs(40), tokenizer="bpe:300") == usual
-    assert side(pairs(80)) > usual
+    assert eval_texts(pairs(40)[::-1]) == usual
+    assert eval_texts(pairs(40), packing=False) == usual
+    assert eval_texts(pairs(40), share_prompts=False) == usual
+    assert eval_texts(pairs(40), tokenizer="bpe:300") == usual
+    assert eval_texts(pairs(80)) > usual
 
 
-def test_bytes_held_out_are_those_of_the_answers_and_a_question_is_one_of_them(
-    tmp_path: Path,
-) -> None:
-    made = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.3)
-    held_out = told(made.eval, made)
-    said = "".join(itertools.chain(*(found.judged for found in held_out)))
-    assert made.metadata.eval_bytes == len(said.replace(END, "").encode()) > 0
-    assert made.metadata.eval_tokens == made.metadata.eval_bytes + said.count(END)
-    question = str(made.tokenizer.decode(made.eval_prompt() or []))
-    assert any(found.texts[0] == question + found.judged[0] for found in held_out)
+def test_eval_bytes_are_the_bytes_of_both_answers(tmp_path: Path) -> None:
+    tokenized = tokenize_records(tmp_path, pairs(20), eval_fraction=0.3)
+
+    texts = pair_texts(tokenized.eval, tokenized)
+    targets = "".join(itertools.chain(*(text.targets for text in texts)))
+    eval_bytes = len(targets.replace(END, "").encode())
+    assert tokenized.metadata.eval_bytes == eval_bytes > 0
+    assert tokenized.metadata.eval_tokens == eval_bytes + targets.count(END)
 
 
-# --- the audit ---
+def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path: Path) -> None:
+    tokenized = tokenize_records(tmp_path, pairs(20), eval_fraction=0.3)
+
+    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
+    texts = pair_texts(tokenized.eval, tokenized)
+    assert prompt in [text.sequences[0].removesuffix(text.targets[0]) for text in texts]
 
 
-def some_records(alone: bool) -> list[Fields]:
-    """Good ones, and each kind that is left out, in some order."""
-    draw = random.Random(5)
+# --- the audit
 
-    def text(most: int = 14) -> str:
-        return "".join(draw.choice("abü漢 ") for _ in range(draw.randint(0, most))) + "."
 
-    if alone:
-        found = [example(text(), text(), draw.random() < 0.6) for _ in range(40)]
-        found += [example("q", "x" * draw.randint(10, 99)) for _ in range(6)] + [
-            example("x" * 99, "a")
-        ]
-        found += [
-            example("q", f"a{END}\U000f0000"),
-            example("q", LONE),
-            example("q", "", False),
-            example("q", "a", "yes"),
+def various_records(unpaired: bool) -> tuple[list[Fields], list[Fields]]:
+    """Return good and bad records in some order, and the good ones among them.
+
+    Of the good ones, some are overlong, and some have no target or no difference once they are
+    truncated.
+    """
+    generator = random.Random(5)
+
+    def text() -> str:
+        length = generator.randint(0, 14)
+        return "".join(generator.choices("abü漢 ", k=length)) + "."
+
+    long_answers = ["x" * generator.randint(10, 99) for _ in range(6)]
+    if unpaired:
+        good = [labelled_answer(text(), text(), generator.random() < 0.6) for _ in range(40)]
+        good += [labelled_answer("q", answer) for answer in long_answers]
+        good += [labelled_answer("x" * 99, "a")]
+        bad = [
+            labelled_answer("q", f"a{AMBIGUOUS}"),
+            labelled_answer("q", HALF_OF_A_SURROGATE_PAIR),
+            labelled_answer("q", "", label=False),
+            labelled_answer("q", "a", label="yes"),
         ]
     else:
-        found = [pair(text(), text(), text() + "-") for _ in range(40)]
-        found += [pair("q", "x" * draw.randint(10, 99), text()) for _ in range(6)]
-        found += [
-            pair("q", "x" * 99 + "1", "x" * 99 + "2"),
-            pair("x" * 99, "a", "b"),
-        ]  # have no difference when cut
-        found += [
-            pair(f"q{END}\U000f0000", "a", "b"),
-            pair("q", "a", LONE),
+        good = [pair(text(), text(), text() + "-") for _ in range(40)]
+        good += [pair("q", answer, text()) for answer in long_answers]
+        good += [pair("q", "x" * 99 + "1", "x" * 99 + "2"), pair("x" * 99, "a", "b")]
+        bad = [
+            pair(f"q{AMBIGUOUS}", "a", "b"),
+            pair("q", "a", HALF_OF_A_SURROGATE_PAIR),
             pair("q", "a", "a"),
             pair("q", "", "b"),
         ]
-    draw.shuffle(found)
-    return found
+
+    records = good + bad
+    generator.shuffle(records)
+    return records, [record for record in records if record not in bad]
 
 
-def by_brute_force(
-    records: list[Fields], overlong: str, alone: bool, shares: bool
-) -> dict[str, int]:
-    """The counts, from the texts of the records."""
-    count: Counter[str] = Counter(records=len(records))
-    good = []
-    for record in records:
-        values = [record[name] for name in ("prompt", "completion" if alone else "chosen")]
-        values += [] if alone else [record["rejected"]]
-        texts = "".join(values)
-        same = not alone and values[1] == values[2]
-        bad = (
-            END in texts
-            or LONE in texts
-            or "" in values[1:]
-            or same
-            or record.get("label") == "yes"
-        )
-        count["bad"] += bad
-        good += [] if bad else [record]
-    for wanted in expected_of(good):
-        count["examples"] += 1
-        documents = [tokens_of(text) for text in wanted.texts]
-        prompt = len(documents[0]) - len(tokens_of(wanted.judged[0]))
-        too_long = max(map(len, documents[:1] if alone else documents)) > BLOCK
-        count["overlong"] += too_long
-        if too_long and overlong == "drop":
-            count["lost_tokens"] += sum(map(len, documents))
-            continue
-        if too_long:
-            count["lost_tokens"] += sum(max(len(document) - BLOCK, 0) for document in documents)
-        documents = [document[:BLOCK] for document in documents]
-        judged = [max(len(document) - prompt, 0) for document in documents]
-        if not judged[0] or (not alone and (not judged[1] or documents[0] == documents[1])):
-            count["untrainable"] += 1
-            if too_long:
-                count["lost_tokens"] += sum(map(len, documents))
-            continue
-        count["kept"] += 1
-        count["tokens"] += sum(map(len, documents))
-        count["targets"] += sum(judged)
-        count["shared_tokens"] += (min(prompt, len(documents[1])) - 1) * shares
-    return count
-
-
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize(("share", "packing"), [(True, True), (False, True), (True, False)])
-def test_the_audit_is_what_brute_force_counts(
-    tmp_path: Path, overlong: str, alone: bool, share: bool, packing: bool
-) -> None:
-    records = some_records(alone)
-    settings: dict[str, Any] = {
-        "overlong": overlong,
-        "alone": alone,
-        "share_prompts": share,
-        "packing": packing,
-    }
-    made = tokenize_pairs(tmp_path, records, on_bad_row="skip", **settings)
-    facts, wanted = made.metadata, by_brute_force(records, overlong, alone, share and packing)
-    rows = {"rows": len(made.train), "positions": len(made.train) * 2 * BLOCK}
-    unit = "answer" if alone else "pair"
-    assert facts.audit == {**vars(Audit(unit, truncates=overlong == "truncate")), **wanted, **rows}
-    assert min(wanted["bad"], wanted["overlong"], wanted["kept"], wanted["targets"]) > 3
-    assert bool(wanted["untrainable"]) == (overlong == "truncate")
-    assert bool(wanted["shared_tokens"]) == (share and packing)
-    assert wanted["kept"] == len(found_in(made.train))
-    assert facts.train_tokens == wanted["targets"]
-
-
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_the_audit_is_told_in_two_lines_and_that_of_the_other_side_where_it_lacks_something(
-    tmp_path: Path, capsys: Capture, overlong: str
-) -> None:
-    records = [*pairs(30), *(pair(f"{i}?", "x" * 99, "y") for i in range(30)), pair("q", "a", "a")]
-    made = tokenize_pairs(
-        tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong
+def count_by_hand(
+    records: list[Fields],
+    good: list[Fields],
+    overlong: str,
+    unpaired: bool,
+    shares_prompts: bool,
+) -> Audit:
+    """Count the bytes of the records' text. No rows and no tokenizer are needed for that."""
+    audit = Audit(
+        unit="answer" if unpaired else "pair",
+        truncates=overlong == "truncate",
+        records=len(records),
+        bad=len(records) - len(good),
+        examples=len(good),
     )
-    train, held_out = audit_of(made), made.metadata.eval_audit or {}
-    assert train["records"] + held_out["records"] == 61
-    assert (train["bad"], held_out["bad"]) == (1, 0)
-    assert train["overlong"] + held_out["overlong"] == 30
-    word = {"drop": "dropped", "truncate": "truncated"}[overlong]
-    words = [
-        f"{word} ({side['lost_tokens'] / (side['lost_tokens'] + side['tokens']):.1%} of the tokens)"
-        for side in (train, held_out)
+    for text in expected_texts(good):
+        sequences = [byte_tokens(sequence) for sequence in text.sequences]
+        prompt_length = len(sequences[0]) - len(byte_tokens(text.targets[0]))
+        tokens = sum(map(len, sequences))
+
+        # A single answer counts, but not the one that it is compared with.
+        counted = sequences[:1] if unpaired else sequences
+        is_overlong = max(map(len, counted)) > MAX_LENGTH
+        is_dropped = is_overlong and overlong == "drop"
+        audit.overlong += is_overlong
+
+        truncated = [sequence[:MAX_LENGTH] for sequence in sequences]
+        targets = [max(len(sequence) - prompt_length, 0) for sequence in truncated]
+        is_untrainable = targets[0] == 0
+        if not unpaired and (targets[1] == 0 or truncated[0] == truncated[1]):
+            is_untrainable = True
+
+        is_kept = not is_dropped and not is_untrainable
+        kept_tokens = sum(map(len, truncated)) if is_kept else 0
+        if is_overlong:
+            audit.lost_tokens += tokens - kept_tokens
+        if is_untrainable and not is_dropped:
+            audit.untrainable += 1
+
+        if is_kept:
+            audit.kept += 1
+            audit.tokens += kept_tokens
+            audit.targets += sum(targets)
+            if shares_prompts:
+                audit.shared_tokens += min(prompt_length, len(truncated[1])) - 1
+    return audit
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@for_both_kinds
+@pytest.mark.parametrize(
+    ("share_prompts", "packing"),
+    [
+        pytest.param(True, True, id="shared-prompts"),
+        pytest.param(False, True, id="packed"),
+        pytest.param(True, False, id="unpacked"),
+    ],
+)
+def test_the_audit_has_the_counts_of_the_records(
+    tmp_path: Path, overlong: str, unpaired: bool, share_prompts: bool, packing: bool
+) -> None:
+    records, good = various_records(unpaired)
+
+    tokenized = tokenize_records(
+        tmp_path,
+        records,
+        unpaired=unpaired,
+        on_bad_row="skip",
+        overlong=overlong,
+        share_prompts=share_prompts,
+        packing=packing,
+    )
+
+    expected = count_by_hand(
+        records, good, overlong, unpaired, shares_prompts=share_prompts and packing
+    )
+    expected.rows = len(tokenized.train)
+    expected.positions = expected.rows * 2 * MAX_LENGTH
+    assert audit_of(tokenized) == expected
+    assert expected.kept == len(stored_pairs(tokenized.train))
+    assert expected.targets == tokenized.metadata.train_tokens
+
+    # The records have examples of everything that is counted.
+    assert expected.bad > 3
+    assert expected.overlong > 3
+    assert expected.kept > 3
+    assert bool(expected.untrainable) == (overlong == "truncate")
+    assert bool(expected.shared_tokens) == (share_prompts and packing)
+
+
+# One bad pair, which counts as training data, and 30 of 60 good ones are overlong.
+HALF_OVERLONG = [
+    *pairs(30),
+    *[pair(f"{i}?", "x" * 99, "y") for i in range(30)],
+    pair("q", "a", "a"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "outcome"),
+    [
+        pytest.param("drop", "dropped", id="drop"),
+        pytest.param("truncate", "truncated", id="truncate"),
+    ],
+)
+def test_the_log_has_two_lines_about_the_audit(
+    tmp_path: Path, capsys: Capture, overlong: str, outcome: str
+) -> None:
+    tokenized = tokenize_records(tmp_path, HALF_OVERLONG, on_bad_row="skip", overlong=overlong)
+
+    audit = audit_of(tokenized)
+    assert (audit.records, audit.bad, audit.examples, audit.overlong) == (61, 1, 60, 30)
+    lost = audit.lost_tokens / (audit.lost_tokens + audit.tokens)
+    targets = audit.targets / audit.tokens
+    shared = audit.shared_tokens / audit.tokens
+    full = (audit.tokens - audit.shared_tokens) / audit.positions
+    assert log_lines(capsys, "audit") == [
+        f"{audit.kept} of 60 kept: 30 overlong {outcome} ({lost:.1%} of the tokens), "
+        "0 without a difference and 1 bad one left out",
+        f"{audit.targets:,} of {audit.tokens:,} tokens are targets ({targets:.1%}), "
+        f"{audit.shared_tokens:,} positions saved by sharing prompts ({shared:.1%}), "
+        f"{audit.rows} rows are {full:.1%} full",
     ]
-    out = capsys.readouterr().out
-    held, kept, of = train["tokens"] - train["shared_tokens"], train["kept"], train["examples"]
-    for line in (
-        f"audit     {kept} of {of} kept: {train['overlong']} overlong {words[0]}, 0 without a difference and 1 bad one "
-        "left out",
-        f"audit     {train['targets']} of {train['tokens']:,} tokens are targets "
-        f"({train['targets'] / train['tokens']:.1%}), {train['shared_tokens']:,} positions saved by sharing prompts "
-        f"({train['shared_tokens'] / train['tokens']:.1%}), {train['rows']} rows are {held / train['positions']:.1%} full",
-        f"eval      {held_out['kept']} of {held_out['examples']} kept: {held_out['overlong']} overlong {words[1]}, 0 without a "
-        "difference and 0 bad ones left out",
-    ):
-        assert f"{line}\n" in out
-    tokenize_pairs(tmp_path, records, on_bad_row="skip", eval_fraction=0.4, overlong=overlong)
-    assert len(printed(capsys, "audit")) == 2
 
 
-def test_what_messages_hold_besides_their_words_is_counted_and_told(
+def test_the_log_has_a_line_about_eval_pairs_that_are_left_out(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    tokenized = tokenize_records(tmp_path, HALF_OVERLONG, on_bad_row="skip", eval_fraction=0.4)
+
+    train = audit_of(tokenized)
+    assert tokenized.metadata.eval_audit is not None
+    eval = Audit(**tokenized.metadata.eval_audit)
+    assert train.records + eval.records == 61
+    assert train.overlong + eval.overlong == 30
+    assert (train.bad, eval.bad) == (1, 0)
+    lost = eval.lost_tokens / (eval.lost_tokens + eval.tokens)
+    assert log_lines(capsys, "eval") == [
+        f"{eval.kept} of {eval.examples} kept: {eval.overlong} overlong dropped "
+        f"({lost:.1%} of the tokens), 0 without a difference and 0 bad ones left out"
+    ]
+
+
+def test_special_tokens_and_unread_fields_are_counted_and_logged(
     tmp_path: Path, capsys: Capture
 ) -> None:
     special = pair(f"q{END}", f"a{END}", "b")
-    fields = {
-        "prompt": [said("user", "q") | {"at": 1, "weight": 0}],
-        "chosen": [said("assistant", "a") | {"at": 1, "weight": 1}],
-        "rejected": [said("assistant", "b") | {"score": 1}],
-    }
-    made = tokenize_pairs(tmp_path, [special, fields])
-    audit = audit_of(made)
-    assert audit["special_as_text"] == 2
-    assert audit["unread_fields"] == {"at": 2, "score": 1}
-    assert printed(capsys, "audit")[2:] == [
+    fields = pair(
+        [message("user", "q") | {"at": 1, "weight": 0}],
+        [message("assistant", "a") | {"at": 1, "weight": 1}],
+        [message("assistant", "b") | {"score": 1}],
+    )
+
+    audit = audit_of(tokenize_records(tmp_path, [special, fields]))
+
+    assert audit.special_as_text == 2
+    assert audit.unread_fields == {"at": 2, "score": 1}
+    assert log_lines(capsys, "audit")[2:] == [
         "2 special tokens in messages are encoded as text",
         "some messages have fields that are not read here: at (2), score (1); the chat template "
         "gets them",
     ]
 
 
-def test_the_audit_of_several_sources_is_their_sum(tmp_path: Path) -> None:
-    paths = [write(tmp_path / "a.jsonl", pairs(3)), write(tmp_path / "b.parquet", pairs(5, 50))]
-    one, other, both = (
-        tokenize(config(*of), BLOCK, PairConfig()) for of in (paths[:1], paths[1:], paths)
-    )
-    total = total_audit([Audit(**audit_of(one)), Audit(**audit_of(other))])
-    assert audit_of(both) == vars(total)
-    assert both.metadata.source_rows == [one.metadata.train_rows, other.metadata.train_rows]
+def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path: Path) -> None:
+    first_path = write(tmp_path / "a.jsonl", pairs(3))
+    second_path = write(tmp_path / "b.parquet", pairs(5, start=50))
+
+    first = tokenize_file(first_path)
+    second = tokenize_file(second_path)
+    both = tokenize(config(first_path, second_path), MAX_LENGTH, PairConfig())
+
+    assert audit_of(both) == total_audit([audit_of(first), audit_of(second)])
+    assert both.metadata.source_rows == [first.metadata.train_rows, second.metadata.train_rows]
 
 
-# --- found again, or not ---
+# --- the cache and the data hash
 
 
-def test_what_was_tokenised_is_found_again_without_reading_the_pairs(
+def test_rows_in_the_cache_are_used_again_without_reading_the_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    first = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.2)
-    before = capsys.readouterr().out
-    assert "; tokenised\n" in before
-
-    def unread(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("the pairs were read again")
 
-    monkeypatch.setattr(tokenizing, "Records", unread)
-    second = tokenize_pairs(tmp_path, pairs(20), eval_fraction=0.2)
-    assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
+    first = tokenize_records(tmp_path, pairs(20), eval_fraction=0.2)
+    first_log = capsys.readouterr().out
+    monkeypatch.setattr(prepare, "Records", fail)
+    second = tokenize_records(tmp_path, pairs(20), eval_fraction=0.2)
+    second_log = capsys.readouterr().out
+
+    assert "; tokenised\n" in first_log
+    assert second_log == first_log.replace("; tokenised\n", "; from the cache\n")
     assert second.metadata == first.metadata
-    assert all_of(second.train) == all_of(first.train)
+    assert [*second.train] == [*first.train]
 
 
-def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones_and_of_nothing_else(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    variants: list[dict[str, Any]] = [
-        {},
-        {"records": pairs(9)},
-        {"records": pairs(8)[::-1]},
-        {"block_size": BLOCK + 1},
-        {"eval_fraction": 0.5},
-        {"packing": False},
-        {"share_prompts": False},
+# Settings of `tokenize_records` for rows that differ from those of eight pairs.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "another-record": {"records": pairs(9)},
+    "another-order": {"records": pairs(8)[::-1]},
+    "max_length": {"max_length": MAX_LENGTH + 1},
+    "eval_fraction": {"eval_fraction": 0.5},
+    "packing": {"packing": False},
+    "share_prompts": {"share_prompts": False},
+    "tokenizer": {"tokenizer": "bpe:300"},
+    "unpaired": {"unpaired": True},
+}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *VARIANTS.values(),
         {"overlong": "truncate"},
         {"on_bad_row": "skip"},
-        {"tokenizer": "bpe:300"},
         {"chat_template": "chatml"},
-        {"alone": True},
-    ]
-    for outcome in ("tokenised", "from the cache"):
-        for variant in variants:
-            tokenize_pairs(tmp_path, **{"records": pairs(8)} | variant)
-            assert f"; {outcome}\n" in capsys.readouterr().out, variant
-    tokenize_pairs(tmp_path, pairs(8), global_batch_size=7, per_device_train_batch_size=3)
-    moved = (tmp_path / "judged.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    tokenize(config(moved), BLOCK, PairConfig())
+    ],
+    ids=[*VARIANTS, "overlong", "on_bad_row", "chat_template"],
+)
+def test_settings_that_can_shape_the_rows_have_their_own_cache_entry(
+    tmp_path: Path, capsys: Capture, variant: dict[str, Any]
+) -> None:
+    settings = {"records": pairs(8)} | variant
+    tokenize_records(tmp_path, pairs(8))
+    capsys.readouterr()
+
+    tokenize_records(tmp_path, **settings)
+    assert "; tokenised\n" in capsys.readouterr().out
+    tokenize_records(tmp_path, **settings)
+    assert "; from the cache\n" in capsys.readouterr().out
+
+
+def test_batch_sizes_and_file_names_do_not_change_the_cache_entry(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    tokenize_records(tmp_path, pairs(8))
+    tokenize_records(tmp_path, pairs(8), global_batch_size=7, per_device_train_batch_size=3)
+    tokenize_file((tmp_path / "preferences.jsonl").rename(tmp_path / "elsewhere.jsonl"))
+
     assert capsys.readouterr().out.count("; from the cache\n") == 2
 
 
-def test_the_data_hash_is_of_the_tokens_and_what_is_judged_and_the_rows(tmp_path: Path) -> None:
-    def hash_of(records: list[Fields], **variant: Any) -> str:
-        digest: str = tokenize_pairs(tmp_path, records, **variant).metadata.data_sha256
-        return digest
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param({"overlong": "truncate", "on_bad_row": "skip"}, id="unused-settings"),
+        pytest.param(
+            {"records": [*pairs(8), pair("q", "a", "a")], "on_bad_row": "skip"}, id="skipped-record"
+        ),
+        pytest.param(
+            {"records": [{"more": 1, **pair_of_messages(*p.values())} for p in pairs(8)]},
+            id="another-format",
+        ),
+    ],
+)
+def test_the_data_hash_is_that_of_the_rows_however_they_were_made(
+    tmp_path: Path, variant: dict[str, Any]
+) -> None:
+    usual = tokenize_records(tmp_path, pairs(8))
 
-    usual, swapped = (
-        pairs(8),
-        [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in pairs(8)],
-    )
-    same = [
-        hash_of(usual),
-        hash_of(usual, overlong="truncate", on_bad_row="skip"),
-        hash_of([*usual, pair("q", "a", "a")], on_bad_row="skip"),
-        hash_of([{"more": 1, **messages_of(*record.values())} for record in usual]),
-    ]
-    others = [
-        hash_of(swapped),
-        hash_of(usual[::-1]),
-        hash_of(pairs(9)),
-        hash_of([*usual[:-1], usual[-1] | {"rejected": "another"}]),
-        hash_of([*usual[:-1], usual[-1] | {"prompt": "another"}]),
-        hash_of(usual, packing=False),
-        hash_of(usual, share_prompts=False),
-        hash_of(usual, block_size=BLOCK + 1),
-        hash_of(usual, eval_fraction=0.5),
-        hash_of(usual, alone=True),
-        hash_of(examples(8), alone=True),
-        hash_of([*examples(7), example("7?", "49 ü.", False)], alone=True),  # another label
-    ]
-    assert len({*same}) == 1
-    assert len({*same, *others}) == 1 + len(others)
+    tokenized = tokenize_records(tmp_path, **{"records": pairs(8)} | variant)
+
+    assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
+
+
+def test_the_data_hash_differs_if_the_rows_differ(tmp_path: Path) -> None:
+    usual = pairs(8)
+    swapped = [pair(r["prompt"], chosen=r["rejected"], rejected=r["chosen"]) for r in usual]
+    relabelled = [*labelled_answers(7), labelled_answer("7?", "49 ü.", label=False)]
+    variants: dict[str, dict[str, Any]] = {
+        **VARIANTS,
+        "usual": {},
+        "swapped-answers": {"records": swapped},
+        "another-answer": {"records": [*usual[:-1], usual[-1] | {"rejected": "another"}]},
+        "another-prompt": {"records": [*usual[:-1], usual[-1] | {"prompt": "another"}]},
+        "labelled-answers": {"records": labelled_answers(8), "unpaired": True},
+        "another-label": {"records": relabelled, "unpaired": True},
+    }
+
+    names_by_hash: dict[str, str] = {}
+    for name, variant in variants.items():
+        tokenized = tokenize_records(tmp_path, **{"records": usual} | variant)
+        data_hash = tokenized.metadata.data_sha256
+        assert data_hash not in names_by_hash, f"{name} and {names_by_hash[data_hash]}"
+        names_by_hash[data_hash] = name

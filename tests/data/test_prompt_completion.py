@@ -1,7 +1,9 @@
-"""Prompts and completions of plain text train without a chat template, followed by EOS."""
+"""Prompts and completions of plain text are trained without a chat template, followed by EOS."""
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,19 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.formats import Conversation, conversation_of, preference_of
-from llmtrain.data.loader import IGNORED
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.prompt_completion import PromptCompletionRenderer
 from llmtrain.data.render import Renderer, make_renderer
 from llmtrain.data.rendered import TokenSequence, cut
+from llmtrain.errors import UserError
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
-from tests.data.test_prepare import complaint, left_behind
+from tests.data.test_prepare import left_behind
+
+CHATML = unmarked(TEMPLATES["chatml"])
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -29,30 +34,45 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def pair(prompt: str, completion: str) -> Conversation:
-    record = {"prompt": prompt, "completion": completion}
-    conversation = conversation_of(record, "prompt_completion")
-    assert conversation.is_plain_text
-    return conversation
-
-
 def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Let a tokenizer put BOS before every text."""
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     return tokenizer
 
 
+# --- rendering
+
+
+def plain_text(prompt: str, completion: str) -> Conversation:
+    record = {"prompt": prompt, "completion": completion}
+    conversation = conversation_of(record, "prompt_completion")
+    assert conversation.is_plain_text
+    return conversation
+
+
 def sequence_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
-    (sequence,) = PromptCompletionRenderer(tokenizer)(pair(prompt, completion)).sequences
+    rendered = PromptCompletionRenderer(tokenizer)(plain_text(prompt, completion))
+    (sequence,) = rendered.sequences
     return sequence
 
 
-@pytest.mark.parametrize("has_bos", [True, False])
+def target_text(tokenizer: PreTrainedTokenizerFast, sequence: TokenSequence) -> str:
+    text: str = tokenizer.decode(sequence.ids[sequence.loss_mask])
+    return text
+
+
+@pytest.mark.parametrize("has_bos", [True, False], ids=["bos", "no-bos"])
 @pytest.mark.parametrize("spec", ["byte", "bpe:320"])
 @pytest.mark.parametrize(
     ("prompt", "completion"),
-    [("2 + 3 =", " 5"), ("Question: ", "question?"), ("", "the answer"), ("漢字", " 🙂e\u0301\n")],
+    [
+        pytest.param("2 + 3 =", " 5", id="sum"),
+        pytest.param("Question: ", "question?", id="space-at-the-border"),
+        pytest.param("", "the answer", id="empty-prompt"),
+        pytest.param("漢字", " 🙂e\u0301\n", id="unicode"),
+    ],
 )
 def test_a_sequence_is_the_prompt_the_completion_and_eos(
     spec: str, has_bos: bool, prompt: str, completion: str
@@ -60,204 +80,290 @@ def test_a_sequence_is_the_prompt_the_completion_and_eos(
     tokenizer = make(spec=spec)
     if has_bos:
         tokenizer = with_bos(tokenizer)
+
     sequence = sequence_of(tokenizer, prompt, completion)
+
     prompt_ids = tokenizer.encode(prompt)
     assert sequence.ids[: len(prompt_ids)].tolist() == prompt_ids
-    assert tokenizer.decode(sequence.ids) == "<s>" * has_bos + prompt + completion + "</s>"
-    assert (sequence.ids == tokenizer.bos_token_id).sum() == has_bos
+    bos = "<s>" if has_bos else ""
+    assert tokenizer.decode(sequence.ids) == bos + prompt + completion + "</s>"
+    assert sequence.ids.dtype == np.int32
 
-    loss_mask = np.arange(len(sequence.ids)) >= max(len(prompt_ids), 1)
-    np.testing.assert_array_equal(sequence.loss_mask, loss_mask)
-    assert (sequence.ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.bool_)
+    # The first token of a row is never a target, because nothing predicts it.
+    expected_mask = np.arange(len(sequence.ids)) >= max(len(prompt_ids), 1)
+    np.testing.assert_array_equal(sequence.loss_mask, expected_mask)
+    assert sequence.loss_mask.dtype == np.bool_
     assert sequence.target_bytes == len(completion.encode())
     assert (sequence.turns, sequence.ended) == (1, 1)
 
 
-def test_no_token_holds_both_the_prompt_and_the_completion() -> None:
+def test_no_token_belongs_to_both_the_prompt_and_the_completion() -> None:
     tokenizer = make(spec="bpe:320")
     assert tokenizer.tokenize(": question?") == [":", "Ġquestion", "?"]
+
     sequence = sequence_of(tokenizer, "Ask: ", "question?")
-    assert tokenizer.decode(sequence.ids[sequence.loss_mask]) == "question?</s>"
+
+    assert target_text(tokenizer, sequence) == "question?</s>"
 
 
-def test_special_tokens_are_text_but_for_an_eos_at_the_end() -> None:
+def test_special_tokens_are_text_except_for_eos_at_the_end() -> None:
     tokenizer = make()
-    rendered = PromptCompletionRenderer(tokenizer)(pair("<s>a</s>", "b<|im_end|> </s></s>"))
+
+    rendered = PromptCompletionRenderer(tokenizer)(plain_text("<s>a</s>", "b<|im_end|> </s></s>"))
+
     (sequence,) = rendered.sequences
     assert tokenizer.decode(sequence.ids) == "<s>a</s>b<|im_end|> </s></s>"
+    special_ids = [id for id in sequence.ids.tolist() if id in tokenizer.all_special_ids]
+    assert special_ids == [tokenizer.eos_token_id]
     assert rendered.counts["special_as_text"] == 4
-    specials = set(tokenizer.all_special_ids) & set(sequence.ids.tolist())
-    assert specials == {tokenizer.eos_token_id}
-    assert sequence.ids.tolist().count(tokenizer.eos_token_id) == 1
     assert sequence.target_bytes == len("b<|im_end|> </s>")
 
 
 @pytest.mark.parametrize(
-    "record",
+    ("record", "reason"),
     [
-        {"prompt": [USER], "completion": "b"},
-        {"prompt": "a", "completion": "b", "tools": [TOOL]},
-        {"prompt": "a", "completion": "\ud83d"},
+        pytest.param(
+            {"prompt": [USER], "completion": "b"},
+            "not plain text .*--chat_template chatml",
+            id="messages",
+        ),
+        pytest.param(
+            {"prompt": "a", "completion": "b", "tools": [TOOL]},
+            "not plain text .*--chat_template chatml",
+            id="tools",
+        ),
+        pytest.param(
+            {"prompt": "a", "completion": "\ud83d"}, "half of a surrogate", id="surrogate"
+        ),
     ],
 )
-def test_other_records_are_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(
-        BadRecord, match=r"not plain text .*--chat_template chatml|half of a surrogate"
-    ):
+def test_records_that_are_not_plain_text_are_refused(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
         PromptCompletionRenderer(make())(conversation_of(record, "prompt_completion"))
 
 
 def test_each_answer_of_a_pair_is_a_completion() -> None:
-    renderer = PromptCompletionRenderer(with_bos(make()))
+    tokenizer = with_bos(make())
     record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
-    rendered = renderer(record)
-    texts = [renderer.tokenizer.decode(sequence.ids) for sequence in rendered.sequences]
-    assert texts == ["<s>a <s> b</s>", "<s>a <s> c</s>"]
-    targets = [sequence.ids[sequence.loss_mask] for sequence in rendered.sequences]
-    assert [renderer.tokenizer.decode(ids) for ids in targets] == [" b</s>", " c</s>"]
+
+    rendered = PromptCompletionRenderer(tokenizer)(record)
+
+    chosen, rejected = rendered.sequences
+    assert tokenizer.decode(chosen.ids) == "<s>a <s> b</s>"
+    assert tokenizer.decode(rejected.ids) == "<s>a <s> c</s>"
+    assert target_text(tokenizer, chosen) == " b</s>"
+    assert target_text(tokenizer, rejected) == " c</s>"
     assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the sequence
-    chats = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
+
+
+def test_a_pair_of_messages_is_refused() -> None:
+    record = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
+
     with pytest.raises(BadRecord, match="not plain text"):
-        renderer(chats)
+        PromptCompletionRenderer(make())(record)
 
 
 def test_a_sequence_can_be_cut() -> None:
     renderer = PromptCompletionRenderer(make())
-    sequence = cut(sequence_of(renderer.tokenizer, "abc", "dxyz"), 5, renderer.encoder)
-    assert (len(sequence.ids), sequence.target_bytes, sequence.ended) == (5, 2, 0)
-    assert cut(sequence_of(renderer.tokenizer, "abc", "d"), 9, renderer.encoder).target_bytes == 1
+    sequence = sequence_of(renderer.tokenizer, "abc", "dxyz")
+
+    shortened = cut(sequence, 5, renderer.encoder)
+    complete = cut(sequence, 99, renderer.encoder)
+
+    assert renderer.tokenizer.decode(shortened.ids) == "abcdx"
+    assert (shortened.target_bytes, shortened.ended) == (2, 0)
+    assert renderer.tokenizer.decode(complete.ids) == "abcdxyz</s>"
+    assert complete.target_bytes == 4
 
 
-def test_the_tokenizer_decides_on_the_renderer() -> None:
-    assert isinstance(make_renderer(make()), PromptCompletionRenderer)
-    assert isinstance(make_renderer(make(unmarked(TEMPLATES["chatml"]))), Renderer)
+def test_a_tokenizer_without_a_template_renders_plain_text() -> None:
     renderer = make_renderer(make())
+
+    assert isinstance(renderer, PromptCompletionRenderer)
     assert renderer.stop_token_ids == {renderer.tokenizer.eos_token_id}
 
 
-# --- from files to rows ---
+def test_a_tokenizer_with_a_template_renders_conversations() -> None:
+    assert isinstance(make_renderer(make(CHATML)), Renderer)
 
-PAIRS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(9)]
+
+# --- from files to rows
+
+COMPLETIONS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(9)]
 PREFERENCES = [
     {"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": f" {i + 2}"} for i in range(9)
 ]
 CONVERSATIONS = [{"messages": chat(f"{i}?", "so").messages} for i in range(9)]
+# The last record is not plain text.
+MIXED = [*COMPLETIONS[:3], {"prompt": [USER], "completion": [ASSISTANT]}]
 
 
-def written(folder: Path, records: list[dict[str, Any]]) -> Path:
-    path = folder / "records.jsonl"
+def write(path: Path, records: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return str(path)
 
 
-def saved_tokenizer(folder: Path, template: str | None) -> str:
-    tokenizer = with_bos(make(template))
-    tokenizer.save_pretrained(folder / "tokenizer")
-    return str(folder / "tokenizer")
-
-
-def arguments(
-    folder: Path,
-    records: list[dict[str, Any]],
-    template: str | None = None,
-    preference: bool = False,
-    **flags: Any,
-) -> tuple[Any, ...]:
-    config = DataConfig(
-        dataset=[str(written(folder, records))],
-        tokenizer=saved_tokenizer(folder, template),
+def data_config(
+    folder: Path, records: list[dict[str, Any]], template: str | None = None
+) -> DataConfig:
+    """Write records, and a tokenizer with or without a template."""
+    tokenizer = folder / "tokenizer"
+    with_bos(make(template)).save_pretrained(tokenizer)
+    return DataConfig(
+        dataset=[write(folder / "records.jsonl", records)],
+        tokenizer=str(tokenizer),
         eval_fraction=0.3,
     )
-    chat_config = PairConfig(**flags) if preference else ChatConfig(**flags)
-    return config, 63, chat_config
 
 
-def texts_of(rows: Tokenized) -> list[str]:
-    """The prompts and completions in all rows, which have no padding inside."""
+def refusal(data: DataConfig, chat_template: str | None) -> str:
+    """Return the message, of one line, with which data are refused."""
+    with pytest.raises(UserError) as refused:
+        tokenize(data, 63, ChatConfig(chat_template=chat_template))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def texts_of(tokenized: Tokenized) -> list[str]:
+    """Return the prompts with their completions in all rows, without BOS and EOS."""
     texts = []
-    for split in (rows.train, rows.eval):
-        for number in range(len(split or [])):
-            row = split[number] if split else {}
-            tokens = row["input_ids"]
-            texts += rows.tokenizer.decode(tokens).split("<s>")
-    return [text.partition("</s>")[0] for text in texts if "</s>" in text]
+    for rows in (tokenized.train, tokenized.eval):
+        for row in rows or []:
+            sequences = tokenized.tokenizer.decode(row["input_ids"]).split("<s>")
+            # No EOS is in the text before the first BOS, and in the padding.
+            texts += [text.partition("</s>")[0] for text in sequences if "</s>" in text]
+    return texts
 
 
-@pytest.mark.parametrize("preference", [False, True])
+WITHOUT_TEMPLATE = [
+    pytest.param(None, None, id="tokenizer-without-template"),
+    pytest.param(None, "none", id="tokenizer-without-template-and-flag"),
+    pytest.param(CHATML, "none", id="flag-removes-template"),
+]
+
+
 @pytest.mark.parametrize(
-    ("template", "flag"), [(None, None), (None, "none"), (unmarked(TEMPLATES["chatml"]), "none")]
+    ("records", "config_type", "texts"),
+    [
+        pytest.param(
+            COMPLETIONS,
+            ChatConfig,
+            [r["prompt"] + r["completion"] for r in COMPLETIONS],
+            id="completions",
+        ),
+        pytest.param(
+            PREFERENCES,
+            partial(PairConfig, share_prompts=False),
+            [
+                *(r["prompt"] + r["chosen"] for r in PREFERENCES),
+                *(r["prompt"] + r["rejected"] for r in PREFERENCES),
+            ],
+            id="preferences",
+        ),
+    ],
 )
-def test_plain_text_trains_without_a_template(
+@pytest.mark.parametrize(("template", "chat_template"), WITHOUT_TEMPLATE)
+def test_rows_of_plain_text_are_prompts_completions_and_eos(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    preference: bool,
+    capsys: Capture,
+    records: list[dict[str, Any]],
+    config_type: Callable[..., RowConfig],
+    texts: list[str],
     template: str | None,
-    flag: str | None,
+    chat_template: str | None,
 ) -> None:
-    records = PREFERENCES if preference else PAIRS
-    flags = {"share_prompts": False} if preference else {}
-    rows = tokenize(
-        *arguments(tmp_path, records, template, preference, chat_template=flag, **flags)
-    )
-    answers = ("chosen", "rejected") if preference else ("completion",)
-    wanted = [record["prompt"] + record[name] for record in records for name in answers]
-    assert sorted(texts_of(rows)) == sorted(wanted)
-    eos = rows.tokenizer.eos_token_id
-    assert rows.stop_token_ids == (eos,)
-    assert rows.tokenizer.chat_template is None
-    assert rows.new_tokens == []
-    labels = [label for row in rows.train.dataset["labels"] for label in row if label != IGNORED]
-    assert labels.count(eos) == rows.metadata.audit["kept"] * len(answers)
-    prompt = rows.tokenizer.decode(rows.eval_prompt())
+    data = data_config(tmp_path, records, template)
+
+    tokenized = tokenize(data, 63, config_type(chat_template=chat_template))
+
+    assert sorted(texts_of(tokenized)) == sorted(texts)
+    eos = tokenized.tokenizer.eos_token_id
+    labels = np.array(tokenized.train.dataset["labels"])
+    train_records = tokenized.metadata.records - tokenized.metadata.eval_records
+    texts_per_record = len(texts) // len(records)
+    assert (labels == eos).sum() == train_records * texts_per_record
+
+    assert tokenized.stop_token_ids == (eos,)
+    assert tokenized.tokenizer.chat_template is None
+    assert tokenized.new_tokens == []
+    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
     assert prompt.rpartition("<s>")[2] in [record["prompt"] for record in records]
     out = capsys.readouterr().out
     assert "template  none: the rows are prompt, completion and EOS, as plain text\n" in out
 
 
-def test_another_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
-    template = unmarked(TEMPLATES["chatml"])
-    hashes = {
-        tokenize(*arguments(tmp_path, PAIRS, template, chat_template=flag)).metadata.data_sha256
-        for flag in (None, "none", "chatml")
-    }
-    assert len(hashes) == 3
+def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
+    data = data_config(tmp_path, COMPLETIONS, CHATML)
 
+    def data_hash(chat_template: str | None) -> str:
+        config = ChatConfig(chat_template=chat_template)
+        return tokenize(data, 63, config).metadata.data_sha256
 
-MIXED = [*PAIRS[:3], {"prompt": [USER], "completion": [ASSISTANT]}]
-
-
-@pytest.mark.parametrize("records", [CONVERSATIONS, MIXED[::-1]])
-def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]]
-) -> None:
-    rows = tokenize(*arguments(tmp_path, records))
-    line = "default   --chat_template chatml (the tokenizer has no chat template)\n"
-    assert capsys.readouterr().out.count(line) == 1
-    named = tokenize(*arguments(tmp_path, records, chat_template="chatml"))
-    assert line not in capsys.readouterr().out
-    assert rows.metadata.data_sha256 == named.metadata.data_sha256
-    assert rows.tokenizer.chat_template == named.tokenizer.chat_template
+    assert len({data_hash(None), data_hash("none"), data_hash("chatml")}) == 3
 
 
 @pytest.mark.parametrize(
-    ("records", "flag", "what"),
+    "records",
     [
-        (CONVERSATIONS, "none", "--chat_template none is for prompts.*use --chat_template chatml"),
-        (MIXED, None, "line 4: the record is not plain text .* use --chat_template chatml"),
-        (MIXED, "none", "line 4: the record is not plain text .* use --chat_template chatml"),
+        pytest.param(CONVERSATIONS, id="conversations"),
+        pytest.param(MIXED[::-1], id="first-record-is-a-conversation"),
     ],
 )
-def test_conversations_among_plain_text_need_a_template(
-    tmp_path: Path, cache: Path, records: list[dict[str, Any]], flag: str | None, what: str
+def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
+    tmp_path: Path, capsys: Capture, records: list[dict[str, Any]]
 ) -> None:
-    message = complaint(*arguments(tmp_path, records, chat_template=flag))
-    assert re.search(what, message), message
+    line = "default   --chat_template chatml (the tokenizer has no chat template)\n"
+    data = data_config(tmp_path, records)
+
+    by_default = tokenize(data, 63, ChatConfig())
+    assert capsys.readouterr().out.count(line) == 1
+    by_name = tokenize(data, 63, ChatConfig(chat_template="chatml"))
+    assert line not in capsys.readouterr().out
+
+    assert by_default.metadata.data_sha256 == by_name.metadata.data_sha256
+    assert by_default.tokenizer.chat_template == by_name.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("records", "chat_template", "reason"),
+    [
+        pytest.param(
+            CONVERSATIONS,
+            "none",
+            "--chat_template none is for prompts.*use --chat_template chatml",
+            id="conversations",
+        ),
+        pytest.param(
+            MIXED,
+            None,
+            "line 4: the record is not plain text .* use --chat_template chatml",
+            id="one-among-plain-text",
+        ),
+        pytest.param(
+            MIXED,
+            "none",
+            "line 4: the record is not plain text .* use --chat_template chatml",
+            id="one-among-plain-text-with-flag",
+        ),
+    ],
+)
+def test_conversations_without_a_template_are_refused(
+    tmp_path: Path,
+    cache: Path,
+    records: list[dict[str, Any]],
+    chat_template: str | None,
+    reason: str,
+) -> None:
+    error = refusal(data_config(tmp_path, records), chat_template)
+
+    assert re.search(reason, error), error
     assert left_behind(cache) == []
 
 
 def test_the_data_set_that_needs_a_template_is_named(tmp_path: Path) -> None:
-    data, *rest = arguments(tmp_path, PAIRS, chat_template="none")
-    path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(CONVERSATIONS[0]))
-    data.eval_dataset = [str(path)]
-    assert "the records of " + str(path) in complaint(data, *rest)
+    data = data_config(tmp_path, COMPLETIONS)
+    data.eval_dataset = [write(tmp_path / "chats.jsonl", CONVERSATIONS)]
+
+    error = refusal(data, chat_template="none")
+
+    assert f"the records of {data.eval_dataset[0]}" in error

@@ -1,10 +1,11 @@
-"""Conversations -> rows: what is trained is what assistants say, counted exactly, and nothing is held out by chance."""
+"""Conversations as rows: the targets, the counts, the eval data, and the cache."""
 
 import csv
 import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import parallel_rendering
-from llmtrain.data import prepare as tokenizing
+from llmtrain.data import parallel_rendering, prepare
 from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.dataset_names import open_source
@@ -25,45 +25,46 @@ from llmtrain.data.records import Records
 from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, make
-from tests.data.test_prepare import complaint, left_behind
+from tests.data.test_prepare import left_behind
 
-BLOCK = 95
+MAX_LENGTH = 95
 END = "<|im_end|>"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def chat(*contents: str) -> dict:
-    """A record; the user and the assistant in turn."""
-    return {
-        "messages": [
-            {"role": ("user", "assistant")[i % 2], "content": said}
-            for i, said in enumerate(contents)
-        ]
-    }
+# --- records and files
 
 
-def chats(count: int, start: int = 0) -> list[dict]:
+def chat(*contents: str) -> dict[str, Any]:
+    """Return a record with messages of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return {"messages": messages}
+
+
+def chats(count: int, start: int = 0) -> list[dict[str, Any]]:
     return [chat(f"{i}?", f"{i * i} ü.") for i in range(start, start + count)]
 
 
-# What cannot be trained on, found when it is rendered or before, and what is said of it.
-AMBIGUOUS = (
-    chat("a", f"b{END}\U000f0000"),
-    "a message holds a special token and private-use characters of Unicode",
-)
-UNANSWERED = (
-    {"messages": [{"role": "user", "content": "a"}]},
-    "the conversation has no assistant message",
-)
+LONG_ANSWER = chat("q", "x" * 100)
+LONG_QUESTION = chat("x" * 100, "a")
+LONG_SECOND_ANSWER = chat("q", "a", "q", "x" * 100)
+
+# A bad record that can be read but not rendered, and one that cannot be read.
+AMBIGUOUS = chat("a", f"b{END}\U000f0000")
+AMBIGUOUS_REASON = "a message holds a special token and private-use characters of Unicode"
+UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}
+UNANSWERED_REASON = "the conversation has no assistant message"
 
 
-def write(path: Path, records: list[dict]) -> Path:
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Write records in the format of the file's suffix."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path)
     elif path.suffix == ".csv":
@@ -76,81 +77,152 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def config(*paths: Path, **settings) -> DataConfig:
-    return DataConfig(
-        **{"dataset": [str(path) for path in paths], "tokenizer": "byte", "eval_fraction": 0.0}
-        | settings
-    )
+# --- tokenizing
 
 
-FLAGS = set(ChatConfig.__dataclass_fields__)
+def config(*paths: Path, **settings: Any) -> DataConfig:
+    dataset = [str(path) for path in paths]
+    defaults = {"dataset": dataset, "tokenizer": "byte", "eval_fraction": 0.0}
+    return DataConfig(**defaults | settings)
 
 
-def arguments(folder: Path, records: list[dict], block_size: int = BLOCK, **settings) -> tuple:
-    """What :func:`tokenize` takes; a setting finds its way into the dataclass that has it."""
-    flags = {name: settings.pop(name) for name in FLAGS & set(settings)}
-    return (
-        config(write(folder / "chats.jsonl", records), **settings),
-        block_size,
-        ChatConfig(**flags),
-    )
+def tokenize_files(*paths: Path, max_length: int = MAX_LENGTH, **settings: Any) -> Tokenized:
+    """Tokenize files. Each setting is a field of ``ChatConfig`` or of ``DataConfig``."""
+    chat_settings = {}
+    data_settings = {}
+    for name, value in settings.items():
+        if name in ChatConfig.__dataclass_fields__:
+            chat_settings[name] = value
+        else:
+            data_settings[name] = value
+    return tokenize(config(*paths, **data_settings), max_length, ChatConfig(**chat_settings))
 
 
-def tokenize_chats(
-    folder: Path, records: list[dict], block_size: int = BLOCK, **settings
-) -> Tokenized:
-    return tokenize(*arguments(folder, records, block_size, **settings))
+def tokenize_chats(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Tokenized:
+    return tokenize_files(write(folder / "chats.jsonl", records), **settings)
+
+
+def refusal(*paths: Path, **settings: Any) -> str:
+    """Return the message, of one line, with which files are refused."""
+    with pytest.raises(UserError) as refused:
+        tokenize_files(*paths, **settings)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def audit_of(tokenized: Tokenized) -> Audit:
+    """Return the counts of the training data."""
+    assert tokenized.metadata.audit is not None
+    return Audit(**tokenized.metadata.audit)
+
+
+def log_lines(capsys: pytest.CaptureFixture[str], name: str) -> list[str]:
+    """Return the lines of the start-up log with a name, without that name."""
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix(name).strip() for line in lines if line.startswith(f"{name} ")]
+
+
+# --- reading rows back
 
 
 def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """The tokens and labels of each conversation in a row, without its padding."""
-    length = len(
-        [token for token in row["input_ids"] if token]
-    )  # where it stands alone, before padding
-    positions = row.get("position_ids", [*range(length), *range(len(row["labels"]) - length)])
-    starts = [i for i, position in enumerate(positions) if position == 0]
-    ends = [*starts[1:], len(positions)]
-    found = [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
-    trained = [any(label != IGNORED for label in labels) for _, labels in found]
-    assert all(trained[:-1]), "a conversation without a target, or padding in the middle"
-    return found if trained[-1] else found[:-1]
+    """Return the tokens and the labels of each conversation in a row, without the padding."""
+    ids = row["input_ids"]
+    labels = row["labels"]
+    if "position_ids" in row:
+        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
+        stops = [*starts[1:], len(ids)]
+    else:
+        starts = [0]
+        stops = row["lengths"]
+
+    documents = []
+    for start, stop in zip(starts, stops, strict=True):
+        documents.append((ids[start:stop], labels[start:stop]))
+
+    # Only padding has no target, and it is at the end of the row.
+    has_target = [set(labels) != {IGNORED} for _, labels in documents]
+    assert all(has_target[:-1])
+    return documents if has_target[-1] else documents[:-1]
 
 
-def texts_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
-    """Each conversation as the model meets it."""
-    decode = made.tokenizer.decode
-    return [decode(ids) for row in rows or [] for ids, _ in documents_of(row)]
+def texts_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]:
+    """Return each conversation in the rows as text."""
+    texts = []
+    for row in rows or []:
+        texts += [tokenized.tokenizer.decode(ids) for ids, _ in documents_of(row)]
+    return texts
 
 
-def answers_of(rows: Iterable[dict] | None, made: Tokenized) -> list[str]:
-    """Of each conversation, what is trained."""
-    found = [labels for row in rows or [] for _, labels in documents_of(row)]
-    return [
-        made.tokenizer.decode([label for label in labels if label != IGNORED]) for labels in found
-    ]
+def answers_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]:
+    """Return the targets of each conversation in the rows as text."""
+    answers = []
+    for row in rows or []:
+        for _, labels in documents_of(row):
+            targets = [label for label in labels if label != IGNORED]
+            answers.append(tokenized.tokenizer.decode(targets))
+    return answers
 
 
-def shown(record: dict) -> str:
-    """By ChatML."""
-    return "\n".join(f"<|im_start|>{m['role']}\n{m['content']}{END}" for m in record["messages"])
+# --- the text that is expected
 
 
-def answers(record: dict) -> str:
-    return "".join(m["content"] + END for m in record["messages"] if m["role"] == "assistant")
+def chatml(record: dict[str, Any]) -> str:
+    """Return a conversation as ChatML shows it, up to the end of its last turn."""
+    messages = record["messages"]
+    return "\n".join(f"<|im_start|>{m['role']}\n{m['content']}{END}" for m in messages)
 
 
-# The blocks stand around the answers, with or without their ends, or around all that is shown.
-ENDLESS = (
-    "{% for m in messages %}{{ m.role + ':' }}{% if m.role != 'assistant' %}{{ m.content + eos_token }}{% else %}"
-    "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endif %}{% endfor %}"
+def chatml_answers(record: dict[str, Any]) -> str:
+    """Return the assistant's messages in ChatML, each with its end token."""
+    messages = record["messages"]
+    return "".join(m["content"] + END for m in messages if m["role"] == "assistant")
+
+
+def size_of(record: dict[str, Any]) -> int:
+    """Return the number of tokens of a conversation: bytes, and two control tokens a message."""
+    bytes_of_text = len(chatml(record).replace(END, "").replace("<|im_start|>", "").encode())
+    return bytes_of_text + 2 * len(record["messages"])
+
+
+def target_count(record: dict[str, Any]) -> int:
+    """Return the number of bytes and end tokens of the assistant's messages."""
+    answers = chatml_answers(record)
+    return len(answers.replace(END, "").encode()) + answers.count(END)
+
+
+def template(answer: str) -> str:
+    """Return a chat template that shows the assistant's messages with the given Jinja text."""
+    return (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+
+
+# Templates that mark the answer with its end token, without it, and the end token alone.
+ENDED = template("{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}")
+ENDLESS = template("{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}")
+ONLY_ENDS = template("{{ m.content }}{% generation %}{{ eos_token }}{% endgeneration %}")
+# Marks the end token of every turn but the last one.
+ENDED_EXCEPT_LAST = template(
+    "{% generation %}{{ m.content }}{% if not loop.last %}{{ eos_token }}{% endif %}"
+    "{% endgeneration %}{% if loop.last %}{{ eos_token }}{% endif %}"
 )
-ENDED = ENDLESS.replace("{% endgeneration %}{{ eos_token }}", "{{ eos_token }}{% endgeneration %}")
+# No finished turn continues its prompt, which begins with another number.
 COUNTED = "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
 
 
-# --- what is trained ---
+def write_template(folder: Path, text: str) -> str:
+    """Write a chat template, and return the value of ``--chat_template``."""
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)
 
-SAID = [
+
+# --- targets
+
+VARIED = [
     chat("What is 漢字?", "Writing 🙂."),
     chat("one", "1", "two", " 2 \n", "three", "e\u0301"),
     {"messages": [{"role": "system", "content": "Be short."}, *chat("why", "so")["messages"]]},
@@ -159,196 +231,263 @@ SAID = [
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_what_is_trained_is_what_assistants_say_with_the_ends_of_their_turns(
-    tmp_path, tokenizer, packing
-):
-    made = tokenize_chats(tmp_path, SAID, tokenizer=tokenizer, packing=packing)
-    by_text = dict(zip(texts_of(made.train, made), answers_of(made.train, made), strict=True))
-    assert by_text == {shown(record): answers(record) for record in SAID}
-    assert made.is_packed == packing
-    labels = np.array(made.train.dataset["labels"])
-    assert labels.shape == (made.metadata.train_rows, BLOCK + 1)
-    assert made.metadata.train_tokens == (labels != IGNORED).sum()
-    assert (made.metadata.train_rows < len(SAID)) == packing
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+def test_the_targets_are_the_assistants_messages_and_their_end_tokens(tmp_path, tokenizer, packing):
+    tokenized = tokenize_chats(tmp_path, VARIED, tokenizer=tokenizer, packing=packing)
+
+    texts = texts_of(tokenized.train, tokenized)
+    answers = answers_of(tokenized.train, tokenized)
+    expected = {chatml(record): chatml_answers(record) for record in VARIED}
+    assert dict(zip(texts, answers, strict=True)) == expected
+
+    metadata = tokenized.metadata
+    labels = np.array(tokenized.train.dataset["labels"])
+    assert labels.shape == (metadata.train_rows, MAX_LENGTH + 1)
+    assert metadata.train_tokens == (labels != IGNORED).sum()
+    assert tokenized.is_packed == packing
+    assert (metadata.train_rows < len(VARIED)) == packing
 
 
-def test_what_people_say_is_not_trained_even_where_the_template_says_so(tmp_path):
-    (tmp_path / "t").write_text(
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% if m.role == 'user' %}.{% endif %}"
-        "{% endfor %}"
+def test_the_users_messages_are_no_targets_even_if_the_template_marks_them(tmp_path):
+    marks_everything = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% if m.role == 'user' %}.{% endif %}{% endfor %}"
     )
-    made = tokenize_chats(tmp_path, [chat("ab", "cd")], chat_template=str(tmp_path / "t"))
-    assert texts_of(made.train, made) == ["ab.cd<|endoftext|>"]
-    assert answers_of(made.train, made) == ["cd<|endoftext|>"]
+
+    tokenized = tokenize_chats(
+        tmp_path, [chat("ab", "cd")], chat_template=write_template(tmp_path, marks_everything)
+    )
+
+    assert texts_of(tokenized.train, tokenized) == ["ab.cd<|endoftext|>"]
+    assert answers_of(tokenized.train, tokenized) == ["cd<|endoftext|>"]
 
 
-def test_a_tokenizer_that_was_saved_makes_the_rows_of_the_one_that_was_trained(tmp_path):
-    trained = tokenize_chats(tmp_path, SAID)
-    trained.tokenizer.save_pretrained(tmp_path / "chatty")
-    trained.tokenizer.chat_template = None
-    trained.tokenizer.save_pretrained(tmp_path / "silent")
-    for name, template in [
-        ("chatty", None),
-        ("chatty", "chatml"),
-        ("silent", "chatml"),
-        ("silent", None),
-    ]:
-        loaded = tokenize_chats(
-            tmp_path, SAID, tokenizer=str(tmp_path / name), chat_template=template
-        )
-        assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
-        assert loaded.train.dataset[:] == trained.train.dataset[:]
+@pytest.mark.parametrize("has_template", [True, False], ids=["with-template", "without-template"])
+@pytest.mark.parametrize("chat_template", [None, "chatml"])
+def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(
+    tmp_path, has_template, chat_template
+):
+    trained = tokenize_chats(tmp_path, VARIED)
+    if not has_template:
+        trained.tokenizer.chat_template = None
+    trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+    loaded = tokenize_chats(
+        tmp_path, VARIED, tokenizer=str(tmp_path / "tokenizer"), chat_template=chat_template
+    )
+
+    assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
+    assert [*loaded.train] == [*trained.train]
 
 
-# --- formats ---
+# --- formats
+
+
+def prompt_completion(question: str, answer: str) -> dict[str, Any]:
+    return {"prompt": question, "completion": answer}
+
+
+def sharegpt(question: str, answer: str) -> dict[str, Any]:
+    human = {"from": "human", "value": question}
+    return {"conversations": [human, {"from": "gpt", "value": answer}]}
+
+
+def alpaca(question: str, answer: str) -> dict[str, Any]:
+    return {"instruction": question, "input": "", "output": answer}
+
 
 FORMATS = {
     "messages": chat,
-    "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
-    "sharegpt": lambda q, a: {
-        "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
-    },
-    "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+    "prompt_completion": prompt_completion,
+    "sharegpt": sharegpt,
+    "alpaca": alpaca,
 }
-TURNS = [("one", "1"), ("two ü", "2"), ("three", "drei")]
 
 
 @pytest.mark.parametrize(
     ("format", "suffix"),
-    [*((name, suffix) for name in FORMATS for suffix in ("jsonl", "parquet")), ("alpaca", "csv")],
+    [
+        *((format, "jsonl") for format in FORMATS),
+        *((format, "parquet") for format in FORMATS),
+        ("alpaca", "csv"),
+    ],
 )
-def test_every_format_is_recognised_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
-    reference = tokenize_chats(tmp_path, [chat(*turn) for turn in TURNS])
-    path = write(tmp_path / f"other.{suffix}", [FORMATS[format](*turn) for turn in TURNS])
-    made = tokenize(config(path), BLOCK, ChatConfig())
-    assert made.train.dataset[:] == reference.train.dataset[:]
-    assert made.metadata.data_sha256 == reference.metadata.data_sha256
-    assert (made.metadata.task, made.metadata.records) == ("conversations", 3)
+def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
+    turns = [("one", "1"), ("two ü", "2"), ("three", "drei")]
+    as_messages = tokenize_chats(tmp_path, [chat(*turn) for turn in turns])
+    records = [FORMATS[format](*turn) for turn in turns]
+
+    tokenized = tokenize_files(write(tmp_path / f"other.{suffix}", records))
+
+    assert [*tokenized.train] == [*as_messages.train]
+    assert tokenized.metadata.data_sha256 == as_messages.metadata.data_sha256
+    assert tokenized.metadata.task == "conversations"
+    assert tokenized.metadata.records == 3
     assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
-def test_a_record_with_the_fields_of_several_formats_needs_the_name_of_one(tmp_path):
-    both = (
-        chat("from", "messages")
-        | FORMATS["prompt_completion"]("from", "the completion")
-        | {"text": "a text"}
-    )
-    found = {
-        format: answers_of((p := tokenize_chats(tmp_path, [both], format=format)).train, p)
-        for format in ("messages", "prompt_completion")
-    }
-    assert found == {
-        "messages": [f"messages{END}"],
-        "prompt_completion": [f"the completion{END}"],
-    }
-    assert tokenize_chats(tmp_path, [both], block_size=4, format="text").metadata.task == "text"
-    said = complaint(*arguments(tmp_path, [both]))
-    assert (
-        "line 1: the record has the fields of two formats, messages and prompt_completion" in said
-    )
-    assert "--format messages or --format prompt_completion" in said
+TWO_FORMATS = chat("from", "messages") | prompt_completion("from", "the completion")
 
 
-def test_a_format_that_the_records_do_not_have_is_told_with_the_line(tmp_path):
-    said = complaint(*arguments(tmp_path, chats(2), format="alpaca"))
-    assert said.startswith(f"{tmp_path / 'chats.jsonl'}, line 1: field 'instruction' is None")
+@pytest.mark.parametrize(
+    ("format", "answer"),
+    [("messages", f"messages{END}"), ("prompt_completion", f"the completion{END}")],
+)
+def test_a_chosen_format_is_read_even_if_another_fits(tmp_path, format, answer):
+    tokenized = tokenize_chats(tmp_path, [TWO_FORMATS], format=format)
+
+    assert answers_of(tokenized.train, tokenized) == [answer]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_text_stays_a_text(tmp_path, capsys, name):
+def test_the_format_text_is_read_even_if_the_record_is_a_conversation(tmp_path):
+    record = TWO_FORMATS | {"text": "a text"}
+
+    tokenized = tokenize_chats(tmp_path, [record], max_length=4, format="text")
+
+    assert tokenized.metadata.task == "text"
+
+
+def test_a_record_of_two_formats_is_an_error_that_names_the_flag(tmp_path):
+    error = refusal(write(tmp_path / "a.jsonl", [TWO_FORMATS]))
+
+    assert "line 1: the record has the fields of two formats, messages and" in error
+    assert "--format messages or --format prompt_completion" in error
+
+
+def test_a_record_without_the_chosen_format_is_an_error_with_its_line(tmp_path):
+    path = write(tmp_path / "a.jsonl", chats(2))
+
+    error = refusal(path, format="alpaca")
+
+    assert error.startswith(f"{path}, line 1: field 'instruction' is None")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", "some words"), ("a.jsonl", '{"text": "some words"}\n')]
+)
+def test_text_has_the_same_rows_with_a_chat_config_as_without(tmp_path, capsys, name, content):
     path = tmp_path / name
-    path.write_text("some words" if name == "a.txt" else '{"text": "some words"}\n')
-    plain = tokenize(config(path), 4)
-    made = tokenize(config(path), 4, ChatConfig())
-    assert made.metadata == plain.metadata
-    assert (made.metadata.task, made.metadata.audit, made.stop_token_ids) == ("text", None, ())
-    assert not made.is_packed
+    path.write_text(content)
+    as_text = tokenize(config(path), 4)
+
+    tokenized = tokenize_files(path, max_length=4)
+
+    assert tokenized.metadata == as_text.metadata
+    assert tokenized.metadata.task == "text"
+    assert tokenized.metadata.audit is None
+    assert tokenized.stop_token_ids == ()
+    assert not tokenized.is_packed
     out = capsys.readouterr().out
     assert "; from the cache\n" in out
     assert "fine-tuning" not in out
     assert "audit" not in out
 
 
-# --- the audit ---
+@pytest.mark.parametrize(("suffix", "arguments"), [("jsonl", '{"limit": null}'), ("parquet", "{}")])
+def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, arguments):
+    call = {"function": {"name": "find", "arguments": {"limit": None}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+    tokenized = tokenize_files(write(tmp_path / f"a.{suffix}", [{"messages": messages}]))
+
+    (answer,) = answers_of(tokenized.train, tokenized)
+    assert f'"arguments": {arguments}' in answer
 
 
-def size_of(record: dict) -> int:
-    """Tokens by the tokenizer ``byte``."""
-    return sum(len(f"{m['role']}\n{m['content']}\n".encode()) + 2 for m in record["messages"]) - 1
+# --- the audit
+
+SHORT = [*chats(10), chat("u", "v", "w", "x")]
+OVERLONG = [LONG_SECOND_ANSWER, LONG_ANSWER, LONG_QUESTION]
+BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
 
 
-def printed(capsys: pytest.CaptureFixture, name: str) -> list[str]:
-    lines = capsys.readouterr().out.splitlines()
-    return [line[10:] for line in lines if line.startswith(name)]
+@pytest.mark.parametrize(
+    ("overlong", "kept", "untrainable"),
+    [
+        pytest.param("drop", SHORT, 0, id="drop"),
+        # No turn of the other two overlong conversations fits in a row.
+        pytest.param("truncate", [*SHORT, chat("q", "a")], 2, id="truncate"),
+    ],
+)
+def test_the_audit_has_the_counts_of_the_records(tmp_path, overlong, kept, untrainable):
+    records = SHORT + OVERLONG + BAD
+
+    tokenized = tokenize_chats(tmp_path, records, overlong=overlong, on_bad_row="skip")
+
+    tokens = sum(map(size_of, kept))
+    turns = sum(chatml_answers(record).count(END) for record in kept)
+    rows = len(tokenized.train)
+    assert audit_of(tokenized) == Audit(
+        unit="conversation",
+        truncates=overlong == "truncate",
+        records=17,
+        bad=3,
+        examples=14,
+        overlong=3,
+        lost_tokens=sum(map(size_of, SHORT + OVERLONG)) - tokens,
+        untrainable=untrainable,
+        kept=len(kept),
+        tokens=tokens,
+        targets=sum(map(target_count, kept)),
+        rows=rows,
+        positions=rows * (MAX_LENGTH + 1),
+        turns=turns,
+        ended_turns=turns,
+    )
 
 
-LONG_SECOND_ANSWER = chat("q", "a", "q", "x" * 100)
-LONG_ANSWER, LONG_QUESTION = chat("q", "x" * 100), chat("x" * 100, "a")
-MANY = [
-    *chats(10),
-    chat("u", "v", "w", "x"),
-    LONG_SECOND_ANSWER,
-    LONG_ANSWER,
-    LONG_QUESTION,
-    AMBIGUOUS[0],
-    UNANSWERED[0],
-    AMBIGUOUS[0],
-]
+@pytest.mark.parametrize(
+    ("overlong", "outcome"),
+    [
+        pytest.param("drop", "dropped", id="drop"),
+        pytest.param("truncate", "truncated", id="truncate"),
+    ],
+)
+def test_the_log_has_two_lines_about_the_audit(tmp_path, capsys, overlong, outcome):
+    tokenized = tokenize_chats(
+        tmp_path, SHORT + OVERLONG + BAD, overlong=overlong, on_bad_row="skip"
+    )
 
-
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_the_audit_is_what_one_counts_by_hand(tmp_path, capsys, overlong):
-    made = tokenize_chats(tmp_path, MANY, overlong=overlong, on_bad_row="skip")
-    cut = overlong == "truncate"
-    whole = [size_of(record) for record in MANY[:14]]
-    kept = [*whole[:11], *[size_of(chat("q", "a"))] * cut]
-    tokens = sum(kept)
-    lost = sum(whole[11:14]) - sum(kept[11:])
-    trained = sum(len(f"{i * i} ü.".encode()) + 1 for i in range(10)) + 2 * 2 + 2 * cut
-    rows = 4
-    assert made.metadata.audit == {
-        **vars(Audit("conversation", truncates=cut)),
-        "records": 17,
-        "bad": 3,
-        "examples": 14,
-        "overlong": 3,
-        "lost_tokens": lost,
-        "untrainable": 2 * cut,  # no turn of the other two ends in a row
-        "kept": 11 + cut,
-        "tokens": tokens,
-        "targets": trained,
-        "rows": rows,
-        "positions": rows * (BLOCK + 1),
-        "turns": 12 + cut,
-        "ended_turns": 12 + cut,
-    }
-    assert printed(capsys, "audit") == [
-        f"{11 + cut} of 17 conversations: 3 overlong {'truncated' if cut else 'dropped'} "
-        f"({lost / (lost + tokens):.1%} of the tokens), "
-        f"{2 * cut} without a target token and 3 bad ones left out",
-        f"{trained} of {tokens} tokens are targets ({trained / tokens:.1%}), "
-        f"{rows} rows are {tokens / (rows * 96):.1%} full, {12 + cut} of {12 + cut} turns train their end",
+    audit = audit_of(tokenized)
+    lost = audit.lost_tokens / (audit.lost_tokens + audit.tokens)
+    targets = audit.targets / audit.tokens
+    full = audit.tokens / audit.positions
+    assert log_lines(capsys, "audit") == [
+        f"{audit.kept} of 17 conversations: 3 overlong {outcome} ({lost:.1%} of the tokens), "
+        f"{audit.untrainable} without a target token and 3 bad ones left out",
+        f"{audit.targets} of {audit.tokens} tokens are targets ({targets:.1%}), "
+        f"{audit.rows} rows are {full:.1%} full, "
+        f"{audit.turns} of {audit.turns} turns train their end",
     ]
 
 
-def test_the_audit_agrees_with_the_rows_without_packing_too(tmp_path):
-    audit = tokenize_chats(tmp_path, MANY, on_bad_row="skip", packing=False).metadata.audit
-    assert (audit["rows"], audit["kept"], audit["positions"]) == (11, 11, 11 * 96)
+def test_the_audit_counts_one_row_for_each_conversation_without_packing(tmp_path):
+    audit = audit_of(tokenize_chats(tmp_path, SHORT + OVERLONG, packing=False))
+
+    assert audit.kept == 11
+    assert audit.rows == 11
+    assert audit.positions == 11 * (MAX_LENGTH + 1)
 
 
-def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, capsys):
+def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_path, capsys):
     weighted = chat("a", "b", "c", "d")
     weighted["messages"][1]["weight"] = 0
-    other = chat("e", f"f{END}{END}")
-    other["messages"][0] |= {"at": 1, "name": "Ann"}
-    other["messages"][1] |= {"at": 2, "score": 0.5}
-    made = tokenize_chats(tmp_path, [weighted, other, chat("g", "h")])
-    assert sorted(answers_of(made.train, made)) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
-    audit = made.metadata.audit
-    assert (audit["unweighted_turns"], audit["special_as_text"]) == (1, 2)
-    assert audit["unread_fields"] == {"at": 2, "score": 1}
-    assert printed(capsys, "audit")[2:] == [
+    special = chat("e", f"f{END}{END}")
+    special["messages"][0] |= {"at": 1, "name": "Ann"}
+    special["messages"][1] |= {"at": 2, "score": 0.5}
+
+    tokenized = tokenize_chats(tmp_path, [weighted, special, chat("g", "h")])
+
+    answers = answers_of(tokenized.train, tokenized)
+    assert sorted(answers) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
+    audit = audit_of(tokenized)
+    assert audit.unweighted_turns == 1
+    assert audit.special_as_text == 2
+    assert audit.unread_fields == {"at": 2, "score": 1}
+    assert log_lines(capsys, "audit")[2:] == [
         "1 turn is not trained, because its weight is 0",
         "2 special tokens in messages are encoded as text",
         "some messages have fields that are not read here: at (2), score (1); the chat template "
@@ -356,505 +495,615 @@ def test_what_messages_hold_besides_their_words_is_counted_and_told(tmp_path, ca
     ]
 
 
-@pytest.mark.parametrize(("suffix", "argument"), [("jsonl", '{"limit": null}'), ("parquet", "{}")])
-def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, argument):
-    call = {"function": {"name": "find", "arguments": {"limit": None}}}
-    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-    record = {"messages": [{"role": "user", "content": "a"}, calling]}
-    path = write(tmp_path / f"a.{suffix}", [record])
-    made = tokenize(config(path), BLOCK, ChatConfig())
-    (answer,) = answers_of(made.train, made)
-    assert f'"arguments": {argument}' in answer
-
-
-# Marks the end of a turn, but not of the last one.
-ENDED_BEFORE = ENDED.replace(
-    "{{ eos_token }}{% endg", "{% if not loop.last %}{{ eos_token }}{% endif %}{% endg"
-).replace(
-    "{% endif %}{% endfor %}", "{% if loop.last %}{{ eos_token }}{% endif %}{% endif %}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(("template", "ended"), [(ENDED, 3), (ENDED_BEFORE, 1)])
-def test_a_turn_that_does_not_train_its_end_is_counted(tmp_path, capsys, template, ended):
-    (tmp_path / "t").write_text(template)
-    made = tokenize_chats(
-        tmp_path, [chat("a", "b", "c", "d"), chat("e", "f")], chat_template=str(tmp_path / "t")
-    )
-    audit = Audit(**made.metadata.audit)
-    assert (audit.turns, audit.ended_turns, audit.targets) == (3, ended, 3 + ended)
-    train_their = "trains its" if ended == 1 else "train their"
-    assert printed(capsys, "audit")[1].endswith(f"{ended} of 3 turns {train_their} end")
-
-
-def test_the_audit_of_several_sources_is_their_sum(tmp_path):
-    parts = [
-        Audit("conversation", False, *range(start, start + 20), unread_fields={"at": 1, name: 2})
-        for start, name in ((1, "a"), (100, "b"))
-    ]
-    total = Audit(
-        "conversation", False, *range(101, 141, 2), unread_fields={"at": 2, "a": 2, "b": 2}
-    )
-    assert total_audit(parts) == total
-    paths = [
-        write(tmp_path / name, records)
-        for name, records in [("a.jsonl", chats(3)), ("b.jsonl", chats(4, 50))]
-    ]
-    alone, beside = (tokenize(config(path), BLOCK, ChatConfig()).metadata.audit for path in paths)
-    both = tokenize(config(*paths), BLOCK, ChatConfig()).metadata.audit
-    assert both == vars(total_audit([Audit(**alone), Audit(**beside)]))
-
-
 @pytest.mark.parametrize(
-    ("room", "said"), [(1, None), (0, None), (-1, "36 tokens are more than --max_length 34 allows")]
+    ("text", "ended_turns", "sentence"),
+    [
+        pytest.param(ENDED, 3, "3 of 3 turns train their end", id="all"),
+        pytest.param(ENDED_EXCEPT_LAST, 1, "1 of 3 turns trains its end", id="one"),
+    ],
 )
-def test_a_conversation_is_overlong_from_one_token_more_than_a_row_holds(
-    tmp_path, cache, room, said
-):
-    records = [*chats(2), chat("12345678", "12345678"), *chats(2, 2)]
-    given = arguments(tmp_path, records, block_size=35 + room, overlong="error")
-    assert size_of(records[2]) == 36
-    if said is None:
-        assert tokenize(*given).metadata.audit["kept"] == 5
-    else:
-        assert (
-            f"{tmp_path / 'chats.jsonl'}, line 3: {said}; raise it, or set --overlong"
-            in complaint(*given)
-        )
-        assert left_behind(cache) == []
+def test_turns_that_train_their_end_are_counted(tmp_path, capsys, text, ended_turns, sentence):
+    tokenized = tokenize_chats(
+        tmp_path,
+        [chat("a", "b", "c", "d"), chat("e", "f")],
+        chat_template=write_template(tmp_path, text),
+    )
+
+    audit = audit_of(tokenized)
+    assert audit.turns == 3
+    assert audit.ended_turns == ended_turns
+    assert audit.targets == 3 + ended_turns  # each answer is one byte
+    assert log_lines(capsys, "audit")[1].endswith(sentence)
 
 
-@pytest.mark.parametrize(("bad", "said"), [AMBIGUOUS, UNANSWERED], ids=["to render", "to read"])
-@pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
-def test_a_bad_row_is_told_with_its_place_and_what_to_do_and_leaves_nothing_behind(
-    tmp_path, cache, bad, said, suffix, place
-):
-    path = write(tmp_path / f"a.{suffix}", [*chats(2), bad, *chats(2, 2)])
-    wanted = f"{path}, {place}: {said}; fix it, or leave such records out with --on_bad_row skip."
-    assert complaint(config(path, eval_fraction=0.5), BLOCK, ChatConfig()) == wanted
+def test_total_audit_adds_all_counts():
+    first = Audit(unit="conversation", records=1, targets=20, unread_fields={"at": 1, "a": 2})
+    second = Audit(unit="conversation", records=100, bad=3, unread_fields={"at": 1, "b": 2})
+
+    assert total_audit([first, second]) == Audit(
+        unit="conversation",
+        records=101,
+        bad=3,
+        targets=20,
+        unread_fields={"at": 2, "a": 2, "b": 2},
+    )
+
+
+def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
+    first_path = write(tmp_path / "a.jsonl", chats(3))
+    second_path = write(tmp_path / "b.jsonl", chats(4, start=50))
+
+    first = tokenize_files(first_path)
+    second = tokenize_files(second_path)
+    both = tokenize_files(first_path, second_path)
+
+    assert audit_of(both) == total_audit([audit_of(first), audit_of(second)])
+
+
+# --- overlong conversations
+
+
+@pytest.mark.parametrize("max_length", [35, 36])
+def test_a_conversation_with_one_token_more_than_max_length_fits(tmp_path, max_length):
+    """The last token of a row predicts nothing, so a row holds one token more."""
+    record = chat("12345678", "12345678")
+    assert size_of(record) == 36
+
+    tokenized = tokenize_chats(tmp_path, [record], max_length=max_length, overlong="error")
+
+    assert audit_of(tokenized).kept == 1
+
+
+def test_an_overlong_conversation_is_an_error_with_its_line_and_length(tmp_path, cache):
+    records = [*chats(2), chat("12345678", "12345678"), *chats(2, start=2)]
+    path = write(tmp_path / "a.jsonl", records)
+
+    error = refusal(path, max_length=34, overlong="error")
+
+    assert error.startswith(
+        f"{path}, line 3: 36 tokens are more than --max_length 34 allows; raise it, or set "
+        "--overlong"
+    )
     assert left_behind(cache) == []
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_half_of_a_surrogate_pair_is_a_bad_row_for_every_tokenizer(tmp_path, tokenizer, on_bad_row):
-    given = arguments(
-        tmp_path, [*chats(3), chat("a", "b\ud83d")], tokenizer=tokenizer, on_bad_row=on_bad_row
+def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tokenizer):
+    fitting = [chat(f"q{i}", f"{i} ü.", "r", f"{i}!") for i in range(8)]
+    records = []
+    for i, record in enumerate(fitting):
+        rest = chat("s", str(7 ** (i + 500)), "t", "u")
+        records.append({"messages": record["messages"] + rest["messages"]})
+
+    tokenized = tokenize_chats(
+        tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer
     )
-    if on_bad_row == "error":
-        assert "line 4: message 2 (assistant) holds half of a surrogate pair" in complaint(*given)
-    else:
-        audit = tokenize(*given).metadata.audit
-        assert (audit["bad"], audit["kept"]) == (1, 3)
+
+    texts = texts_of(tokenized.train, tokenized) + texts_of(tokenized.eval, tokenized)
+    assert sorted(texts) == sorted(map(chatml, fitting))
+    eval_answers = "".join(answers_of(tokenized.eval, tokenized))
+    assert tokenized.metadata.eval_bytes == len(eval_answers.replace(END, "").encode())
+    audit = audit_of(tokenized)
+    assert audit.turns == audit.ended_turns == 2 * audit.kept
+    labels = np.array(tokenized.train.dataset["labels"])
+    assert audit.targets == (labels != IGNORED).sum()
 
 
-SENSELESS = {
-    "all of them overlong": (
-        [LONG_ANSWER, LONG_QUESTION],
-        {},
-        f"chats.jsonl: all 2 conversations are longer than --max_length {BLOCK}; set --max_length 128, if the model has as many positions, or --overlong truncate.",
-    ),
-    "all questions overlong": (
-        [LONG_QUESTION],
-        {"overlong": "truncate", "on_bad_row": "skip"},
-        "no token of 1 conversation would be trained (1 of 1 is longer than --max_length 95; ",
-    ),
-    "all of them bad": (
-        [AMBIGUOUS[0]],
-        {"on_bad_row": "skip"},
-        "no token of 1 conversation would be trained (0 are overlong, 1 bad, the first one ",
-    ),
-    "none to read": (
-        [UNANSWERED[0], AMBIGUOUS[0] | UNANSWERED[0]],
-        {"on_bad_row": "skip"},
-        f"chats.jsonl, line 1: {UNANSWERED[1]}.",
-    ),
-    "no turn with its end": (
-        chats(10),
-        {"chat_template": ENDLESS},
-        "none of 10 turns trains the token that ends it",
-    ),
-    "no turn as prompted for": (
-        chats(10),
-        {"chat_template": COUNTED},
-        "10 turns are shown differently from the way they are prompted for",
-    ),
-}
+def test_a_conversation_that_truncation_would_leave_empty_is_an_error(tmp_path, cache):
+    records = [*chats(2), LONG_ANSWER, LONG_SECOND_ANSWER]
+    path = write(tmp_path / "a.jsonl", records)
 
-
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize(("records", "flags", "said"), SENSELESS.values(), ids=SENSELESS)
-def test_a_mask_that_cannot_be_meant_is_an_error_and_leaves_nothing_behind(
-    tmp_path, cache, records, flags, said, packing
-):
-    if "chat_template" in flags:
-        (tmp_path / "t").write_text(flags["chat_template"])
-        flags = {"chat_template": str(tmp_path / "t")}
-    told = complaint(*arguments(tmp_path, records, packing=packing, **flags))
-    assert told.startswith(f"--dataset {tmp_path / 'chats.jsonl'}")
-    assert said in told
+    assert refusal(path, overlong="truncate") == (
+        f"{path}, line 3: none of the assistant's turns ends within --max_length {MAX_LENGTH}, "
+        "so truncation would leave nothing to train on; raise it, set --overlong drop, or leave "
+        "such records out with --on_bad_row skip."
+    )
     assert left_behind(cache) == []
 
 
-# --- what is held out ---
+def test_a_conversation_that_truncation_would_leave_empty_can_be_skipped(tmp_path):
+    records = [*chats(2), LONG_ANSWER, LONG_SECOND_ANSWER]
+
+    tokenized = tokenize_chats(tmp_path, records, overlong="truncate", on_bad_row="skip")
+
+    audit = audit_of(tokenized)
+    assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 3)
+
+
+def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys):
+    """The template drops earlier reasoning, so each turn with reasoning is an example."""
+    make(QWEN3).save_pretrained(tmp_path / "tokenizer")
+    with_reasoning = chat("q", "a", "r", "x" * 200)
+    for answer in with_reasoning["messages"][1::2]:
+        answer["reasoning_content"] = "why"
+    untrained = chat("s", "t")
+    untrained["messages"][1]["weight"] = 0
+
+    tokenized = tokenize_chats(
+        tmp_path,
+        [with_reasoning, untrained],
+        overlong="truncate",
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+
+    answers = answers_of(tokenized.train, tokenized)
+    assert answers == [f"<think>\nwhy\n</think>\n\na{END}"]
+    assert log_lines(capsys, "audit")[0].startswith("1 of 3 examples: 1 overlong truncated (")
+    audit = audit_of(tokenized)
+    assert (audit.records, audit.examples) == (2, 3)
+    assert (audit.untrainable, audit.kept) == (2, 1)
+
+
+# --- bad records
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        pytest.param(AMBIGUOUS, AMBIGUOUS_REASON, id="cannot-be-rendered"),
+        pytest.param(UNANSWERED, UNANSWERED_REASON, id="cannot-be-read"),
+    ],
+)
+@pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
+def test_a_bad_record_is_an_error_with_its_place_and_advice(
+    tmp_path, cache, bad, reason, suffix, place
+):
+    path = write(tmp_path / f"a.{suffix}", [*chats(2), bad, *chats(2, start=2)])
+
+    error = refusal(path, eval_fraction=0.5)
+
+    advice = "fix it, or leave such records out with --on_bad_row skip."
+    assert error == f"{path}, {place}: {reason}; {advice}"
+    assert left_behind(cache) == []
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_half_of_a_surrogate_pair_is_bad_for_every_tokenizer(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [*chats(3), chat("a", "b\ud83d")])
+
+    error = refusal(path, tokenizer=tokenizer)
+    assert "line 4: message 2 (assistant) holds half of a surrogate pair" in error
+
+    audit = audit_of(tokenize_files(path, tokenizer=tokenizer, on_bad_row="skip"))
+    assert (audit.bad, audit.kept) == (1, 3)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize(
+    ("records", "settings", "reason"),
+    [
+        pytest.param(
+            [LONG_ANSWER, LONG_QUESTION],
+            {},
+            f"a.jsonl: all 2 conversations are longer than --max_length {MAX_LENGTH}; set "
+            "--max_length 128, if the model has as many positions, or --overlong truncate.",
+            id="all-overlong",
+        ),
+        pytest.param(
+            [LONG_QUESTION],
+            {"overlong": "truncate", "on_bad_row": "skip"},
+            "no token of 1 conversation would be trained (1 of 1 is longer than --max_length 95; ",
+            id="no-turn-fits",
+        ),
+        pytest.param(
+            [AMBIGUOUS],
+            {"on_bad_row": "skip"},
+            "no token of 1 conversation would be trained (0 are overlong, 1 bad, the first one ",
+            id="none-can-be-rendered",
+        ),
+        pytest.param(
+            [UNANSWERED, UNANSWERED],
+            {"on_bad_row": "skip"},
+            f"a.jsonl, line 1: {UNANSWERED_REASON}.",
+            id="none-can-be-read",
+        ),
+        pytest.param(
+            chats(10),
+            {"chat_template": ENDLESS},
+            "none of 10 turns trains the token that ends it",
+            id="no-turn-trains-its-end",
+        ),
+        pytest.param(
+            chats(10),
+            {"chat_template": COUNTED},
+            "10 turns are shown differently from the way they are prompted for",
+            id="no-turn-follows-its-prompt",
+        ),
+    ],
+)
+def test_data_without_useful_targets_are_an_error(
+    tmp_path, cache, records, settings, reason, packing
+):
+    if "chat_template" in settings:
+        settings = {"chat_template": write_template(tmp_path, settings["chat_template"])}
+    path = write(tmp_path / "a.jsonl", records)
+
+    error = refusal(path, packing=packing, **settings)
+
+    assert error.startswith(f"--dataset {path}")
+    assert reason in error
+    assert left_behind(cache) == []
+
+
+def test_the_char_tokenizer_is_refused_because_templates_have_other_characters(tmp_path):
+    path = write(tmp_path / "a.jsonl", chats(4))
+
+    error = refusal(path, tokenizer="char")
+
+    assert "--tokenizer char knows only the characters of the data" in error
+
+
+# --- the eval data
 
 
 def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[str], list[str]]:
-    """The texts of both sides, in order of the rows."""
-    made = tokenize_chats(folder, records, eval_fraction=fraction)
-    train, held_out = (texts_of(rows, made) for rows in (made.train, made.eval))
-    assert sorted(train + held_out) == sorted(map(shown, records))
-    assert not set(train) & set(held_out)
-    facts = made.metadata
-    assert (facts.records, facts.eval_records) == (len(records), len(held_out))
-    return train, held_out
+    """Return the texts of the training and of the eval data, and check that they are a split."""
+    tokenized = tokenize_chats(folder, records, eval_fraction=fraction)
+    train = texts_of(tokenized.train, tokenized)
+    eval = texts_of(tokenized.eval, tokenized)
+
+    assert sorted(train + eval) == sorted(map(chatml, records))
+    assert set(train).isdisjoint(eval)
+    assert tokenized.metadata.records == len(records)
+    assert tokenized.metadata.eval_records == len(eval)
+    return train, eval
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.7])
-def test_every_conversation_is_either_trained_on_or_held_out(tmp_path, fraction):
-    held_out = split_of(tmp_path, chats(200), fraction)[1]
-    assert abs(len(held_out) / 200 - fraction) < 0.1
+def test_about_eval_fraction_of_the_conversations_are_eval_data(tmp_path, fraction):
+    _, eval = split_of(tmp_path, chats(200), fraction)
+
+    assert len(eval) / 200 == pytest.approx(fraction, abs=0.1)
 
 
-def test_held_out_conversations_never_move_when_others_are_added_or_all_are_shuffled(tmp_path):
-    train, held_out = split_of(tmp_path, chats(100), 0.1)
-    assert held_out
-    more = chats(200)
-    random.Random(0).shuffle(more)
-    more_train, more_held_out = split_of(tmp_path, more, 0.1)
-    assert set(held_out) < set(more_held_out)
-    assert set(train) < set(more_train)
+def test_conversations_keep_their_split_if_others_are_added_and_all_are_shuffled(tmp_path):
+    shuffled = chats(200)
+    random.Random(0).shuffle(shuffled)
+
+    train, eval = split_of(tmp_path, chats(100), fraction=0.1)
+    larger_train, larger_eval = split_of(tmp_path, shuffled, fraction=0.1)
+
+    assert eval
+    assert set(train) < set(larger_train)
+    assert set(eval) < set(larger_eval)
 
 
-def test_the_sides_are_the_same_whatever_tokenizer_and_rows_are_made(tmp_path):
-    sides = set()
-    for variant in (
-        {},
+@pytest.mark.parametrize(
+    "variant",
+    [
         {"packing": False},
         {"tokenizer": "bpe:300"},
-        {"block_size": 200},
+        {"max_length": 200},
         {"overlong": "truncate"},
-    ):
-        made = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
-        sides.add(tuple(sorted(texts_of(made.eval, made))))
-    assert len(sides) == 1
+    ],
+    ids=["packing", "tokenizer", "max_length", "overlong"],
+)
+def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path, variant):
+    usual = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2)
+
+    tokenized = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
+
+    usual_texts = texts_of(usual.eval, usual)
+    assert sorted(texts_of(tokenized.eval, tokenized)) == sorted(usual_texts)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99])
-def test_of_a_few_conversations_some_are_held_out_and_some_are_not(tmp_path, count, fraction):
-    train, held_out = split_of(tmp_path, chats(count), fraction)
+def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction):
+    train, eval = split_of(tmp_path, chats(count), fraction)
+
     assert train
-    assert held_out
+    assert eval
 
 
-def test_a_single_conversation_is_trained_on(tmp_path):
-    made = tokenize_chats(tmp_path, chats(1), eval_fraction=0.9)
-    assert made.eval is None
-    assert made.metadata.eval_bytes == made.metadata.eval_tokens == 0
+@pytest.mark.parametrize(
+    "copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9], ids=["2+1", "1+2", "9+1", "1+9"]
+)
+def test_copies_of_a_conversation_are_in_the_same_split(tmp_path, copies):
+    two_conversations = chats(2)
+
+    # This checks that no text is in both.
+    train, eval = split_of(tmp_path, [two_conversations[copy] for copy in copies], fraction=0.1)
+
+    assert train
+    assert eval
 
 
-@given(st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30), st.floats(0, 0.999))
+def test_a_single_conversation_is_training_data(tmp_path):
+    tokenized = tokenize_chats(tmp_path, chats(1), eval_fraction=0.9)
+
+    assert tokenized.eval is None
+    assert tokenized.metadata.eval_bytes == 0
+    assert tokenized.metadata.eval_tokens == 0
+
+
+@given(
+    hashes=st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30),
+    fraction=st.floats(0, 0.999),
+)
 @settings(deadline=None)
-def test_a_limit_leaves_something_on_both_sides_wherever_two_conversations_differ(places, fraction):
-    limit = eval_limit_of(np.array(places), fraction)
-    held_out = sum(place < limit for place in places)
-    if fraction and len(set(places)) > 1:
-        assert 0 < held_out < len(places)
+def test_the_eval_limit_leaves_some_hashes_on_each_side_if_they_differ(hashes, fraction):
+    limit = eval_limit_of(np.array(hashes), fraction)
+
+    eval_count = sum(hash < limit for hash in hashes)
+    if fraction and len(set(hashes)) > 1:
+        assert 0 < eval_count < len(hashes)
     else:
-        assert held_out == 0
+        assert eval_count == 0
 
 
-def test_a_limit_is_the_fraction_where_that_holds_out_some_and_not_too_many():
-    places = np.arange(100) / 100
-    assert [eval_limit_of(places, fraction) for fraction in (0.0, 0.005, 0.1, 0.5, 0.9)] == [
-        0.0,
-        0.005,
-        0.1,
-        0.5,
-        0.9,
-    ]
-    assert (
-        eval_limit_of(np.array([0.01, 0.02, 0.03, 0.9]), 0.1) == 0.02
-    )  # three of four are too many
-    assert eval_limit_of(np.array([0.5, 0.6, 0.7, 0.8]), 0.3) == 0.7  # none of four are too few
+@pytest.mark.parametrize("fraction", [0.0, 0.005, 0.1, 0.5, 0.9])
+def test_the_eval_limit_is_the_fraction_if_that_chooses_a_fair_share(fraction):
+    assert eval_limit_of(np.arange(100) / 100, fraction) == fraction
 
 
-@pytest.mark.parametrize("copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9])
-def test_copies_of_one_conversation_are_on_one_side(tmp_path, copies):
-    train, held_out = split_of(tmp_path, [chats(2)[copy] for copy in copies], 0.1)
-    assert train
-    assert held_out
+@pytest.mark.parametrize(
+    ("hashes", "fraction", "limit"),
+    [
+        pytest.param([0.01, 0.02, 0.03, 0.9], 0.1, 0.02, id="three-of-four-are-too-many"),
+        pytest.param([0.5, 0.6, 0.7, 0.8], 0.3, 0.7, id="none-of-four-are-too-few"),
+    ],
+)
+def test_the_eval_limit_chooses_another_share_of_few_hashes(hashes, fraction, limit):
+    assert eval_limit_of(np.array(hashes), fraction) == limit
 
 
-def test_bytes_held_out_are_those_of_what_assistants_say(tmp_path):
-    records = [*SAID, LONG_ANSWER, LONG_QUESTION]
-    made = tokenize_chats(tmp_path, records, eval_fraction=0.5)
-    said = "".join(answers_of(made.eval, made))
-    assert END in said
-    assert made.metadata.eval_bytes == len(said.replace(END, "").encode())
-    assert made.metadata.eval_tokens == made.metadata.eval_bytes + said.count(END)
+def test_eval_bytes_are_those_of_the_assistants_messages(tmp_path):
+    records = [*VARIED, LONG_ANSWER, LONG_QUESTION]
+
+    tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.5)
+
+    answers = "".join(answers_of(tokenized.eval, tokenized))
+    eval_bytes = len(answers.replace(END, "").encode())
+    assert tokenized.metadata.eval_bytes == eval_bytes > 0
+    assert tokenized.metadata.eval_tokens == eval_bytes + answers.count(END)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_a_conversation_is_truncated_at_the_end_of_its_last_turn_that_fits(tmp_path, tokenizer):
-    records = [
-        chat(f"q{i}", f"{i} ü.", "r", f"{i}!", "s", str(7 ** (i + 500)), "t", "u") for i in range(8)
-    ]
-    made = tokenize_chats(
-        tmp_path, records, eval_fraction=0.5, overlong="truncate", tokenizer=tokenizer
-    )
-    kept = [shown(chat(*(m["content"] for m in record["messages"][:4]))) for record in records]
-    texts = texts_of(made.train, made) + texts_of(made.eval, made)
-    assert sorted(texts) == sorted(kept)
-    held_out = answers_of(made.eval, made)
-    assert made.metadata.eval_bytes == sum(len(said.replace(END, "").encode()) for said in held_out)
-    audit = Audit(**made.metadata.audit)
-    assert (audit.turns, audit.ended_turns) == (2 * audit.kept, 2 * audit.kept)
-    assert audit.targets == sum(label != IGNORED for row in made.train for label in row["labels"])
+def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
+    tokenized = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+
+    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
+
+    eval_prompts = []
+    for text in texts_of(tokenized.eval, tokenized):
+        question, _, _ = text.partition(f"{END}\n")
+        eval_prompts.append(f"{question}{END}\n<|im_start|>assistant\n")
+    assert prompt in eval_prompts
+    assert tokenized.tokenizer.convert_tokens_to_ids(END) in tokenized.stop_token_ids
 
 
-@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_truncation_never_leaves_a_conversation_without_a_target(tmp_path, cache, on_bad_row):
-    records = [*chats(2), LONG_ANSWER, *chats(2, 2), LONG_SECOND_ANSWER]
-    given = arguments(tmp_path, records, overlong="truncate", on_bad_row=on_bad_row)
-    if on_bad_row == "error":
-        assert complaint(*given) == (
-            f"{tmp_path / 'chats.jsonl'}, line 3: none of the assistant's turns ends within "
-            f"--max_length {BLOCK}, so truncation would leave nothing to train on; raise it, set "
-            "--overlong drop, or leave such records out with --on_bad_row skip."
-        )
-        assert left_behind(cache) == []
-    else:
-        audit = Audit(**tokenize(*given).metadata.audit)
-        assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 5)
-
-
-def test_turns_that_are_examples_of_their_own_are_truncated_one_by_one(tmp_path, capsys):
-    """Of a conversation that makes two examples, one fits in a row; another has no target."""
-    make(QWEN3).save_pretrained(tmp_path / "tokenizer")
-    thought = {"reasoning_content": "why"}
-    first = chat("q", "a", "r", "x" * 200)
-    for message in first["messages"][1::2]:
-        message.update(thought)
-    untrained = chat("s", "t")
-    untrained["messages"][1]["weight"] = 0
-    made = tokenize_chats(
-        tmp_path,
-        [first, untrained],
-        overlong="truncate",
-        tokenizer=str(tmp_path / "tokenizer"),
-    )
-    assert answers_of(made.train, made) == ["<think>\nwhy\n</think>\n\na<|im_end|>"]
-    assert printed(capsys, "audit")[0].startswith("1 of 3 examples: 1 overlong truncated (")
-    audit = Audit(**made.metadata.audit)
-    assert (audit.records, audit.examples, audit.untrainable, audit.kept) == (2, 3, 2, 1)
-
-
-def test_a_tokenizer_learns_from_what_is_trained_on_alone(tmp_path):
+def test_a_tokenizer_is_trained_on_the_messages_of_the_training_data(tmp_path):
     records = chats(40)
-    made = tokenize_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:270")
-    data = arguments(tmp_path, records, eval_fraction=0.5)
-    found = Records(
-        open_source(data[0].dataset[0]),
+    path = write(tmp_path / "a.jsonl", records)
+    tokenized = tokenize_files(path, eval_fraction=0.5)
+    train_texts = texts_of(tokenized.train, tokenized)
+
+    reader = Records(
+        open_source(str(path)),
         read=lambda fields: conversation_of(fields, "messages"),
         eval_fraction=0.5,
         skips_bad=False,
     )
-    train = texts_of(made.train, made)
-    expected = [
-        m["content"] for record in records if shown(record) in train for m in record["messages"]
-    ]
-    assert list(found.texts("train")) == expected
-    assert list(found.texts()) == [m["content"] for record in records for m in record["messages"]]
+
+    def contents(records: list[dict]) -> list[str]:
+        return [message["content"] for record in records for message in record["messages"]]
+
+    train = [record for record in records if chatml(record) in train_texts]
+    assert 0 < len(train) < 40
+    assert [*reader.texts("train")] == contents(train)
+    assert [*reader.texts()] == contents(records)
 
 
-def test_an_unseen_question_is_a_held_out_one_without_its_answer(tmp_path):
-    made = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
-    question = made.eval_prompt()
-    held_out = texts_of(made.eval, made)
-    asked = made.tokenizer.decode(question)
-    assert asked in [
-        text.split(f"{END}\n")[0] + f"{END}\n<|im_start|>assistant\n" for text in held_out
-    ]
-    assert made.tokenizer.convert_tokens_to_ids(END) in made.stop_token_ids
+def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
+    short = chats(6)
+    smallest_hash = min(hash_of(conversation_of(record, "messages")) for record in short)
+    candidates = (chat(f"{i}?", "x" * 500) for i in range(999))
+    # With the smallest hash, it is the only eval record.
+    long = next(
+        record
+        for record in candidates
+        if hash_of(conversation_of(record, "messages")) < smallest_hash
+    )
+
+    tokenized = tokenize_chats(tmp_path, [*short, long], eval_fraction=1e-9)
+
+    assert tokenized.eval is None
+    (line,) = log_lines(capsys, "eval")
+    assert line.startswith("0 of 1 conversation: 1 overlong dropped")
 
 
-# --- found again, or not ---
+# --- the cache and the data hash
 
 
-def test_what_was_tokenised_is_found_again_without_reading_the_conversations(
+def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
     tmp_path, monkeypatch, capsys
 ):
-    given = arguments(tmp_path, chats(20), eval_fraction=0.2)
-    first = tokenize(*given)
-    before = capsys.readouterr().out
-    assert "; tokenised\n" in before
-    assert before.count("\naudit ") == 2
-
-    def unread(*_):
+    def fail(*_, **__):
         raise AssertionError("the conversations were read again")
 
-    monkeypatch.setattr(tokenizing, "Records", unread)
-    second = tokenize(*given)
-    assert capsys.readouterr().out == before.replace("; tokenised\n", "; from the cache\n")
+    first = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    first_log = capsys.readouterr().out
+    monkeypatch.setattr(prepare, "Records", fail)
+    second = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    second_log = capsys.readouterr().out
+
+    assert "; tokenised\n" in first_log
+    assert first_log.count("\naudit ") == 2
+    assert second_log == first_log.replace("; tokenised\n", "; from the cache\n")
     assert second.metadata == first.metadata
-    for side in ("train", "eval"):
-        assert [*getattr(second, side)] == [*getattr(first, side)]
+    assert [*second.train] == [*first.train]
+    assert [*second.eval] == [*first.eval]
 
 
-def test_a_change_of_anything_that_shapes_the_rows_makes_new_ones(tmp_path, capsys):
-    variants = [
-        {},
-        {"records": chats(9)},
-        {"block_size": BLOCK + 1},
-        {"eval_fraction": 0.5},
-        {"packing": False},
-        {"overlong": "truncate"},
-        {"on_bad_row": "skip"},
-        {"tokenizer": "bpe:300"},
-        {"chat_template": "chatml"},
-        {"format": "messages"},
-    ]
-    for said in ("tokenised", "from the cache"):
-        for variant in variants:
-            tokenize_chats(tmp_path, **{"records": chats(8)} | variant)
-            assert f"; {said}\n" in capsys.readouterr().out, variant
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param({"records": chats(9)}, id="records"),
+        pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
+        pytest.param({"eval_fraction": 0.5}, id="eval_fraction"),
+        pytest.param({"packing": False}, id="packing"),
+        pytest.param({"overlong": "truncate"}, id="overlong"),
+        pytest.param({"on_bad_row": "skip"}, id="on_bad_row"),
+        pytest.param({"tokenizer": "bpe:300"}, id="tokenizer"),
+        pytest.param({"chat_template": "chatml"}, id="chat_template"),
+        pytest.param({"format": "messages"}, id="format"),
+    ],
+)
+def test_settings_that_can_shape_the_rows_have_their_own_cache_entry(tmp_path, capsys, variant):
+    settings = {"records": chats(8)} | variant
+    tokenize_chats(tmp_path, chats(8))
+    capsys.readouterr()
+
+    tokenize_chats(tmp_path, **settings)
+    assert "; tokenised\n" in capsys.readouterr().out
+    tokenize_chats(tmp_path, **settings)
+    assert "; from the cache\n" in capsys.readouterr().out
 
 
-def test_a_template_whose_file_has_changed_makes_new_rows(tmp_path, capsys):
-    template = tmp_path / "t.jinja"
-    for text, shown, said in [
-        (ENDED, "user:0?", "tokenised"),
-        (ENDED.replace("m.role +", "m.role | upper +"), "USER:0?", "tokenised"),
-        (ENDED, "user:0?", "from the cache"),
-    ]:
-        template.write_text(text)
-        made = tokenize_chats(tmp_path, chats(1), chat_template=str(template))
-        assert texts_of(made.train, made)[0].startswith(shown)
-        assert f"; {said}\n" in capsys.readouterr().out
+def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, capsys):
+    def tokenize_with(text: str) -> tuple[str, str]:
+        """Return the first conversation, and the log."""
+        tokenized = tokenize_chats(tmp_path, chats(1), chat_template=write_template(tmp_path, text))
+        return texts_of(tokenized.train, tokenized)[0], capsys.readouterr().out
 
-    moved = template.rename(tmp_path / "moved.jinja")
+    text, log = tokenize_with(ENDED)
+    assert text.startswith("user:0?")
+    assert "; tokenised\n" in log
+
+    text, log = tokenize_with(ENDED.replace("m.role +", "m.role | upper +"))
+    assert text.startswith("USER:0?")
+    assert "; tokenised\n" in log
+
+    text, log = tokenize_with(ENDED)
+    assert text.startswith("user:0?")
+    assert "; from the cache\n" in log
+
+    moved = (tmp_path / "template.jinja").rename(tmp_path / "moved.jinja")
     tokenize_chats(tmp_path, chats(1), chat_template=str(moved))
     assert "; from the cache\n" in capsys.readouterr().out
 
 
-def test_the_data_hash_is_of_the_tokens_and_their_mask_and_their_rows(tmp_path):
-    marked = ENDED.replace("{% generation %}{{ m.content }}", "{{ m.content }}{% generation %}")
-    for name, template in {"ended": ENDED, "endless": marked}.items():
-        (tmp_path / name).write_text(template)
-    usual, moved, mask, unpacked, wider, longer = (
-        tokenize_chats(
-            tmp_path, **{"records": chats(8), "chat_template": str(tmp_path / "ended")} | variant
-        )
-        for variant in (
-            {},
-            {"overlong": "truncate", "on_bad_row": "skip"},
-            {"chat_template": str(tmp_path / "endless")},
-            {"packing": False},
-            {"block_size": BLOCK + 1},
-            {"records": chats(9)},
-        )
-    )
-    assert mask.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
-    assert mask.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
-    assert (
-        moved.metadata.data_sha256 == usual.metadata.data_sha256
-    )  # the flags are others, the rows are not
-    assert len({p.metadata.data_sha256 for p in (usual, mask, unpacked, wider, longer)}) == 5
+def test_a_template_that_is_edited_in_the_home_folder_makes_other_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    write_template(tmp_path, ENDED)
+    first = tokenize_chats(tmp_path, chats(4), chat_template="~/template.jinja")
+    write_template(tmp_path, "!" + ENDED)
+    second = tokenize_chats(tmp_path, chats(4), chat_template="~/template.jinja")
+
+    assert first.metadata.data_sha256 != second.metadata.data_sha256
 
 
-# --- processes ---
+def test_the_data_hash_does_not_depend_on_settings_that_change_no_row(tmp_path):
+    usual = tokenize_chats(tmp_path, chats(8))
+
+    tokenized = tokenize_chats(tmp_path, chats(8), overlong="truncate", on_bad_row="skip")
+
+    assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
 
 
-@pytest.mark.parametrize("preference", [False, True])
-def test_rows_are_the_same_from_any_number_of_processes(tmp_path, monkeypatch, preference):
+def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tmp_path):
+    usual = tokenize_chats(tmp_path, chats(8), chat_template=write_template(tmp_path, ENDED))
+    ends = tokenize_chats(tmp_path, chats(8), chat_template=write_template(tmp_path, ONLY_ENDS))
+
+    assert ends.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
+    assert ends.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
+    assert ends.metadata.data_sha256 != usual.metadata.data_sha256
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param({"packing": False}, id="packing"),
+        pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
+        pytest.param({"records": chats(9)}, id="records"),
+    ],
+)
+def test_the_data_hash_differs_if_the_rows_differ(tmp_path, variant):
+    usual = tokenize_chats(tmp_path, chats(8))
+
+    tokenized = tokenize_chats(tmp_path, **{"records": chats(8)} | variant)
+
+    assert tokenized.metadata.data_sha256 != usual.metadata.data_sha256
+
+
+# --- processes
+
+
+@pytest.mark.parametrize(
+    ("records", "config_type"),
+    [
+        pytest.param([*chats(50), AMBIGUOUS, *chats(9, start=50)], ChatConfig, id="chats"),
+        pytest.param(
+            [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)],
+            PairConfig,
+            id="pairs",
+        ),
+    ],
+)
+def test_the_rows_do_not_depend_on_the_number_of_processes(
+    tmp_path, monkeypatch, records, config_type
+):
     monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
     monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
-    if preference:
-        records = [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)]
-    else:
-        records = [*chats(50), AMBIGUOUS[0], *chats(9, 50)]
-    path = write(tmp_path / "many.jsonl", records)
-    made = []
-    for processes in (1, 2):
+    data = config(write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
+
+    def tokenize_in(processes: int) -> Tokenized:
         monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
-        chat_type = PairConfig if preference else ChatConfig
-        chat = chat_type(on_bad_row="skip", dataset_num_proc=processes)
-        data = config(path, eval_fraction=0.3)
-        made.append(tokenize(data, BLOCK, chat))
-    assert made[0].metadata == made[1].metadata
-    for split in ("train", "eval"):
-        assert [*getattr(made[0], split)] == [*getattr(made[1], split)]
+        return tokenize(
+            data, MAX_LENGTH, config_type(on_bad_row="skip", dataset_num_proc=processes)
+        )
+
+    serial = tokenize_in(processes=1)
+    parallel = tokenize_in(processes=2)
+
+    assert parallel.metadata == serial.metadata
+    assert [*parallel.train] == [*serial.train]
+    assert [*parallel.eval] == [*serial.eval]
 
 
 @pytest.mark.parametrize("processes", [0, -1])
-def test_a_number_of_processes_below_one_is_refused(processes):
+def test_fewer_than_one_process_is_refused(processes):
     with pytest.raises(UserError, match=r"--dataset_num_proc .* must be at least 1"):
         ChatConfig(dataset_num_proc=processes)
 
 
-# --- several sources ---
+# --- several files
 
 
-def test_sources_stand_one_after_the_other_and_a_mixture_draws_them_in_their_proportions(tmp_path):
-    paths = [
-        write(tmp_path / "a.jsonl", chats(30)),
-        write(tmp_path / "b.parquet", [FORMATS["alpaca"](f"b{i}", "from b") for i in range(12)]),
-    ]
-    made = tokenize(config(*paths, mixture=[3, 1], eval_fraction=0.2), BLOCK, ChatConfig())
-    facts, first = made.metadata, made.metadata.source_rows[0]
-    assert sum(facts.source_rows) == facts.train_rows == len(made.train)
-    from_b = [{"from b" in text for text in texts_of([row], made)} for row in made.train]
-    assert from_b == [{False}] * first + [{True}] * facts.source_rows[1]
-    assert facts.records == 42
-    assert made.mixture is not None
-    drawn = made.mixture.rows_at(np.arange(40), seed=0)
-    assert (drawn < first).sum() == 30
-    assert set(drawn.tolist()) == set(range(facts.train_rows))
+def test_the_rows_of_files_follow_each_other_and_a_mixture_draws_from_each(tmp_path):
+    first_path = write(tmp_path / "a.jsonl", chats(30))
+    second_path = write(tmp_path / "b.parquet", [alpaca(f"b{i}", "from b") for i in range(12)])
+
+    tokenized = tokenize_files(first_path, second_path, mixture=[3, 1], eval_fraction=0.2)
+
+    metadata = tokenized.metadata
+    first_rows, second_rows = metadata.source_rows
+    assert first_rows + second_rows == metadata.train_rows == len(tokenized.train)
+    for number, row in enumerate(tokenized.train):
+        for text in texts_of([row], tokenized):
+            assert ("from b" in text) == (number >= first_rows)
+    assert metadata.records == 42
+
+    drawn = tokenized.mixture.rows_at(np.arange(40), seed=0)
+    assert (drawn < first_rows).sum() == 30  # weights of 3 to 1
+    assert set(drawn.tolist()) == set(range(metadata.train_rows))
 
 
-def test_a_source_of_one_conversation_holds_out_nothing_beside_one_that_does(tmp_path):
-    paths = [write(tmp_path / "a.jsonl", chats(1)), write(tmp_path / "b.jsonl", chats(20, 50))]
-    for sources in (paths, paths[::-1]):
-        made = tokenize(config(*sources, eval_fraction=0.2), BLOCK, ChatConfig())
-        sides = texts_of(made.train, made) + texts_of(made.eval, made)
-        assert sorted(sides) == sorted(map(shown, chats(1) + chats(20, 50)))
-        assert shown(chats(1)[0]) in texts_of(made.train, made)
-        assert made.metadata.eval_rows == len(made.eval)
-        said = "".join(answers_of(made.eval, made)).replace(END, "")
-        assert made.metadata.eval_bytes == len(said.encode())
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+def test_a_file_of_one_conversation_has_no_eval_data_next_to_one_that_has(tmp_path, is_first):
+    (single,) = chats(1)
+    others = chats(20, start=50)
+    single_path = write(tmp_path / "a.jsonl", [single])
+    others_path = write(tmp_path / "b.jsonl", others)
+    paths = [single_path, others_path] if is_first else [others_path, single_path]
 
+    tokenized = tokenize_files(*paths, eval_fraction=0.2)
 
-def test_a_template_that_is_edited_in_the_home_folder_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    template = tmp_path / "t.jinja"
-    body = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-    rows = []
-    for start in ("", "{# edited #}!"):
-        template.write_text(start + body)
-        data = config(write(tmp_path / "a.jsonl", chats(4)))
-        rows.append(
-            tokenize(data, BLOCK, ChatConfig(chat_template="~/t.jinja")).metadata.data_sha256
-        )
-    assert rows[0] != rows[1]
-
-
-def test_letters_of_a_template_that_the_data_have_not_are_no_surprise(tmp_path):
-    with pytest.raises(UserError, match="--tokenizer char knows only the characters of the data"):
-        tokenize(
-            config(write(tmp_path / "a.jsonl", chats(4)), tokenizer="char"), BLOCK, ChatConfig()
-        )
-
-
-def test_a_held_out_side_of_which_nothing_is_left_is_said(tmp_path, capsys):
-    def place(record: dict) -> float:
-        return hash_of(conversation_of(record, "messages"))
-
-    shorts = chats(6)
-    long = next(
-        r for i in range(999) if place(r := chat(f"{i}?", "x" * 500)) < min(map(place, shorts))
-    )
-    made = tokenize_chats(tmp_path, [*shorts, long], eval_fraction=1e-9)
-    assert made.eval is None
-    assert "eval      0 of 1 conversation: 1 overlong dropped" in capsys.readouterr().out
+    train = texts_of(tokenized.train, tokenized)
+    eval = texts_of(tokenized.eval, tokenized)
+    assert sorted(train + eval) == sorted(map(chatml, [single, *others]))
+    assert chatml(single) in train
+    assert tokenized.metadata.eval_rows == len(tokenized.eval)
+    answers = "".join(answers_of(tokenized.eval, tokenized))
+    assert tokenized.metadata.eval_bytes == len(answers.replace(END, "").encode())
