@@ -10,7 +10,8 @@ from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
-from tests.data.test_prepare import complaint, left_behind, stream
+from tests.data.test_prepare import complaint, left_behind
+from tests.data.test_prepare import stream_of as stream
 from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
 BLOCK = 63
