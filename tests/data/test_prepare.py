@@ -788,7 +788,7 @@ def test_the_error_for_too_large_a_block_names_one_that_fits(tmp_path, cache):
 
     largest = int(re.search(r"use at most (\d+)", error)[1])
     assert tokenize(config(path), largest).metadata.block_size == largest
-    assert "is larger" in complaint(config(path), largest + 2)
+    assert "is larger" in complaint(config(path), largest + 1)
 
 
 def test_the_error_for_too_large_a_block_names_the_shortest_text(tmp_path):
