@@ -36,7 +36,7 @@ from llmtrain.parallel.placement import place
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
-from tests.data.test_loader import micro_batches_of, shares_of_steps
+from tests.data.test_loader import assert_same_batches, micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65
@@ -285,8 +285,7 @@ def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows, start):
     unbroken = list(train_loader(rows, 4, micro_batch=2, steps=range(60), seed=5, dropout_seed=5))
     resumed = train_loader(rows, 4, micro_batch=2, steps=range(start, 60), seed=5, dropout_seed=5)
     for actual, expected in zip(resumed, unbroken[start:], strict=True):
-        assert actual.rows.equal(expected.rows)
-        torch.testing.assert_close(actual.batches, expected.batches, rtol=0, atol=0)
+        assert_same_batches(actual, expected)
 
 
 # --- trimming
