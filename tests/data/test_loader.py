@@ -198,7 +198,14 @@ def test_an_evaluation_has_every_row_once_in_the_stored_order(rows, processes, m
 
 @pytest.mark.parametrize(
     ("micro_batch", "sizes"),
-    [(8, [8, 8, 8]), (10, [8, 8, 8]), (12, [12, 12]), (23, [23]), (1, [1] * 23)],
+    [
+        (8, [8, 8, 8]),
+        (10, [8, 8, 8]),
+        (12, [12, 12]),
+        (16, [13, 13]),  # not 12, which is three quarters
+        (23, [23]),
+        (1, [1] * 23),
+    ],
 )
 def test_eval_batches_are_smaller_if_fewer_rows_are_then_empty(rows, micro_batch, sizes):
     loader = eval_loader(rows, 1, micro_batch)
