@@ -185,8 +185,8 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache: Path) 
 def test_tokenize_changes_none_of_its_arguments(
     tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
 ) -> None:
-    # tokenize() chooses a chat template for the tokenizer, and rows of 4,096 tokens make the
-    # default micro-batch smaller. Both belong to the result, not to the arguments.
+    # tokenize() chooses a template for a tokenizer that has none, and rows of 4,096 tokens want a
+    # smaller micro-batch than the default. Neither is written to the arguments.
     make(template=None).save_pretrained(tmp_path / "tokenizer")
     data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0.3)
     arguments = [vars(data), vars(chat) if chat else None, records]
