@@ -1,7 +1,6 @@
-"""Unpacked rows: each once per epoch, near others of its length, and trimmed of nothing but padding."""
+"""Unpacked rows: each once per epoch, beside rows of similar length, without needless padding."""
 
-from collections.abc import Iterator
-from itertools import chain, count, islice
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import DataLoader
 
 from llmtrain.data import packing
 from llmtrain.data.config import DataConfig
@@ -28,7 +25,7 @@ from llmtrain.data.loader import (
 from llmtrain.data.packing import Examples, write_rows
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
-from llmtrain.data.shuffle import Mixture, key_of, permute
+from llmtrain.data.shuffle import Mixture
 from llmtrain.data.store import TokenRows, TokenStore
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
@@ -39,62 +36,76 @@ from llmtrain.parallel.placement import place
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
+from tests.data.test_loader import assert_same_batches, micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65
 ROWS = 230
 SIZES = [(1, 1), (1, 4), (3, 8), (9, 8), (23, 4), (50, 1), (230, 4), (400, 4), (1003, 7)]
-LAYOUTS = [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)]
 
 
-def lengths_of(n: int, largest: int = WIDTH) -> np.ndarray:
-    """Many short ones and a few long ones, as conversations are."""
+def random_lengths(n: int, largest: int = WIDTH) -> np.ndarray:
+    """Many short lengths and a few long ones, as in chat data."""
     lengths = np.random.default_rng(n).lognormal(3.0, 0.8, n)
     return lengths.astype(np.int64).clip(2, largest)
 
 
-def documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows:
-    """Row i has a document of ``lengths_of(ROWS)[i]`` random tokens; two of three are targets."""
-    draw = np.random.default_rng(0)
+PAIR_LENGTHS = np.stack([random_lengths(40, 32), random_lengths(41, 32)[1:]], axis=1)
+
+
+def write_documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows:
+    """Write documents of ``random_lengths(ROWS)`` random tokens; two of three are targets.
+
+    Args:
+        folder: the folder of the files.
+        packing: put several documents into a row.
+        chunks: the number of files, as if the documents came from so many data sets.
+    """
+    random_numbers = np.random.default_rng(0)
     paths = []
-    for chunk in np.array_split(lengths_of(ROWS), chunks):
-        paths.append(folder / f"documents-{len(paths)}.arrow")
-        store = TokenStore(paths[-1].with_suffix(".tokens"))
+    for chunk in np.array_split(random_lengths(ROWS), chunks):
+        path = folder / f"documents-{len(paths)}.arrow"
+        store = TokenStore(path.with_suffix(".tokens"))
         for length in chunk.tolist():
-            store.add(draw.integers(1, 200, length), draw.random(length) < 2 / 3)
+            ids = random_numbers.integers(1, 200, length)
+            store.add(ids, random_numbers.random(length) < 2 / 3)
         examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
-        write_rows(paths[-1], store, examples, WIDTH, packing)
+        write_rows(path, store, examples, width=WIDTH, packing=packing)
+        paths.append(path)
     return TokenRows.open(paths)
 
 
-def pairs(folder: Path) -> TokenRows:
-    """Each half of row i has an answer of its own length."""
-    draw = np.random.default_rng(0)
+def write_pairs(folder: Path) -> TokenRows:
+    """Write pairs of answers with ``PAIR_LENGTHS`` random tokens, each answer in half a row."""
+    random_numbers = np.random.default_rng(0)
     path = folder / "pairs.arrow"
     store = TokenStore(path.with_suffix(".tokens"))
-    for first, second in zip(lengths_of(40, 32), lengths_of(41, 32)[1:], strict=True):
-        ids = draw.integers(1, 200, first + second)
-        for answer in (ids[:first], ids[first:]):
-            store.add(answer, np.arange(len(answer)) > 0)
-    stops = store.lengths.reshape(-1, 2)
+    for length in PAIR_LENGTHS.flatten().tolist():
+        store.add(random_numbers.integers(1, 200, length), np.arange(length) > 0)
     examples = Examples(
         sequences=np.arange(len(store)).reshape(-1, 2),
-        starts=np.zeros_like(stops),
-        stops=stops,
-        is_first_desirable=np.ones(len(stops), bool),
+        starts=np.zeros_like(PAIR_LENGTHS),
+        stops=PAIR_LENGTHS,
+        is_first_desirable=np.ones(len(PAIR_LENGTHS), bool),
     )
-    write_rows(path, store, examples, 64, packing=False)
+    write_rows(path, store, examples, width=64, packing=False)
     return TokenRows.open([path])
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
-    return documents(tmp_path_factory.mktemp("rows"))
+    return write_documents(tmp_path_factory.mktemp("rows"))
 
 
 @pytest.fixture(scope="module")
 def pair_rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
-    return pairs(tmp_path_factory.mktemp("pairs"))
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(params=["documents", "pairs"])
+def table(request) -> TokenRows:
+    name = "rows" if request.param == "documents" else "pair_rows"
+    return request.getfixturevalue(name)
 
 
 # --- the order
@@ -103,316 +114,342 @@ def pair_rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 def epoch_of(epoch: int, lengths: np.ndarray, size: int, seed: int = 0) -> list[list[int | None]]:
     """Return the rows of each step of an epoch."""
     n = len(lengths)
+    steps_per_epoch = -(-n // size)
+    first = epoch * steps_per_epoch
     grouping = LengthGrouping(lengths)
-    steps = range(epoch * -(-n // size), (epoch + 1) * -(-n // size))
-    return [[slot.row for slot in slots_of(k, n, size, seed, grouping=grouping)] for k in steps]
+    batches = []
+    for step in range(first, first + steps_per_epoch):
+        slots = slots_of(step, n, size, seed=seed, grouping=grouping)
+        batches.append([slot.row for slot in slots])
+    return batches
+
+
+def megabatches_of(steps: list) -> list[list]:
+    return [
+        steps[start : start + BATCHES_PER_MEGABATCH]
+        for start in range(0, len(steps), BATCHES_PER_MEGABATCH)
+    ]
+
+
+def is_sorted(values: np.ndarray) -> bool:
+    return bool((np.diff(values) >= 0).all())
+
+
+def assert_slices_of_sorted_lengths(megabatch: list[list[int]], lengths: np.ndarray) -> None:
+    """Check that no batch has a length between the lengths of another batch."""
+    batches = sorted(sorted(lengths[batch].tolist()) for batch in megabatch)
+    joined = list(chain.from_iterable(batches))
+    assert joined == sorted(joined)
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, seed):
     for epoch in range(3):
-        drawn = list(chain(*epoch_of(epoch, lengths_of(n), size, seed)))
-        assert len(drawn) % size == 0
-        assert sorted(drawn[:n]) == list(range(n))
-        assert drawn[n:] == [None] * (-n % size)
+        order = list(chain.from_iterable(epoch_of(epoch, random_lengths(n), size, seed)))
+        assert len(order) % size == 0
+        assert sorted(order[:n]) == list(range(n))
+        assert order[n:] == [None] * (-n % size)
 
 
-def in_sequence(lengths: list[int], size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the rows of every step, one epoch and one megabatch after the other."""
-    n = len(lengths)
-    for epoch in count():
-        permuted = permute(np.arange(n), n, key_of(seed, epoch)).tolist()
-        for megabatch, start in enumerate(range(0, n, BATCHES_PER_MEGABATCH * size)):
-            waiting = permuted[start : start + BATCHES_PER_MEGABATCH * size]
-            waiting.sort(key=lambda row: lengths[row])
-            steps = -(-len(waiting) // size)
-            order = permute(np.arange(steps), steps, key_of(seed, epoch, megabatch, steps)).tolist()
+def test_a_megabatch_has_the_rows_that_its_steps_have_without_grouping():
+    lengths = random_lengths(1000)
+    for epoch in range(2):
+        ungrouped = []
+        for step in range(epoch * 250, (epoch + 1) * 250):
+            ungrouped.append([slot.row for slot in slots_of(step, 1000, 4, seed=0)])
 
-            batches = []
-            for number in range(steps):
-                is_short = number == order[-1] and len(waiting) % size
-                taken = len(waiting) % size if is_short else size
-                batches.append(waiting[:taken][:: -1 if number % 2 else 1])
-                waiting = waiting[taken:]
-            yield from [batches[number] for number in order]
+        megabatches = megabatches_of(epoch_of(epoch, lengths, 4))
+        assert len(megabatches) == 5
+        for megabatch, expected in zip(megabatches, megabatches_of(ungrouped), strict=True):
+            assert sorted(chain.from_iterable(megabatch)) == sorted(chain.from_iterable(expected))
+
+
+def test_a_batch_is_a_slice_of_the_sorted_lengths_of_its_megabatch():
+    lengths = random_lengths(1000)
+    for megabatch in megabatches_of(epoch_of(0, lengths, 4)):
+        assert_slices_of_sorted_lengths(megabatch, lengths)
+
+
+def test_half_of_the_batches_ascend_so_that_no_rank_always_has_long_rows():
+    lengths = np.random.default_rng(0).permutation(1000)
+    for megabatch in megabatches_of(epoch_of(0, lengths, 4)):
+        ascending = [batch for batch in megabatch if is_sorted(lengths[batch])]
+        descending = [batch for batch in megabatch if is_sorted(lengths[batch[::-1]])]
+        assert len(ascending) == len(descending) == BATCHES_PER_MEGABATCH // 2
+
+
+def test_the_batches_of_every_megabatch_and_epoch_have_another_order():
+    orders = set()
+    for epoch in range(3):
+        for megabatch in megabatches_of(epoch_of(epoch, np.arange(1000), 4)):
+            shortest = [min(batch) for batch in megabatch]
+            orders.add(tuple(np.argsort(shortest)))
+    assert len(orders) == 15
+
+
+def test_the_short_batch_at_the_end_of_an_epoch_has_any_lengths():
+    quarters = set()
+    for epoch in range(40):
+        last_batch = epoch_of(epoch, np.arange(199), 4)[-1]
+        assert last_batch[3:] == [None]
+        quarters.add(min(last_batch[:3]) // 50)
+    assert quarters == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
-def test_any_step_is_looked_up_as_the_sequence_from_the_first_step_has_it(n, size):
-    lengths = lengths_of(n)
-    sequence = list(islice(in_sequence(lengths.tolist(), size, seed=3), 110))
+def test_a_step_has_the_same_rows_whichever_step_was_looked_up_before(n, size):
+    lengths = random_lengths(n)
+    from_the_start = list(
+        GlobalBatchSampler(n, size, range(110), seed=3, grouping=LengthGrouping(lengths))
+    )
+    positions = [slot.position for slot in chain.from_iterable(from_the_start)]
+    assert positions == list(range(110 * size))
+
     grouping = LengthGrouping(lengths)
-    for step in [109, 0, *range(1, 109, 4)]:  # back and forth
-        slots = slots_of(step, n, size, 3, grouping=grouping)
-        assert [slot.row for slot in slots if slot.row is not None] == sequence[step]
-        assert [slot.position for slot in slots] == list(range(step * size, (step + 1) * size))
-        assert all(type(slot.row) is int for slot in slots[: len(sequence[step])])
+    for step in [109, 0, *range(1, 109, 12)]:
+        slots = slots_of(step, n, size, seed=3, grouping=grouping)
+        assert slots == from_the_start[step]
+        assert {type(slot.row) for slot in slots} <= {int, type(None)}
 
 
-def test_the_rows_of_a_step_are_known_forever():
+def test_the_rows_of_a_step_never_change_between_versions():
     lengths = np.array([5, 3, 9, 3, 8, 1, 7, 2, 6, 4])
     assert epoch_of(0, lengths, 4) == [[5, 7, 3, 1], [8, 6, 4, 2], [0, 9, None, None]]
     assert epoch_of(1, lengths, 4) == [[6, 8, 0, 9], [5, 7, 1, 3], [4, 2, None, None]]
 
 
-def test_a_batch_is_a_slice_of_the_sorted_lengths_of_its_megabatch():
-    lengths = lengths_of(1000)
-    steps = epoch_of(0, lengths, 4)
-    for start in range(0, 250, BATCHES_PER_MEGABATCH):
-        megabatch = [
-            lengths[batch].tolist() for batch in steps[start : start + BATCHES_PER_MEGABATCH]
-        ]
-        assert len(megabatch) == BATCHES_PER_MEGABATCH
-        ascending = sorted(sorted(batch) for batch in megabatch)
-        assert list(chain(*ascending)) == sorted(chain(*megabatch))
-        is_ascending = [batch == sorted(batch) for batch in megabatch]
-        is_descending = [batch == sorted(batch, reverse=True) for batch in megabatch]
-        assert all(map(max, is_ascending, is_descending))
-        assert 15 < sum(is_ascending) < 45, "the last rank would have the longer rows all the time"
-
-
-def test_the_batches_of_every_megabatch_and_epoch_have_another_order():
-    lengths = np.arange(1000)
-    orders = set()
-    for epoch in range(3):
-        steps = epoch_of(epoch, lengths, 4)
-        for start in range(0, 250, BATCHES_PER_MEGABATCH):
-            shortest = [min(batch) for batch in steps[start : start + BATCHES_PER_MEGABATCH]]
-            orders.add(tuple(np.argsort(np.argsort(shortest))))
-    assert len(orders) == 15
-
-
-def test_the_short_batch_at_the_end_of_an_epoch_has_any_lengths():
-    lengths = np.arange(199)
-    ends = [
-        [row for row in epoch_of(epoch, lengths, 4)[-1] if row is not None] for epoch in range(40)
-    ]
-    assert {len(end) for end in ends} == {3}
-    places = {min(end) // 50 for end in ends}
-    assert places == {0, 1, 2, 3}
-
-
-def test_the_sources_of_a_mixture_keep_their_shares_and_their_epochs():
-    lengths = lengths_of(230)
+def test_grouping_keeps_the_rows_that_a_mixture_gives_to_a_megabatch():
+    lengths = random_lengths(230)
     mixture = Mixture([200, 30], [0.7, 0.3])
-    grouping = LengthGrouping(lengths)
-    for megabatch in range(3):
-        first = megabatch * BATCHES_PER_MEGABATCH
-        batches = [
-            [slot.row for slot in slots_of(step, 230, 8, 5, mixture, grouping)]
-            for step in range(first, first + BATCHES_PER_MEGABATCH)
-        ]
-        positions = np.arange(first * 8, (first + BATCHES_PER_MEGABATCH) * 8)
-        assert sorted(chain(*batches)) == sorted(mixture.rows_at(positions, 5).tolist())
-        ascending = sorted(sorted(lengths[batch].tolist()) for batch in batches)
-        assert list(chain(*ascending)) == sorted(chain(*ascending))
-
-
-def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "llmtrain.data.grouping.permute",
-        lambda positions, n, key: asked.append(len(positions)) or positions,
+    sampler = GlobalBatchSampler(
+        230, 8, range(150), seed=5, mixture=mixture, grouping=LengthGrouping(lengths)
     )
+    batches = [[slot.row for slot in slots] for slots in sampler]
+
+    for number, megabatch in enumerate(megabatches_of(batches)):
+        positions = number * 400 + np.arange(400)
+        expected = mixture.rows_at(positions, seed=5).tolist()
+        assert sorted(chain.from_iterable(megabatch)) == sorted(expected)
+        assert_slices_of_sorted_lengths(megabatch, lengths)
+
+
+def test_a_late_step_of_a_huge_run_permutes_only_its_megabatch(monkeypatch):
+    permuted = []
+
+    def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
+        permuted.append(len(positions))
+        return positions
+
+    monkeypatch.setattr("llmtrain.data.grouping.permute", permute)
     grouping = LengthGrouping(np.broadcast_to(np.int64(7), 10**12))
     start = 10**13
     batches = list(GlobalBatchSampler(10**12, 64, range(start, start + 2), 0, grouping=grouping))
+
     assert [len(batch) for batch in batches] == [64, 64]
     assert batches[0][0].position == start * 64
-    assert sum(asked) <= 2 * (BATCHES_PER_MEGABATCH * 64 + BATCHES_PER_MEGABATCH)
+    rows_and_batches = BATCHES_PER_MEGABATCH * 64 + BATCHES_PER_MEGABATCH
+    assert sum(permuted) <= 2 * rows_and_batches  # two steps may be in two megabatches
 
 
 def test_without_a_seed_the_stored_order_is_kept(rows):
-    (first, *_) = train_loader(rows, 8, 8, range(3), seed=None)
+    loader = train_loader(rows, 8, micro_batch=8, steps=range(3), seed=None)
+    first = next(iter(loader))
     assert first.rows.tolist() == list(range(8))
-    assert first.trimming is not None, "rows are trimmed in any order"
+    assert first.trimming is not None
 
 
 # --- layouts and resuming
 
 
-def shares_of_steps(loader: DataLoader, processes: int) -> list[tuple[LocalBatch, ...]]:
-    """Return the batches of all processes for each step."""
-    loaders = []
-    for rank in range(processes):
-        shard = BatchSamplerShard(
-            loader.batch_sampler, processes, rank, split_batches=True, even_batches=False
-        )
-        loaders.append(
-            DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
-        )
-    return list(zip(*loaders, strict=True))
+@pytest.mark.parametrize(
+    ("processes", "micro_batch"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)]
+)
+def test_every_layout_computes_the_same_rows_in_the_same_step(table, processes, micro_batch):
+    steps = range(2, 35)  # some epochs end in between
+    reference = train_loader(table, 8, micro_batch=8, steps=steps, seed=5, dropout_seed=6)
+    loader = train_loader(table, 8, micro_batch=micro_batch, steps=steps, seed=5, dropout_seed=6)
 
-
-def full_width(batch: Batch, parts: int, width: int) -> Batch:
-    """Return a micro-batch with the padding that was trimmed."""
-    full = {}
-    for name, padding in {"input_ids": 0, "labels": IGNORED, "answers": -1}.items():
-        if name in batch:
-            halves = batch[name].view(len(batch[name]), parts, -1)
-            missing = width // parts - halves.shape[-1]
-            full[name] = torch.nn.functional.pad(halves, (0, missing), value=padding).flatten(1)
-    return full
-
-
-@pytest.mark.parametrize(("processes", "micro"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["documents", "pairs"])
-def test_every_layout_computes_the_same_rows_in_the_same_step(
-    rows, pair_rows, kind, processes, micro
-):
-    table = rows if kind == "documents" else pair_rows
-    parts = 1 if kind == "documents" else 2
-    columns = SlotRows(table)
-    width = columns.columns["labels"][0].shape[1]
-    steps = range(2, 35)  # epochs end in between
-    reference = list(train_loader(table, 8, 8, steps, seed=5, dropout_seed=6))
-    loader = train_loader(table, 8, micro, steps, seed=5, dropout_seed=6)
     for shares, expected in zip(shares_of_steps(loader, processes), reference, strict=True):
-        assert torch.cat([share.rows for share in shares]).tolist() == expected.rows.tolist()
-        for name in ("token_fingerprint", "label_fingerprint"):
-            assert sum(getattr(share, name) for share in shares) == getattr(expected, name)
-        batches = list(chain(*(share.batches for share in shares)))
-        keys = torch.cat([batch["dropout_keys"] for batch in batches])
-        assert torch.equal(keys, expected.columns["dropout_keys"])
-
-        slots = [Slot(0, row if row >= 0 else None) for row in expected.rows.tolist()]
-        stored = columns.__getitems__(slots)
-        labels = torch.cat([full_width(batch, parts, width)["labels"] for batch in batches])
-        assert labels.tolist() == stored.columns["labels"].tolist(), "no target is lost"
-        for name in ("input_ids", "answers"):
-            if name in stored.columns:
-                full = torch.cat([full_width(batch, parts, width)[name] for batch in batches])
-                is_row = expected.rows >= 0  # an empty slot has any tokens
-                assert torch.equal(full[is_row], torch.from_numpy(stored.columns[name])[is_row])
+        assert torch.cat([share.rows for share in shares]).equal(expected.rows)
+        keys = torch.cat([batch["dropout_keys"] for batch in micro_batches_of(shares)])
+        assert keys.equal(expected.columns["dropout_keys"])
+        token_fingerprint = sum(share.token_fingerprint for share in shares)
+        label_fingerprint = sum(share.label_fingerprint for share in shares)
+        assert token_fingerprint == expected.token_fingerprint
+        assert label_fingerprint == expected.label_fingerprint
 
 
 @pytest.mark.parametrize("start", [0, 1, 28, 29, 49, 50, 57])
-def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows, start):
-    unbroken = list(train_loader(rows, 4, 2, range(60), seed=5, dropout_seed=5))[start:]
-    resumed = train_loader(rows, 4, 2, range(start, 60), seed=5, dropout_seed=5)
-    for local_batch, again in zip(unbroken, resumed, strict=True):
-        assert local_batch.rows.tolist() == again.rows.tolist()
-        for batch, same in zip(local_batch.batches, again.batches, strict=True):
-            assert batch.keys() == same.keys()
-            assert all(torch.equal(batch[name], same[name]) for name in batch)
+def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows, start):
+    unbroken = list(train_loader(rows, 4, micro_batch=2, steps=range(60), seed=5, dropout_seed=5))
+    resumed = train_loader(rows, 4, micro_batch=2, steps=range(start, 60), seed=5, dropout_seed=5)
+    for actual, expected in zip(resumed, unbroken[start:], strict=True):
+        assert_same_batches(actual, expected)
 
 
 # --- trimming
 
 
-def test_lengths_are_stored_with_the_rows(tmp_path, monkeypatch):
+def test_the_number_of_tokens_is_stored_with_each_row(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENS_PER_BATCH", 7 * WIDTH)
-    table = documents(tmp_path, chunks=3)
-    assert row_lengths(table).tolist() == lengths_of(ROWS).tolist()
-    longer = np.maximum(lengths_of(40, 32), lengths_of(41, 32)[1:])
-    assert row_lengths(pairs(tmp_path)).tolist() == longer.tolist()
-    (tmp_path / "packed").mkdir()
-    assert row_lengths(documents(tmp_path / "packed", packing=True)) is None
+    rows = write_documents(tmp_path, chunks=3)
+    assert row_lengths(rows).tolist() == random_lengths(ROWS).tolist()
 
 
-def test_there_are_eight_sizes_between_two_powers_of_two():
+def test_the_length_of_a_pair_is_that_of_its_longer_answer(pair_rows):
+    assert row_lengths(pair_rows).tolist() == PAIR_LENGTHS.max(axis=1).tolist()
+
+
+def test_there_are_eight_padded_sizes_between_two_powers_of_two():
     sizes = sorted({padded_size(length, smallest=8) for length in range(2000)})
+    assert sizes[:19] == [8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40]
     for power in (8, 16, 32, 64, 128, 256, 512):
         assert sum(power < size <= 2 * power for size in sizes) == 8
-    assert sizes[:19] == [8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24, 26, 28, 30, 32, 36, 40]
+
+
+def test_a_padded_size_is_at_most_an_eighth_too_large():
     for length in range(1, 2000):
         assert length <= padded_size(length, smallest=8) <= max(8, length * 9 / 8)
 
 
-def test_a_row_keeps_its_tokens_and_never_grows():
-    for full in (5, 9, 65, 1025):
-        for longest in range(full + 1):
-            assert longest <= trimmed_width(longest, full) <= full
-    assert trimmed_width(0, 1025) == 9  # of empty slots
+def test_a_trimmed_row_keeps_its_tokens_and_never_grows():
+    for full_width in (5, 9, 65, 1025):
+        for longest in range(full_width + 1):
+            assert longest <= trimmed_width(longest, full_width) <= full_width
+    assert trimmed_width(0, 1025) == 9  # only empty slots
     assert trimmed_width(1025, 1025) == 1025
 
 
-@pytest.mark.parametrize("micro", [1, 4, 8])
-def test_a_micro_batch_is_as_wide_as_its_longest_row_asks(rows, pair_rows, micro):
-    for table, parts, full in ((rows, 1, WIDTH), (pair_rows, 2, 32)):
-        lengths = row_lengths(table)
-        for local_batch in train_loader(table, 8, micro, range(40), seed=1):
-            computed = 0
-            for batch, numbers in zip(
-                local_batch.batches, local_batch.rows.split(micro), strict=True
-            ):
-                longest = max(
-                    (int(lengths[row]) for row in numbers.tolist() if row >= 0), default=0
-                )
-                width = parts * trimmed_width(longest, full)
-                assert all(column.is_contiguous() for column in batch.values())
-                assert {column.shape for column in batch.values()} == {(len(numbers), width)}
-                computed += batch["labels"][:, 1:].numel()
-            assert local_batch.positions == computed
+def expected_widths(local_batch: LocalBatch, lengths: np.ndarray, full_width: int) -> list[int]:
+    """Return the trimmed width of each micro-batch, from the lengths of its rows."""
+    widths = []
+    for numbers in local_batch.rows.split(local_batch.micro_batch):
+        longest = max((int(lengths[row]) for row in numbers.tolist() if row >= 0), default=0)
+        widths.append(trimmed_width(longest, full_width))
+    return widths
 
 
-def test_what_is_prepared_and_further_columns_are_of_the_trimmed_rows(rows):
-    asked = []
+@pytest.mark.parametrize("micro_batch", [1, 4, 8])
+def test_a_micro_batch_is_as_wide_as_its_longest_row(rows, micro_batch):
+    lengths = random_lengths(ROWS)
+    for local_batch in train_loader(rows, 8, micro_batch, steps=range(40), seed=1):
+        widths = expected_widths(local_batch, lengths, WIDTH)
+        assert [batch["labels"].shape for batch in local_batch.batches] == [
+            (micro_batch, width) for width in widths
+        ]
+        assert local_batch.positions == sum(micro_batch * (width - 1) for width in widths)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 8])
+def test_each_half_of_a_pair_is_as_wide_as_the_longest_answer(pair_rows, micro_batch):
+    lengths = PAIR_LENGTHS.max(axis=1)
+    for local_batch in train_loader(pair_rows, 8, micro_batch, steps=range(40), seed=1):
+        widths = expected_widths(local_batch, lengths, full_width=32)
+        for batch, width in zip(local_batch.batches, widths, strict=True):
+            assert {column.shape for column in batch.values()} == {(micro_batch, 2 * width)}
+            assert all(column.is_contiguous() for column in batch.values())
+        assert local_batch.positions == sum(micro_batch * (2 * width - 1) for width in widths)
+
+
+def pad_again(column: torch.Tensor, halves: int, full_width: int, padding: int) -> torch.Tensor:
+    """Append the padding that was trimmed from each half of each row."""
+    parts = column.view(len(column), halves, -1)
+    trimmed = full_width // halves - parts.shape[-1]
+    return torch.nn.functional.pad(parts, (0, trimmed), value=padding).flatten(1)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_trimming_removes_nothing_but_padding(table, micro_batch):
+    stored_rows = SlotRows(table)
+    is_pair = "answers" in stored_rows.columns
+    padding = {"input_ids": 0, "labels": IGNORED}
+    if is_pair:
+        padding["answers"] = -1
+
+    for local_batch in train_loader(table, 8, micro_batch, steps=range(35), seed=5):
+        slots = [Slot(0, row if row >= 0 else None) for row in local_batch.rows.tolist()]
+        is_row = local_batch.rows >= 0  # an empty slot may hold any tokens, but no label
+        stored = stored_rows.__getitems__(slots).columns
+
+        for name, value in padding.items():
+            expected = torch.from_numpy(stored[name]).long()
+            columns = [
+                pad_again(batch[name], 1 + is_pair, expected.shape[1], padding=value)
+                for batch in local_batch.batches
+            ]
+            restored = torch.cat(columns)
+            assert restored[is_row].equal(expected[is_row])
+            if name == "labels":
+                assert (restored[~is_row] == IGNORED).all()
+
+
+def test_a_model_prepares_micro_batches_that_are_trimmed(rows):
+    prepared_shapes = []
 
     def prepare(batch: Batch) -> Batch:
-        asked.append(batch["labels"].shape)
+        prepared_shapes.append(batch["labels"].shape)
         return {"targets": (batch["labels"][:, 1:] != IGNORED).sum(1)}
 
-    read = SlotRows(rows).__getitems__([Slot(i, i) for i in range(6)])
-    read.columns["reference"] = np.zeros((6, 2), np.float32)
-    local_batch = Collate(4, dropout_seed=1, prepare=prepare)(read)
-    assert [batch["labels"].shape for batch in local_batch.batches] == asked
-    assert len({shape[1] for shape in asked}) == 2
-    assert [batch["reference"].shape for batch in local_batch.batches] == [(4, 2), (2, 2)]
-    assert torch.cat([b["targets"] for b in local_batch.batches]).equal(local_batch.targets)
-    sent = local_batch.to(torch.device("meta"))
-    assert [batch["labels"].shape for batch in sent.batches] == asked
+    row_batch = SlotRows(rows).__getitems__([Slot(i, i) for i in range(6)])
+    row_batch.columns["reference"] = np.zeros((6, 2), np.float32)
+    local_batch = Collate(4, dropout_seed=1, prepare=prepare)(row_batch)
+
+    first, second = prepared_shapes
+    assert first[1] != second[1]
+    targets = torch.cat([batch["targets"] for batch in local_batch.batches])
+    assert targets.equal(local_batch.targets)
+    on_device = local_batch.to(torch.device("meta"))
+    for batches in (local_batch.batches, on_device.batches):
+        assert [batch["labels"].shape for batch in batches] == prepared_shapes
+        assert [batch["reference"].shape for batch in batches] == [(4, 2), (2, 2)]
 
 
-def test_evaluation_is_trimmed_in_the_stored_order(rows):
-    lengths = lengths_of(ROWS)
-    for processes, micro in [(1, 8), (2, 4)]:
-        seen = []
-        for shares in shares_of_steps(eval_loader(rows, processes, micro), processes):
-            for share in shares:
-                seen += share.rows.tolist()
-                for batch, numbers in zip(share.batches, share.rows.split(micro), strict=True):
-                    longest = max((lengths[row] for row in numbers.tolist() if row >= 0), default=0)
-                    assert batch["labels"].shape[1] == trimmed_width(int(longest), WIDTH)
-        assert [row for row in seen if row >= 0] == list(range(ROWS))
+@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 8), (2, 4)])
+def test_eval_rows_are_trimmed_in_the_stored_order(rows, processes, micro_batch):
+    lengths = random_lengths(ROWS)
+    loader = eval_loader(rows, processes, micro_batch)
+    order = []
+    for share in chain.from_iterable(shares_of_steps(loader, processes)):
+        order += share.rows.tolist()
+        widths = [batch["labels"].shape[1] for batch in share.batches]
+        assert widths == expected_widths(share, lengths, WIDTH)
+    assert [row for row in order if row >= 0] == list(range(ROWS))
 
 
-def test_there_are_few_shapes(rows):
-    loader = train_loader(rows, 8, 8, range(200), seed=1)
-    shapes = {batch["labels"].shape for share in loader for batch in share.batches}
+def test_trimmed_batches_have_few_shapes(rows):
+    shapes = set()
+    for local_batch in train_loader(rows, 8, micro_batch=8, steps=range(200), seed=1):
+        shapes.update(batch["labels"].shape for batch in local_batch.batches)
     assert 1 < len(shapes) <= count_shapes(rows) <= 25
 
 
 def test_packed_rows_are_neither_grouped_nor_trimmed(tmp_path):
-    table = documents(tmp_path, packing=True)
-    loader = train_loader(table, 8, 4, range(5), seed=1)
+    rows = write_documents(tmp_path, packing=True)
+    assert row_lengths(rows) is None
+    assert count_shapes(rows) == 1
+
+    loader = train_loader(rows, 8, micro_batch=4, steps=range(5), seed=1)
     assert loader.batch_sampler.grouping is None
-    assert count_shapes(table) == 1
     for local_batch in loader:
         assert local_batch.trimming is None
         assert {batch["labels"].shape for batch in local_batch.batches} == {(4, WIDTH)}
 
 
-def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
+# --- the fingerprint of a run
+
+
+def test_the_fingerprint_of_a_run_names_the_order_of_its_rows(tmp_path, accelerator, rows):
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
-    packed = documents(tmp_path, packing=True)
+    packed = write_documents(tmp_path, packing=True)
 
     def order(table: TokenRows, in_order: bool = False) -> str:
-        tokenized = Tokenized(
-            table,
-            None,
-            tokenizer,
-            metadata=SimpleNamespace(data_sha256="", tokenizer_sha256="", block_size=64),
-            in_order=in_order,
-        )
-        settings = Settings(data=DataConfig())
-        bundle = SimpleNamespace(files=SimpleNamespace(config={}), start=None)
+        metadata = SimpleNamespace(data_sha256="", tokenizer_sha256="", block_size=64)
         fingerprint = run_fingerprint(
             accelerator,
-            settings,
-            tokenized,
-            bundle,
+            Settings(data=DataConfig()),
+            Tokenized(table, None, tokenizer, metadata=metadata, in_order=in_order),
+            SimpleNamespace(files=SimpleNamespace(config={}), start=None),
             parts=SimpleNamespace(fingerprint=dict, optimizer_fingerprint=dict),
             rates=SimpleNamespace(fingerprint={}),
             layout=Layout(processes=1, accumulation=1, micro_batch=8),
@@ -421,40 +458,48 @@ def test_the_order_is_part_of_what_a_run_is(tmp_path, accelerator, rows):
 
     assert order(packed) == "shuffled"
     assert order(rows) == "shuffled, grouped by length over 50 batches"
-    assert order(rows, in_order=True) == order(packed, in_order=True) == "stored"
-    own = Tokenized.of(rows, tokenizer)
-    assert order(own.train) == "shuffled"
-    assert own.train.column_names == ["input_ids", "labels"], "their lengths are not known"
+    assert order(packed, in_order=True) == "stored"
+    assert order(rows, in_order=True) == "stored"
+
+    # The lengths of rows that a recipe made are not known, so they are not grouped.
+    from_recipe = Tokenized.of(rows, tokenizer).train
+    assert from_recipe.column_names == ["input_ids", "labels"]
+    assert order(from_recipe) == "shuffled"
 
 
 # --- models
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama", torch.float64), ("lfm2", torch.float64), ("mixtral", torch.float32)],
+    ("family", "dtype", "rounding"),
+    [
+        ("llama", torch.float64, 1e-9),
+        ("lfm2", torch.float64, 1e-9),
+        ("mixtral", torch.float32, 1e-3),
+    ],
 )
-def test_a_row_has_the_same_loss_and_gradient_whatever_is_trimmed(rows, family, dtype):
+def test_trimming_changes_neither_loss_nor_gradient(rows, family, dtype, rounding):
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     sizes = "hidden_size=32,num_hidden_layers=2,intermediate_size=48,num_attention_heads=4"
     config = ModelConfig(from_config=family, max_length=64, config_overrides=sizes)
-    stand_in = SomeRows(tokenizer, is_packed=False)
-    bundle = place(Accelerator(cpu=True), load_model(config, None, stand_in, 0, "no"))
+    data = SomeRows(tokenizer, is_packed=False)
+    loaded = load_model(config, None, data, seed=0, precision="no")
+    bundle = place(Accelerator(cpu=True), loaded)
     model = bundle.model.to(dtype).train()
 
-    read = SlotRows(rows).__getitems__([Slot(i, i) for i in range(7)] + [Slot(7, None)])
+    slots = [*(Slot(i, i) for i in range(7)), Slot(7, None)]
+    row_batch = SlotRows(rows).__getitems__(slots)
 
-    def gradient(read: RowBatch, micro: int) -> torch.Tensor:
+    def loss_and_gradient(row_batch: RowBatch, micro_batch: int) -> tuple[torch.Tensor, ...]:
         model.zero_grad()
-        collate = Collate(micro, prepare=bundle.prepare_batch)
-        losses = [model(**batch) for batch in collate(read).batches]
-        total = torch.stack(losses).sum()
-        total.backward()
-        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        return torch.cat([*parts, total.detach()[None]])
+        collate = Collate(micro_batch, prepare=bundle.prepare_batch)
+        loss = sum(model(**batch) for batch in collate(row_batch).batches)
+        loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return loss.detach(), torch.cat(gradients)
 
-    expected = gradient(read._replace(lengths=None), micro=8)
-    rounding = 1e-9 if dtype == torch.float64 else 1e-3
-    for micro in (1, 2, 8):
-        found = gradient(read, micro)
-        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+    untrimmed = row_batch._replace(lengths=None)
+    expected = loss_and_gradient(untrimmed, micro_batch=8)
+    for micro_batch in (1, 2, 8):
+        actual = loss_and_gradient(row_batch, micro_batch)
+        torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)

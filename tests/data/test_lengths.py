@@ -1,7 +1,8 @@
-"""Lengths of conversations: what ``--max_length auto`` chooses, and which length is suggested."""
+"""--max_length auto chooses a length from the data, and messages suggest one that fits."""
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def text_path(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("some words")
+    return path
+
+
+def config(*paths: Path, **settings: Any) -> DataConfig:
+    defaults = {"tokenizer": "byte", "eval_fraction": 0.0}
+    return DataConfig(dataset=[str(path) for path in paths], **defaults | settings)
+
+
+def chats_of_lengths(path: Path, lengths: list[int]) -> Path:
+    """Write conversations with these numbers of tokens."""
+    overhead = size_of(chat("q", ""))
+    return write(path, [chat("q", "x" * (length - overhead)) for length in lengths])
+
+
+def tokenize_lengths(
+    folder: Path,
+    lengths: list[int],
+    max_length: int | str,
+    max_positions: int | None = None,
+    **settings: Any,
+) -> Tokenized:
+    path = chats_of_lengths(folder / "chats.jsonl", lengths)
+    return tokenize(config(path), max_length, ChatConfig(**settings), max_positions=max_positions)
+
+
+# --- the covering length
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [1, 2, 199, 200, 201, 1000])
-def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_enough(
+def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_percent(
     seed: int, count: int
 ) -> None:
     lengths = np.random.default_rng(seed).lognormal(5.5, 0.8, count).astype(np.int64)
@@ -38,19 +71,11 @@ def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_enough(
     assert covering == 64 or (lengths <= covering - 64).mean() < 0.995
 
 
-def test_without_examples_there_is_no_covering_length() -> None:
+def test_the_covering_length_of_no_examples_is_0() -> None:
     assert covering_length(np.array([], np.int64)) == 0
 
 
-def tokenize_lengths(folder: Path, lengths: list[int], max_length: Any, **flags: Any) -> Tokenized:
-    """Tokenise conversations of one turn with some numbers of tokens."""
-    overhead = size_of(chat("q", ""))
-    records = [chat("q", "x" * (length - overhead)) for length in lengths]
-    path = write(folder / "chats.jsonl", records)
-    settings = {name: flags.pop(name) for name in ("eval_fraction",) if name in flags}
-    config = DataConfig(dataset=[str(path)], tokenizer="byte", **{"eval_fraction": 0.0} | settings)
-    max_positions = flags.pop("max_positions", None)
-    return tokenize(config, max_length, ChatConfig(**flags), max_positions=max_positions)
+# --- auto
 
 
 @pytest.mark.parametrize(
@@ -60,228 +85,218 @@ def tokenize_lengths(folder: Path, lengths: list[int], max_length: Any, **flags:
 def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
     tmp_path: Path, longest: int, max_positions: int | None, expected: int
 ) -> None:
-    made = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
-    assert made.metadata.block_size == made.positions == expected
-    assert made.metadata.audit is not None
-    assert made.metadata.audit["overlong"] == (longest > expected + 1)
+    tokenized = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
+    assert tokenized.metadata.block_size == tokenized.positions == expected
+    assert tokenized.metadata.audit is not None
+    assert tokenized.metadata.audit["overlong"] == (longest > expected + 1)
 
 
-def test_auto_is_found_in_the_cache_and_says_what_it_has_chosen(
+def test_auto_holds_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
+    long_pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
+    short_pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    path = write(tmp_path / "pairs.jsonl", [long_pair, short_pair])
+    tokenized = tokenize(config(path), "auto", PairConfig())
+    assert tokenized.metadata.block_size == 128
+    assert tokenized.positions == 2 * 128 - 1
+
+
+def test_the_log_has_the_length_that_auto_has_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for outcome in ("tokenised", "from the cache"):
-        made = tokenize_lengths(tmp_path, [40, 60, 100, 200], "auto")
-        out = capsys.readouterr().out
-        assert f"; {outcome}\n" in out
-        assert "lengths   --max_length auto is 256\n" in out
-    numbered = tokenize_lengths(tmp_path, [40, 60, 100, 200], 256)
-    assert numbered.metadata.data_sha256 == made.metadata.data_sha256
+    lengths = [40, 60, 100, 200]
+    for source in ("tokenised", "from the cache"):
+        tokenized = tokenize_lengths(tmp_path, lengths, "auto")
+        output = capsys.readouterr().out
+        assert f"; {source}\n" in output
+        assert "lengths   --max_length auto is 256\n" in output
+
+    same_length = tokenize_lengths(tmp_path, lengths, 256)
+    assert same_length.metadata.data_sha256 == tokenized.metadata.data_sha256
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_a_length_that_fits_is_named_if_more_than_one_in_200_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overlong: str
-) -> None:
-    for number, is_told in ((1, False), (2, True)):
-        lengths = [50] * (200 - number) + [600] * number
-        tokenize_lengths(tmp_path, lengths, 95, overlong=overlong, on_bad_row="skip")
-        out = capsys.readouterr().out
-        assert ("are longer than" in out) == is_told
-    assert (
-        "lengths   2 of 200 are longer than --max_length 95; --max_length 640 holds 99.5%\n" in out
-    )
-
-
-@pytest.mark.parametrize("lengths", [[66], [66, 70, 100]])
-@pytest.mark.parametrize("max_length", [64, "auto"])
-def test_conversations_that_are_all_overlong_are_told_a_length_that_holds_them(
-    tmp_path: Path, lengths: list[int], max_length: Any
-) -> None:
-    subject = "the only conversation is" if len(lengths) == 1 else "all 3 conversations are"
-    with pytest.raises(UserError) as error:
-        tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
-    assert str(error.value).endswith(
-        f": {subject} longer than --max_length 64; set --max_length 128, if the model has as many positions, or --overlong truncate."
-    )
-
-
-def test_pairs_that_are_all_overlong_are_told_the_ways_out(tmp_path: Path) -> None:
-    record = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
-    path = write(tmp_path / "pairs.jsonl", [record])
-    config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
-    for overlong, expected in (
-        (
-            "drop",
-            r"the only pair is longer than --max_length 64; set --max_length 128, if the model has as many positions, or ",
-        ),
-        ("error", r"; raise it, or set --overlong drop or truncate\."),
-    ):
-        with pytest.raises(UserError, match=expected):
-            tokenize(config, 64, PairConfig(overlong=overlong))
-
-
-@pytest.mark.parametrize("chat_type", [ChatConfig, None])
-def test_auto_is_not_for_text(
-    tmp_path: Path, cache: Path, chat_type: type[ChatConfig] | None
-) -> None:
-    (tmp_path / "a.txt").write_text("some words")
-    config = DataConfig(dataset=[str(tmp_path / "a.txt")], tokenizer="byte")
-    with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
-        tokenize(config, "auto", chat_type() if chat_type else None)
-    assert left_behind(cache) == []
-
-
-def test_auto_is_not_for_text_that_is_evaluated_on_conversations(
-    tmp_path: Path, cache: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("some words")
-    chats = write(tmp_path / "chats.jsonl", [chat("q", "a")])
-    config = DataConfig(
-        dataset=[str(tmp_path / "a.txt")], eval_dataset=[str(chats)], tokenizer="byte"
-    )
-    with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
-        tokenize(config, "auto", ChatConfig())
-    assert left_behind(cache) == []
-
-
-def test_auto_without_a_target_is_one_line_beside_text_too(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "a.txt").write_text("some words")
-    messages = chat("q", "a")["messages"]
-    untrained = {"messages": [messages[0], {**messages[1], "weight": 0}]}
-    chats = write(tmp_path / "chats.jsonl", [untrained])
-    config = DataConfig(
-        dataset=[str(tmp_path / "a.txt"), str(chats)], tokenizer="byte", eval_fraction=0.0
-    )
-    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turn has weight 0\)"):
-        tokenize(config, "auto", ChatConfig())
-    assert left_behind(cache) == []
-
-
-def test_auto_measures_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "pairs.jsonl",
-        [
-            {"prompt": "q", "chosen": "x" * 70, "rejected": "y"},
-            {"prompt": "q", "chosen": "a", "rejected": "b"},
-        ],
-    )
-    config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0)
-    made = tokenize(config, "auto", PairConfig())
-    assert made.metadata.block_size == 128
-    assert made.positions == 2 * 128 - 1
-
-
-def test_a_configuration_of_another_model_limits_the_length_by_its_positions(
-    tmp_path: Path,
-) -> None:
-    config = {"model_type": "gpt2", "n_positions": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = ["--from_config", str(tmp_path)]
-    model = lt.parse(finetune.DEFAULTS, flags).model
-    model.fit_max_length()
-    assert model.max_positions() == model.max_length == 64
-
-    overrides = ["--config_overrides", "n_positions=128"]
-    assert lt.parse(finetune.DEFAULTS, [*flags, *overrides]).model.max_positions() == 128
-
-
-@pytest.mark.parametrize("word", ["", "x", "1.5", "Auto", "1e3"])
-def test_a_word_that_is_no_length_is_refused_in_one_line(word: str) -> None:
-    defaults = finetune.DEFAULTS
-    with pytest.raises(UserError) as error:
-        lt.parse(defaults, ["--max_length", word])
-    assert f"--max_length: '{word}' is neither a number of tokens nor auto" in str(error.value)
-
-
-@pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
-def test_the_name_of_the_other_recipe_is_accepted(flag: str) -> None:
-    settings = lt.parse(finetune.DEFAULTS, [flag, "96"])
-    assert (settings.model.max_length, settings.model.is_set("max_length")) == (96, True)
-    settings_of_gpt = lt.parse(gpt.DEFAULTS, [flag, "96"])
-    assert settings_of_gpt.model.block_size == 96
-    assert parse_max_length("auto") == "auto"
-
-
-def test_a_recipe_records_the_length_that_auto_has_chosen(tmp_path: Path) -> None:
-    path = write(tmp_path / "chats.jsonl", [chat("q", "a" * 150) for _ in range(4)])
-    flags = ["--dataset", str(path), "--max_length", "auto", "--tokenizer", "byte"]
+def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", [chat("q", "a" * 150)] * 4)
+    flags = f"--dataset {path} --max_length auto --tokenizer byte".split()
     settings = lt.parse(finetune.DEFAULTS, flags)
     rows = finetune.tokenized(settings)
-    assert settings.model.max_length == rows.metadata.block_size == settings.model.row_length == 192
+    assert rows.metadata.block_size == 192
+    assert settings.model.max_length == 192
+    assert settings.model.row_length == 192
+
+
+@pytest.mark.parametrize("chat_config", [None, ChatConfig()])
+def test_auto_is_an_error_for_text(
+    text_path: Path, cache: Path, chat_config: ChatConfig | None
+) -> None:
+    with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
+        tokenize(config(text_path), "auto", chat_config)
+    assert left_behind(cache) == []
+
+
+def test_auto_is_an_error_for_text_that_is_evaluated_on_conversations(
+    tmp_path: Path, text_path: Path, cache: Path
+) -> None:
+    chats = write(tmp_path / "chats.jsonl", [chat("q", "a")])
+    data = config(text_path, eval_dataset=[str(chats)])
+    with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
+        tokenize(data, "auto", ChatConfig())
+    assert left_behind(cache) == []
+
+
+def test_auto_is_an_error_if_no_conversation_has_a_target(
+    tmp_path: Path, text_path: Path, cache: Path
+) -> None:
+    question, answer = chat("q", "a")["messages"]
+    untrained = {"messages": [question, {**answer, "weight": 0}]}
+    chats = write(tmp_path / "chats.jsonl", [untrained])
+    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turn has weight 0\)"):
+        tokenize(config(text_path, chats), "auto", ChatConfig())
+    assert left_behind(cache) == []
+
+
+# --- the length of the model
+
+
+def test_the_configuration_of_a_model_limits_the_length_by_its_positions(tmp_path: Path) -> None:
+    configuration = {"model_type": "gpt2", "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    flags = f"--from_config {tmp_path}"
+
+    model = lt.parse(finetune.DEFAULTS, flags.split()).model
+    model.fit_max_length()
+    assert model.max_positions() == 64
+    assert model.max_length == 64
+
+    overridden = f"{flags} --config_overrides n_positions=128"
+    assert lt.parse(finetune.DEFAULTS, overridden.split()).model.max_positions() == 128
 
 
 @pytest.mark.parametrize(
-    ("row_tokens", "is_set", "expected"),
-    [
-        (128, False, 16),
-        (256, False, 16),
-        (257, False, 8),
-        (1024, False, 4),
-        (9000, False, 1),
-        (1024, True, 16),
-    ],
+    ("row_tokens", "expected"), [(128, 16), (256, 16), (257, 8), (1024, 4), (9000, 1)]
 )
-def test_the_default_micro_batch_holds_4096_tokens_at_most(
-    row_tokens: int, is_set: bool, expected: int
-) -> None:
-    config = DataConfig()
-    if is_set:
-        config.origins = {"per_device_train_batch_size": "command line"}
-    config.fit_micro_batch(row_tokens)
-    assert config.per_device_train_batch_size == expected
+def test_the_default_micro_batch_holds_at_most_4096_tokens(row_tokens: int, expected: int) -> None:
+    data = DataConfig()
+    data.fit_micro_batch(row_tokens)
+    assert data.per_device_train_batch_size == expected
 
 
-# --- the flag as the user wrote it
+def test_a_micro_batch_from_the_command_line_stays_as_it_is() -> None:
+    data = DataConfig(per_device_train_batch_size=16)
+    data.origins = {"per_device_train_batch_size": "command line"}
+    data.fit_micro_batch(1024)
+    assert data.per_device_train_batch_size == 16
 
 
-def recipe_error(recipe: Any, *argv: str) -> str:
-    """The message with which a recipe refuses its data."""
-    settings = lt.parse(recipe.DEFAULTS, list(argv))
-    with pytest.raises(UserError) as caught:
+# --- the flag
+
+
+@pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
+def test_each_recipe_accepts_both_names_of_the_flag(flag: str) -> None:
+    model = lt.parse(finetune.DEFAULTS, [flag, "96"]).model
+    assert model.max_length == 96
+    assert model.is_set("max_length")
+    assert lt.parse(gpt.DEFAULTS, [flag, "96"]).model.block_size == 96
+
+
+def test_auto_is_a_value_of_the_flag() -> None:
+    assert parse_max_length("auto") == "auto"
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.5", "Auto", "1e3"])
+def test_a_value_that_is_no_length_is_an_error(value: str) -> None:
+    with pytest.raises(UserError) as error:
+        lt.parse(finetune.DEFAULTS, ["--max_length", value])
+    assert f"--max_length: '{value}' is neither a number of tokens nor auto" in str(error.value)
+
+
+def recipe_error(recipe: ModuleType, flags: str) -> str:
+    settings = lt.parse(recipe.DEFAULTS, flags.split())
+    with pytest.raises(UserError) as error:
         recipe.tokenized(settings)
-    return str(caught.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("flag", ["--block_size", "--max_length", "--max-length"])
-def test_a_text_that_is_too_short_names_the_flag_by_its_own_name(tmp_path: Path, flag: str) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("a few words\n" * 4)
-    argv = ["--dataset", str(path), "--tokenizer", "byte", "--eval_fraction", "0"]
-    message = recipe_error(gpt, *argv, flag, "500")
+def test_errors_of_the_gpt_recipe_call_the_flag_block_size(text_path: Path, flag: str) -> None:
+    flags = f"--dataset {text_path} --tokenizer byte --eval_fraction 0 {flag} 500"
+    message = recipe_error(gpt, flags)
     assert message.startswith("--block_size 500 is larger than the training text (")
 
 
 @pytest.mark.parametrize("flag", ["--block_size", "--max_length"])
-def test_overlong_conversations_name_the_flag_by_its_own_name(
+def test_messages_of_the_finetune_recipe_call_the_flag_max_length(
     tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(write_chats(tmp_path / "chats.jsonl", 12))
-    argv = ["--from_config", "llama", "--tokenizer", "byte", "--eval_fraction", "0"]
-    message = recipe_error(finetune, *argv, "--dataset", path, flag, "8")
+    path = write_chats(tmp_path / "chats.jsonl", 12)
+    flags = f"--from_config llama --tokenizer byte --eval_fraction 0 --dataset {path}"
     assert (
-        " conversations are longer than --max_length 8; set --max_length 128, if the model has as many positions, or "
-        in message
-    )
+        " conversations are longer than --max_length 8; set --max_length 128, if the model has as "
+        "many positions, or "
+    ) in recipe_error(finetune, f"{flags} {flag} 8")
 
-    settings = lt.parse(finetune.DEFAULTS, [*argv, "--dataset", path, flag, "32"])
-    finetune.tokenized(settings)
-    out = capsys.readouterr().out
-    assert "are longer than --max_length 32; --max_length 128 holds 99.5%\n" in out
+    finetune.tokenized(lt.parse(finetune.DEFAULTS, f"{flags} {flag} 32".split()))
+    line = "are longer than --max_length 32; --max_length 128 holds 99.5%\n"
+    assert line in capsys.readouterr().out
 
 
-def test_eval_data_that_are_all_overlong_are_told_the_length_that_holds_them(
-    tmp_path: Path,
+# --- lengths that are too short
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overlong: str
 ) -> None:
-    overhead = size_of(chat("q", ""))
-    train = write(tmp_path / "train.jsonl", [chat("q", "x")])
-    eval = write(
-        tmp_path / "eval.jsonl",
-        [chat("q", "x" * (length - overhead)) for length in (151, 301)],
+    settings = {"overlong": overlong, "on_bad_row": "skip"}
+    tokenize_lengths(tmp_path, [50] * 199 + [600], 95, **settings)
+    assert "are longer than" not in capsys.readouterr().out
+
+    tokenize_lengths(tmp_path, [50] * 198 + [600] * 2, 95, **settings)
+    line = "lengths   2 of 200 are longer than --max_length 95; --max_length 640 holds 99.5%\n"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "subject"),
+    [([66], "the only conversation is"), ([66, 70, 100], "all 3 conversations are")],
+)
+@pytest.mark.parametrize("max_length", [64, "auto"])
+def test_the_error_if_no_conversation_fits_suggests_a_length(
+    tmp_path: Path, lengths: list[int], subject: str, max_length: int | str
+) -> None:
+    with pytest.raises(UserError) as error:
+        tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
+    assert str(error.value).endswith(
+        f": {subject} longer than --max_length 64; set --max_length 128, if the model has as many "
+        "positions, or --overlong truncate."
     )
-    data = DataConfig(dataset=[str(train)], eval_dataset=[str(eval)], tokenizer="byte")
-    with pytest.raises(UserError) as caught:
-        tokenize(data, 95, ChatConfig())
-    assert str(caught.value) == (
+
+
+@pytest.mark.parametrize(
+    ("overlong", "advice"),
+    [
+        (
+            "drop",
+            r"the only pair is longer than --max_length 64; set --max_length 128, if the model "
+            r"has as many positions, or ",
+        ),
+        ("error", r"; raise it, or set --overlong drop or truncate\."),
+    ],
+)
+def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(
+    tmp_path: Path, overlong: str, advice: str
+) -> None:
+    pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
+    path = write(tmp_path / "pairs.jsonl", [pair])
+    with pytest.raises(UserError, match=advice):
+        tokenize(config(path), 64, PairConfig(overlong=overlong))
+
+
+def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", [chat("q", "x")])
+    eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
+    with pytest.raises(UserError) as error:
+        tokenize(config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
+    assert str(error.value) == (
         f"--eval_dataset {eval}: no record can be used for evaluation (0 of 2 conversations: 2 "
         "overlong dropped (100.0% of the tokens), 0 without a target token and 0 bad ones left "
         "out); 2 of 2 are longer than --max_length 95; --max_length 320 holds 99.5%."

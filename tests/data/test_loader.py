@@ -1,4 +1,4 @@
-"""Steps, slots and batches: the layout decides who computes a row, never which rows a step holds."""
+"""The layout decides which rank computes a row, never which rows a step has."""
 
 from collections.abc import Iterable
 from itertools import chain, pairwise
@@ -28,7 +28,7 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def rows() -> datasets.Dataset:
-    """Row i holds i*10 to i*10 + 4; the last ends in places that hold no token."""
+    """23 rows; row i holds i*10 to i*10 + 4. The last row ends in padding."""
     table = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
     table[-1, 3:] = IGNORED
     column = datasets.Sequence(datasets.Value("int32"), length=BLOCK + 1)
@@ -37,57 +37,62 @@ def rows() -> datasets.Dataset:
     )
 
 
-def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[Slot]:
-    steps = -(-n // size)
-    return [slot for k in range(steps) for slot in slots_of(epoch * steps + k, n, size, seed)]
+# --- the rows of a step
+
+
+def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[int | None]:
+    """Return the rows of an epoch, in the order of the slots."""
+    steps_per_epoch = -(-n // size)
+    first = epoch * steps_per_epoch
+    order: list[int | None] = []
+    for step in range(first, first + steps_per_epoch):
+        order += [slot.row for slot in slots_of(step, n, size, seed=seed)]
+    return order
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
 @pytest.mark.parametrize("seed", [None, 0, 2**63 - 1])
 def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, seed):
     for epoch in range(3):
-        drawn = [slot.row for slot in epoch_of(epoch, n, size, seed)]
-        assert len(drawn) % size == 0
-        assert None not in drawn[:n]
-        assert drawn[n:] == [None] * (-n % size)
-        assert sorted(drawn[:n]) == list(range(n))
+        order = epoch_of(epoch, n, size, seed=seed)
+        assert len(order) % size == 0
+        assert sorted(order[:n]) == list(range(n))
+        assert order[n:] == [None] * (-n % size)
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
 def test_positions_count_the_slots_of_the_whole_run(n, size):
-    slots = [slot for step in range(7) for slot in slots_of(step, n, size, 0)]
+    slots = chain.from_iterable(slots_of(step, n, size, seed=0) for step in range(7))
     assert [slot.position for slot in slots] == list(range(7 * size))
 
 
 def test_epochs_and_seeds_have_different_orders():
-    drawn = {
-        tuple(slot.row for slot in epoch_of(epoch, 24, 8, seed))
-        for epoch in range(4)
-        for seed in range(4)
-    }
-    assert len(drawn) == 16
+    orders = set()
+    for epoch in range(4):
+        for seed in range(4):
+            orders.add(tuple(epoch_of(epoch, 24, 8, seed=seed)))
+    assert len(orders) == 16
 
 
 def test_without_a_seed_the_stored_order_is_kept():
-    assert [slot.row for slot in epoch_of(2, 10, 4, None)] == [*range(10), None, None]
+    assert epoch_of(2, 10, 4, seed=None) == [*range(10), None, None]
 
 
-def test_the_rows_of_a_step_are_known_forever():
-    assert slots_of(0, 10, 4, 0) == [Slot(0, 6), Slot(1, 8), Slot(2, 4), Slot(3, 2)]
-    assert slots_of(2, 10, 4, 0) == [Slot(8, 5), Slot(9, 7), Slot(10, None), Slot(11, None)]
-    assert slots_of(3, 10, 4, 0) == [Slot(12, 6), Slot(13, 0), Slot(14, 9), Slot(15, 1)]
+def test_the_rows_of_a_step_never_change_between_versions():
+    assert epoch_of(0, 10, 4, seed=0) == [6, 8, 4, 2, 3, 1, 9, 0, 5, 7, None, None]
+    assert epoch_of(1, 10, 4, seed=0)[:4] == [6, 0, 9, 1]
 
 
-def test_the_rows_of_a_step_are_plain_numbers():
-    assert all(type(slot.row) is int for slot in slots_of(0, 10, 4, 0))
+def test_the_rows_of_a_step_are_python_integers():
+    assert {type(slot.row) for slot in slots_of(0, 10, 4, seed=0)} == {int}
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
-def test_a_sampler_that_starts_at_a_step_draws_what_one_from_the_beginning_would(n, size):
-    whole = list(GlobalBatchSampler(n, size, range(12), seed=3))
+def test_a_sampler_that_starts_late_yields_the_rest_of_the_run(n, size):
+    from_the_start = list(GlobalBatchSampler(n, size, range(12), seed=3))
     for start in (0, 1, 5, 11, 12):
         sampler = GlobalBatchSampler(n, size, range(start, 12), seed=3)
-        assert list(sampler) == whole[start:]
+        assert list(sampler) == from_the_start[start:]
         assert len(sampler) == 12 - start
 
 
@@ -96,44 +101,37 @@ def test_a_sampler_can_be_read_again():
     assert list(sampler) == list(sampler)
 
 
-def test_a_start_far_into_a_huge_run_costs_nothing(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "llmtrain.data.samplers.permute",
-        lambda positions, n, key: asked.append(len(positions)) or positions,
-    )
-    n, size, start = 10**12, 1024, 10**13
-    batches = list(GlobalBatchSampler(n, size, range(start, start + 2), seed=0))
-    assert [len(batch) for batch in batches] == [size, size]
-    assert batches[0][0].position == start * size
-    assert sum(asked) <= 2 * 4096  # a few steps at once
+def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
+    permuted = []
+
+    def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
+        permuted.append(len(positions))
+        return positions
+
+    monkeypatch.setattr("llmtrain.data.samplers.permute", permute)
+    start = 10**13
+    batches = list(GlobalBatchSampler(10**12, 1024, range(start, start + 2), seed=0))
+    assert [len(batch) for batch in batches] == [1024, 1024]
+    assert batches[0][0].position == start * 1024
+    assert sum(permuted) <= 2 * 4096  # the rows of four steps are looked up at once
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize(("n", "size"), [(50, 8), (8, 8), (3, 8), (64, 4)])
-def test_the_slices_that_accelerate_cuts_are_the_global_batch(processes, n, size):
-    def sampler() -> GlobalBatchSampler:
-        return GlobalBatchSampler(n, size, range(2, 20), seed=1)
-
-    shards = [
-        list(BatchSamplerShard(sampler(), processes, rank, split_batches=True, even_batches=False))
-        for rank in range(processes)
-    ]
-    assert {len(shard) for shard in shards} == {18}
-    assert {len(piece) for shard in shards for piece in shard} == {size // processes}
-    assert [list(chain(*pieces)) for pieces in zip(*shards, strict=True)] == list(sampler())
+# --- layouts and resuming
 
 
-def of_process(loader: DataLoader, processes: int, rank: int) -> DataLoader:
-    shard = BatchSamplerShard(
-        loader.batch_sampler, processes, rank, split_batches=True, even_batches=False
-    )
-    return DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
+def shard_of(sampler: GlobalBatchSampler, processes: int, rank: int) -> BatchSamplerShard:
+    """Give a rank its slices of the global batches, as Accelerate does in a run."""
+    return BatchSamplerShard(sampler, processes, rank, split_batches=True, even_batches=False)
 
 
 def shares_of_steps(loader: DataLoader, processes: int) -> list[tuple[LocalBatch, ...]]:
     """Return the batches of all processes for each step."""
-    loaders = [of_process(loader, processes, rank) for rank in range(processes)]
+    loaders = []
+    for rank in range(processes):
+        shard = shard_of(loader.batch_sampler, processes, rank)
+        loaders.append(
+            DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
+        )
     return list(zip(*loaders, strict=True))
 
 
@@ -142,169 +140,230 @@ def micro_batches_of(shares: Iterable[LocalBatch]) -> list[Batch]:
     return list(chain.from_iterable(share.batches for share in shares))
 
 
-@pytest.mark.parametrize(("processes", "micro"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)])
-def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro):
-    reference = list(train_loader(rows, 8, 8, range(9), seed=5, dropout_seed=6))
-    loader = train_loader(rows, 8, micro, range(9), seed=5, dropout_seed=6)
-    steps = shares_of_steps(loader, processes)
-    assert len(steps) == len(reference) == 9
-    for shares, expected in zip(steps, reference, strict=True):
-        batches = micro_batches_of(shares)
-        for name in ("input_ids", "labels", "dropout_keys"):
-            column = torch.cat([batch[name] for batch in batches])
-            assert torch.equal(column, expected.batches[0][name])
-        assert torch.cat([share.rows for share in shares]).tolist() == expected.rows.tolist()
+def assert_same_batches(actual: LocalBatch, expected: LocalBatch) -> None:
+    assert actual.rows.equal(expected.rows)
+    for batch, expected_batch in zip(actual.batches, expected.batches, strict=True):
+        assert batch.keys() == expected_batch.keys()
+        assert all(batch[name].equal(expected_batch[name]) for name in batch)
 
 
-def test_training_starts_at_any_step_with_what_an_unbroken_run_would_see(rows):
-    unbroken = list(train_loader(rows, 8, 2, range(10), seed=5, dropout_seed=5))
-    resumed = list(train_loader(rows, 8, 2, range(7, 10), seed=5, dropout_seed=5))
-    for local_batch, again in zip(unbroken[7:], resumed, strict=True):
-        for batch, same in zip(local_batch.batches, again.batches, strict=True):
-            assert batch.keys() == same.keys()
-            assert all(torch.equal(batch[name], same[name]) for name in batch)
-
-
-@pytest.mark.parametrize(("processes", "micro"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
-def test_evaluation_sees_every_row_once_in_the_stored_order(rows, processes, micro):
-    loader = eval_loader(rows, processes, micro)
-    steps = shares_of_steps(loader, processes)
-    batches = micro_batches_of(chain.from_iterable(steps))
-    assert all(len(batch["labels"]) <= micro for batch in batches)
-    labels = torch.cat([batch["labels"] for batch in batches])
-    assert labels[: len(rows)].tolist() == rows["input_ids"][:]
-    assert (labels[len(rows) :] == IGNORED).all()
-    assert len(labels) - len(rows) < processes * micro
-
-
-def test_evaluation_takes_smaller_batches_where_fewer_of_their_rows_are_empty(rows):
-    for micro, sizes in [
-        (8, [8, 8, 8]),
-        (10, [8, 8, 8]),
-        (12, [12, 12]),
-        (23, [23]),
-        (1, [1] * 23),
-    ]:
-        assert [len(batch.rows) for batch in eval_loader(rows, 1, micro)] == sizes
-    loader = eval_loader(rows, 1, 8, source_rows=[7, 14, 2])
-    assert [len(batch.rows) for batch in loader] == [7, 7, 7, 7]
-
-
-def test_an_empty_slot_holds_no_token_and_does_not_touch_the_rows(rows):
-    stored = SlotRows(rows)
-    for slots in [
-        [Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)],
-        [Slot(9, None), Slot(10, None)],
-        [Slot(11, 0)],
-    ]:
-        read = stored.__getitems__(slots)
-        assert read.slots == slots
-        for slot, labels in zip(slots, read.columns["labels"].tolist(), strict=True):
-            assert labels == (
-                [IGNORED] * (BLOCK + 1) if slot.row is None else rows[slot.row]["input_ids"]
-            )
-
-
-def test_rows_are_found_in_tables_of_several_chunks(rows):
-    ends = [0, 4, 5, 17, 23]
-    parts = [rows.select(range(*pair)).flatten_indices() for pair in pairwise(ends)]
-    chunked = datasets.concatenate_datasets(parts)
-    assert len(chunked.data.column("input_ids").chunks) == len(parts)
-    slots = [Slot(i, row) for i, row in enumerate([22, 4, 5, 3, 0, 16, 17, *range(23)])]
-    found = SlotRows(chunked).__getitems__(slots).columns["input_ids"].tolist()
-    assert found == [rows[slot.row]["input_ids"] for slot in slots]
-
-
-def read_of(count: int) -> RowBatch:
-    """``count`` rows of tokens; the second is empty, the third ends early."""
-    tokens = np.arange(count * 5, dtype=np.int32).reshape(count, 5) + 1
-    tokens[1:2] = IGNORED
-    tokens[2:3, 3:] = IGNORED
-    return RowBatch(
-        [Slot(i, None if i == 1 else i) for i in range(count)],
-        {"input_ids": tokens, "labels": tokens},
-    )
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize(("n", "size"), [(50, 8), (8, 8), (3, 8), (64, 4)])
+def test_the_slices_of_accelerate_join_to_the_global_batch(processes, n, size):
+    sampler = GlobalBatchSampler(n, size, range(2, 20), seed=1)
+    shards = [shard_of(sampler, processes, rank) for rank in range(processes)]
+    steps = list(zip(*shards, strict=True))
+    assert [list(chain.from_iterable(slices)) for slices in steps] == list(sampler)
+    assert {len(part) for part in chain.from_iterable(steps)} == {size // processes}
 
 
 @pytest.mark.parametrize(
-    ("count", "micro", "sizes"), [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])]
+    ("processes", "micro_batch"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)]
 )
-def test_a_batch_is_micro_batches_of_int64_in_the_order_of_the_slots(count, micro, sizes):
-    local_batch = Collate(micro, dropout_seed=1)(read_of(count))
+def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro_batch):
+    reference = train_loader(rows, 8, micro_batch=8, steps=range(9), seed=5, dropout_seed=6)
+    loader = train_loader(rows, 8, micro_batch=micro_batch, steps=range(9), seed=5, dropout_seed=6)
+    steps = shares_of_steps(loader, processes)
+    assert len(steps) == 9
+    for shares, expected in zip(steps, reference, strict=True):
+        assert torch.cat([share.rows for share in shares]).equal(expected.rows)
+        batches = micro_batches_of(shares)
+        for name in ("input_ids", "labels", "dropout_keys"):
+            column = torch.cat([batch[name] for batch in batches])
+            assert column.equal(expected.batches[0][name])
+
+
+def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows):
+    unbroken = list(train_loader(rows, 8, micro_batch=2, steps=range(10), seed=5, dropout_seed=5))
+    resumed = train_loader(rows, 8, micro_batch=2, steps=range(7, 10), seed=5, dropout_seed=5)
+    for actual, expected in zip(resumed, unbroken[7:], strict=True):
+        assert_same_batches(actual, expected)
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
+def test_an_evaluation_has_every_row_once_in_the_stored_order(rows, processes, micro_batch):
+    steps = shares_of_steps(eval_loader(rows, processes, micro_batch), processes)
+    batches = micro_batches_of(chain.from_iterable(steps))
+    assert max(len(batch["labels"]) for batch in batches) <= micro_batch
+
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert labels[: len(rows)].tolist() == rows["input_ids"][:]
+    padding = labels[len(rows) :]
+    assert (padding == IGNORED).all()
+    assert len(padding) < processes * micro_batch
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "sizes"),
+    [
+        (8, [8, 8, 8]),
+        (10, [8, 8, 8]),
+        (12, [12, 12]),
+        (16, [13, 13]),  # not 12, which is three quarters
+        (23, [23]),
+        (1, [1] * 23),
+    ],
+)
+def test_eval_batches_are_smaller_if_fewer_rows_are_then_empty(rows, micro_batch, sizes):
+    loader = eval_loader(rows, 1, micro_batch)
+    assert [len(batch.rows) for batch in loader] == sizes
+
+
+def test_no_eval_batch_has_rows_of_two_sources(rows):
+    loader = eval_loader(rows, 1, micro_batch=8, source_rows=[7, 14, 2])
+    assert [batch.source for batch in loader] == [0, 1, 1, 2]
+    assert [len(batch.rows) for batch in loader] == [7, 7, 7, 7]
+
+
+# --- rows of slots
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param([Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)], id="some empty"),
+        pytest.param([Slot(9, None), Slot(10, None)], id="all empty"),
+        pytest.param([Slot(11, 0)], id="a row after empty slots"),
+    ],
+)
+def test_an_empty_slot_has_no_label_and_does_not_change_the_rows(rows, slots):
+    stored = SlotRows(rows)
+    for _ in range(2):
+        row_batch = stored.__getitems__(slots)
+        assert row_batch.slots == slots
+        for slot, labels in zip(slots, row_batch.columns["labels"].tolist(), strict=True):
+            padding = [IGNORED] * (BLOCK + 1)
+            assert labels == (padding if slot.row is None else rows[slot.row]["input_ids"])
+
+
+def test_rows_are_read_from_tables_of_several_chunks(rows):
+    borders = pairwise([0, 4, 5, 17, 23])
+    chunks = [rows.select(range(start, end)).flatten_indices() for start, end in borders]
+    chunked = datasets.concatenate_datasets(chunks)
+    assert len(chunked.data.column("input_ids").chunks) == len(chunks)
+
+    order = [22, 4, 5, 3, 0, 16, 17, *range(23)]
+    row_batch = SlotRows(chunked).__getitems__([Slot(i, row) for i, row in enumerate(order)])
+    assert row_batch.columns["input_ids"].tolist() == [rows[row]["input_ids"] for row in order]
+
+
+# --- micro-batches
+
+
+def row_batch_of(rows: list[int | None]) -> RowBatch:
+    """Row i holds i*5 + 1 to i*5 + 5; row 2 ends in padding, and an empty slot is all padding."""
+    tokens = np.full((len(rows), 5), IGNORED, np.int32)
+    for i, row in enumerate(rows):
+        if row is not None:
+            tokens[i] = 5 * row + np.arange(1, 6)
+        if row == 2:
+            tokens[i, 3:] = IGNORED
+    slots = [Slot(i, row) for i, row in enumerate(rows)]
+    return RowBatch(slots, {"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize(
+    ("count", "micro_batch", "sizes"),
+    [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])],
+)
+def test_rows_are_divided_into_micro_batches_of_int64(count, micro_batch, sizes):
+    rows = [0, None, *range(2, count)]
+    row_batch = row_batch_of(rows)
+    local_batch = Collate(micro_batch, dropout_seed=1)(row_batch)
+
+    assert local_batch.rows.tolist() == [0, -1, *range(2, count)]
+    assert local_batch.positions == 4 * count  # those of an empty slot are computed, too
     assert [len(batch["labels"]) for batch in local_batch.batches] == sizes
-    for batch in local_batch.batches:
+    labels = torch.cat([batch["labels"] for batch in local_batch.batches])
+    assert labels.tolist() == row_batch.columns["labels"].tolist()
+
+    for batch, size in zip(local_batch.batches, sizes, strict=True):
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-        assert batch["input_ids"].shape == batch["labels"].shape == (len(batch["labels"]), 5)
-        assert batch["dropout_keys"].shape == (len(batch["labels"]),)
-    together = torch.cat([batch["labels"] for batch in local_batch.batches])
-    assert together.tolist() == read_of(count).columns["labels"].tolist()
-    assert local_batch.rows.tolist() == [-1 if i == 1 else i for i in range(count)]
-    assert local_batch.positions == 4 * count  # also those of an empty slot
+        assert batch["input_ids"].shape == batch["labels"].shape == (size, 5)
+        assert batch["dropout_keys"].shape == (size,)
 
 
-def test_a_place_without_a_token_has_no_label_and_the_input_0():
-    (batch,) = Collate(8)(read_of(4)).batches
+def test_padding_has_no_label_and_the_input_0():
+    (batch,) = Collate(8)(row_batch_of([0, None, 2])).batches
     assert list(batch) == ["input_ids", "labels"]
-    assert (batch["labels"][1] == IGNORED).all()
-    assert (batch["input_ids"][1] == 0).all()
-    assert batch["labels"][2].tolist() == [11, 12, 13, IGNORED, IGNORED]
-    assert batch["input_ids"][2].tolist() == [11, 12, 13, 0, 0]
-    for row in (0, 3):
-        assert torch.equal(batch["input_ids"][row], batch["labels"][row])
+    assert batch["labels"].tolist() == [
+        [1, 2, 3, 4, 5],
+        [IGNORED] * 5,
+        [11, 12, 13, IGNORED, IGNORED],
+    ]
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [0] * 5, [11, 12, 13, 0, 0]]
 
 
-def keys(micro: int, seed: int, positions: list[int]) -> list[int]:
-    tokens = np.zeros((len(positions), 5), np.int32)
-    read = RowBatch(
-        [Slot(position, 0) for position in positions], {"input_ids": tokens, "labels": tokens}
-    )
-    local_batch = Collate(micro, dropout_seed=seed)(read)
+def test_to_moves_what_the_model_reads_and_leaves_counts_on_the_host():
+    def prepare(batch: Batch) -> Batch:
+        return {"odd": batch["input_ids"][:, 0] % 2}
+
+    local_batch = Collate(2, dropout_seed=1, prepare=prepare)(row_batch_of([0, None, 2, 3, 4]))
+    moved = local_batch.to(torch.device("meta"))
+    for actual, expected in zip(moved.batches, local_batch.batches, strict=True):
+        assert actual.keys() == expected.keys()
+        assert set(actual) == {"input_ids", "labels", "dropout_keys", "odd"}
+        assert all(column.is_meta for column in actual.values())
+        assert all(actual[name].shape == expected[name].shape for name in actual)
+    assert not moved.rows.is_meta
+    assert not moved.targets.is_meta
+
+
+# --- dropout keys
+
+
+def dropout_keys(positions: Iterable[int], seed: int, micro_batch: int, row: int = 0) -> list[int]:
+    """Return the keys of slots at some positions of the run, all with the same row."""
+    slots = [Slot(position, row) for position in positions]
+    tokens = np.full((len(slots), 5), row, np.int32)
+    row_batch = RowBatch(slots, {"input_ids": tokens, "labels": tokens})
+    local_batch = Collate(micro_batch, dropout_seed=seed)(row_batch)
     return torch.cat([batch["dropout_keys"] for batch in local_batch.batches]).tolist()
 
 
-def test_a_dropout_key_depends_on_the_seed_and_the_position_alone():
-    whole = keys(8, 7, list(range(8)))
-    assert keys(2, 7, list(range(8))) == whole
-    assert keys(3, 7, [5, 1]) == [whole[5], whole[1]]
-    assert keys(8, 8, list(range(8))) != whole
-    rows_differ = Collate(8, dropout_seed=7)(read_of(8)).batches[0]["dropout_keys"].tolist()
-    assert rows_differ == whole
-    many = keys(8, 7, list(range(2000)))
-    assert len(set(many)) == 2000
-    assert all(0 <= key < 2**63 for key in many)
+def test_a_dropout_key_depends_only_on_the_seed_and_the_position():
+    keys = dropout_keys(range(8), seed=7, micro_batch=8)
+    assert dropout_keys(range(8), seed=7, micro_batch=2) == keys
+    assert dropout_keys(range(8), seed=7, micro_batch=8, row=3) == keys
+    assert dropout_keys([5, 1], seed=7, micro_batch=3) == [keys[5], keys[1]]
+    assert not set(dropout_keys(range(8), seed=8, micro_batch=8)) & set(keys)
 
 
-def test_a_dropout_key_is_the_same_on_every_machine_and_in_every_version():
-    assert keys(1, 0, [0, 1]) == [6017775124710473527, 1534736266818221247]
+def test_dropout_keys_differ_and_fit_into_int64():
+    keys = dropout_keys(range(2000), seed=7, micro_batch=8)
+    assert len(set(keys)) == 2000
+    assert all(0 <= key < 2**63 for key in keys)
 
 
-def test_a_fingerprint_is_that_of_the_rows_in_any_order_and_of_no_others() -> None:
-    rows = np.random.default_rng(0).integers(-100, 50_000, size=(6, 17))
-    whole = fingerprint(rows)
-    assert fingerprint(rows[::-1]) == fingerprint(rows[:2]) + fingerprint(rows[2:]) == whole
-    exchanged = rows.copy()
-    exchanged[0, 3], exchanged[1, 3] = (
-        rows[1, 3],
-        rows[0, 3],
-    )  # each place has the same tokens as before
-    assert exchanged[0, 3] != exchanged[1, 3]
-    assert fingerprint(exchanged) != whole
-    shifted = np.concatenate([rows[:, 1:], rows[:, :1]], axis=1)
-    assert fingerprint(shifted) != whole
-    assert fingerprint(rows[:0]) == 0
+def test_dropout_keys_never_change_between_versions():
+    expected = [6017775124710473527, 1534736266818221247]
+    assert dropout_keys([0, 1], seed=0, micro_batch=1) == expected
 
 
-def test_a_batch_is_sent_with_what_was_prepared_and_what_the_host_asks_for_stays() -> None:
-    def prepare(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"odd": batch["input_ids"][:, 0] % 2}
+# --- the fingerprint of a batch
 
-    local_batch = Collate(2, dropout_seed=1, prepare=prepare)(read_of(5))
-    sent = local_batch.to(torch.device("meta"))
-    for batch, same in zip(sent.batches, local_batch.batches, strict=True):
-        assert batch.keys() == same.keys() == {"input_ids", "labels", "dropout_keys", "odd"}
-        assert all(
-            column.is_meta and column.shape == same[name].shape for name, column in batch.items()
-        )
-    assert not sent.rows.is_meta
-    assert not sent.targets.is_meta
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(-100, 50_000, size=(6, 17))
+
+
+def test_a_fingerprint_does_not_depend_on_the_order_or_division_of_rows(tokens):
+    assert fingerprint(tokens[::-1]) == fingerprint(tokens)
+    assert fingerprint(tokens[:2]) + fingerprint(tokens[2:]) == fingerprint(tokens)
+    assert fingerprint(tokens[:0]) == 0
+
+
+def test_a_fingerprint_changes_if_two_rows_exchange_a_token(tokens):
+    exchanged = tokens.copy()
+    exchanged[:2, 3] = tokens[:2, 3][::-1]
+    assert not np.array_equal(exchanged, tokens)
+    assert fingerprint(exchanged) != fingerprint(tokens)
+
+
+def test_a_fingerprint_changes_if_tokens_are_shifted_in_their_row(tokens):
+    assert fingerprint(np.roll(tokens, -1, axis=1)) != fingerprint(tokens)

@@ -1,4 +1,4 @@
-"""Text beside conversations: one set of columns, a loss for each, and shares of rows and of targets."""
+"""Text beside conversations: both have the same columns, and losses and shares are counted apart."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.data.config import ChatConfig, PairConfig
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
-from tests.data.test_prepare import complaint, left_behind, stream
+from tests.data.test_prepare import complaint, left_behind, stream_of
 from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
 BLOCK = 63
@@ -27,188 +27,115 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def paths(tmp_path) -> list[Path]:
-    return [
-        write(tmp_path / "chats.jsonl", chats(40)),
-        write(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS]),
-    ]
+def chat_file(tmp_path) -> Path:
+    return write(tmp_path / "chats.jsonl", chats(40))
 
 
-def mixed(paths: list[Path], chat: ChatConfig | None = None, **settings) -> Tokenized:
+@pytest.fixture
+def text_file(tmp_path) -> Path:
+    return write(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
+
+
+def tokenize_files(*paths: Path, chat: ChatConfig | None = None, **settings) -> Tokenized:
     return tokenize(config(*paths, **settings), BLOCK, chat or ChatConfig())
 
 
-def rows_by_source(made: Tokenized) -> list[list[dict]]:
-    ends = np.cumsum([0, *made.metadata.source_rows])
-    rows = [*made.train]
+def rows_by_source(tokenized: Tokenized) -> list[list[dict]]:
+    ends = np.cumsum([0, *tokenized.metadata.source_rows])
+    rows = list(tokenized.train)
     return [rows[start:end] for start, end in pairwise(ends)]
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("order", [1, -1], ids=["chats first", "text first"])
-def test_each_source_has_the_rows_that_it_has_alone(paths, packing, order):
-    made = mixed(paths[::order], ChatConfig(packing=packing))
-    conversations, text = rows_by_source(made)[::order]
+def from_command_line(data: DataConfig | RowConfig, flag: str) -> None:
+    """Mark a setting as one that the user has typed."""
+    data.origins = {flag: "command line"}
 
-    alone = tokenize(config(paths[0]), BLOCK, ChatConfig(packing=packing))
-    assert conversations == [*alone.train]
-    text_alone = tokenize(config(paths[1], isolate_documents=packing), BLOCK)
-    for row, row_alone in zip(text, text_alone.train, strict=True):
-        assert row["labels"] == row["input_ids"]
-        row.pop("labels")
-        length = row.pop("lengths", [sum(token != IGNORED for token in row["input_ids"])])
-        assert length == [sum(token != IGNORED for token in row["input_ids"])]
-        assert row == row_alone
-    assert made.is_packed == packing
-    assert made.metadata.train_tokens == sum(made.metadata.source_targets)
+
+# --- rows
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_text_beside_conversations_trains_every_token(paths, packing):
-    made = mixed(paths, ChatConfig(packing=packing))
-    _, text = rows_by_source(made)
-    decoded = made.tokenizer.decode(stream(text))
-    assert decoded == "".join(f"<|endoftext|>{content}" for content in TEXTS) + "<|endoftext|>"
-    targets = sum(label != IGNORED for row in text for label in row["labels"][1:])
-    assert made.metadata.source_targets[1] == len(stream(text)) - 1 == targets
-    assert all(answer.endswith(END) for answer in answers_of(rows_by_source(made)[0], made))
+def test_conversations_have_the_rows_that_they_have_without_text(chat_file, text_file, packing):
+    separate = tokenize_files(chat_file, chat=ChatConfig(packing=packing))
+    mixed = tokenize_files(chat_file, text_file, chat=ChatConfig(packing=packing))
+    conversations, _ = rows_by_source(mixed)
+    assert conversations == list(separate.train)
+    assert mixed.is_packed == packing
+    assert mixed.metadata.train_tokens == sum(mixed.metadata.source_targets)
 
-
-def test_text_beside_packed_conversations_is_isolated_with_the_flag_and_without(paths, capsys):
-    made = mixed(paths)
-    flagged = mixed(paths, isolate_documents=True)
-    assert capsys.readouterr().out.count("; from the cache") == 1
-    assert flagged.metadata == made.metadata
-    _, text = rows_by_source(made)
-    for row in text[:-1]:  # the last row holds the end-of-text after the last document, too
-        for token, position in zip(row["input_ids"], row["position_ids"], strict=True):
-            assert token != E or position == 0
-
-
-@pytest.mark.parametrize("weights", [[3, 1], [1, 1], []])
-def test_the_log_has_the_share_of_rows_and_of_target_tokens(paths, capsys, weights):
-    made = mixed(paths, mixture=weights)
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("mixture")]
-
-    # What a run of many epochs draws.
-    loader_rows = 4 * sum(made.metadata.source_rows) if not weights else 400
-    size = 4
-    steps = range(loader_rows // size)
-    drawn = np.zeros(2)
-    targets = np.zeros(2)
-    batches = train_loader(made.train, size, size, steps, seed=0, mixture=made.mixture)
-    for local_batch in batches:
-        is_text = local_batch.rows.numpy() >= made.metadata.source_rows[0]
-        is_row = local_batch.rows.numpy() >= 0
-        for source, is_source in enumerate([~is_text & is_row, is_text]):
-            drawn[source] += is_source.sum()
-            targets[source] += local_batch.targets.numpy()[is_source].sum()
-
-    numbers = [float(word.strip("%,;")) for word in line.split() if "%" in word]
-    row_shares, target_shares = drawn / drawn.sum(), targets / targets.sum()
-    assert row_shares[0] > 1.5 * target_shares[0], "rows of text are fuller of targets"
-    expected = [share[i] * 100 for i in range(2) for share in (row_shares, target_shares)]
-    assert numbers == pytest.approx(expected, abs=0.5)
-    assert line == (
-        f"mixture   chats {numbers[0]}% of rows, {numbers[1]}% of target tokens; "
-        f"corpus {numbers[2]}%, {numbers[3]}%"
+    _, conversations = rows_by_source(
+        tokenize_files(text_file, chat_file, chat=ChatConfig(packing=packing))
     )
+    assert conversations == list(separate.train)
 
 
-def test_a_mixture_of_one_kind_has_shares_of_target_tokens_too(tmp_path, capsys):
-    # A row has two targets, except for the second row of the short text, which has one.
-    short = write(tmp_path / "short.jsonl", [{"text": "ab"}])
-    long = write(tmp_path / "long.jsonl", [{"text": "c" * 99}])
-    tokenize(config(short, long, mixture=[1, 1]), 2)
-    out = capsys.readouterr().out
-    assert "\nmixture   short 50.0% of rows, 42.9% of target tokens; long 50.0%, 57.1%\n" in out
-    tokenize(config(short), 2)
-    assert "\nmixture" not in capsys.readouterr().out
+@pytest.mark.parametrize("packing", [True, False])
+def test_text_has_its_rows_with_the_columns_of_conversations(chat_file, text_file, packing):
+    separate = tokenize(config(text_file, isolate_documents=packing), BLOCK)
+    mixed = tokenize_files(text_file, chat_file, chat=ChatConfig(packing=packing))
+    text, _ = rows_by_source(mixed)
+    for row, expected in zip(text, separate.train, strict=True):
+        expected["labels"] = expected["input_ids"]
+        if not packing:
+            expected["lengths"] = [sum(token != IGNORED for token in expected["input_ids"])]
+        assert row == expected
 
 
-def test_the_audit_counts_conversations_alone(paths, capsys):
-    made = mixed(paths, eval_fraction=0.2)
-    alone = tokenize(config(paths[0], eval_fraction=0.2), BLOCK, ChatConfig())
-    assert made.metadata.audit == alone.metadata.audit
-    assert made.metadata.eval_audit == alone.metadata.eval_audit
-    assert made.metadata.task == "conversations"
-    assert made.stop_token_ids == alone.stop_token_ids
-    out = capsys.readouterr().out
-    assert ": 70 conversations and documents, " in out
-    assert (
-        "fine-tuning on the assistant's turns, and on every token of the text: the records are "
-        "messages, text\n"
-    ) in out
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_token_of_text_and_every_answer_are_targets(chat_file, text_file, packing):
+    mixed = tokenize_files(chat_file, text_file, chat=ChatConfig(packing=packing))
+    conversations, text = rows_by_source(mixed)
+
+    tokens = stream_of(text)
+    documents = [f"<|endoftext|>{document}" for document in TEXTS]
+    assert mixed.tokenizer.decode(tokens) == "".join(documents) + "<|endoftext|>"
+    labels = np.array([row["labels"] for row in text])[:, 1:]
+    assert (labels != IGNORED).sum() == len(tokens) - 1 == mixed.metadata.source_targets[1]
+
+    answers = answers_of(conversations, mixed)
+    assert len(answers) == 40
+    assert all(answer.endswith(END) for answer in answers)
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["chats first", "text first"])
-def test_each_source_has_an_eval_loss_and_the_prompt_is_of_a_conversation(paths, order):
-    made = mixed(paths[::order], eval_fraction=0.2)
-    counts = made.metadata.eval_source_rows[::order]
-    assert made.eval_sources == dict(zip(["chats", "corpus"], counts, strict=True))
-    batches = [*eval_loader(made.eval, 1, 4, source_rows=[*made.eval_sources.values()])]
-    assert sum(int((batch.rows >= 0).sum()) for batch in batches) == made.metadata.eval_rows
-    prompt = made.tokenizer.decode(made.eval_prompt())
-    assert prompt.startswith("<|im_start|>user")
-    assert prompt.endswith("<|im_start|>assistant\n")
-
-
-def test_the_log_says_which_split_the_text_is_in(paths, capsys):
-    chats_path, text_path = paths
-    mixed([chats_path], eval_dataset=[str(text_path)], eval_fraction=0.1)
-    out = capsys.readouterr().out
-    assert "fine-tuning on the assistant's turns: the records are messages, text\n" in out
-    mixed([text_path], ChatConfig(), eval_dataset=[str(chats_path)])
-    out = capsys.readouterr().out
-    assert "continued pretraining: the training records are text, not conversations\n" in out
-
-
-def test_eval_conversations_beside_training_text_are_counted_if_some_are_left_out(
-    tmp_path, paths, capsys
-):
-    records = [*chats(3), chat("q", "long " * BLOCK)]
-    eval_path = write(tmp_path / "eval.jsonl", records)
-    mixed([paths[1]], eval_dataset=[str(eval_path)])
-    assert "eval      3 of 4 conversations: 1 overlong dropped" in capsys.readouterr().out
-
-
-def test_bits_per_byte_count_the_text_and_the_answers(paths):
-    both = mixed(paths, eval_fraction=0.2).metadata.eval_bytes
-    conversations = tokenize(config(paths[0], eval_fraction=0.2), BLOCK, ChatConfig())
-    text = tokenize(config(paths[1], eval_fraction=0.2), BLOCK)
-    assert both == conversations.metadata.eval_bytes + text.metadata.eval_bytes
-
-
-def test_flags_of_conversations_and_of_text_go_together(tmp_path, paths):
-    body = write(tmp_path / "body.jsonl", [{"body": text} for text in TEXTS])
-    chat = ChatConfig(turns="last")
-    chat.origins = {"turns": "command line"}
-    data = config(paths[0], body, text_field="body")
-    data.origins = {"text_field": "command line"}
-    made = tokenize(data, BLOCK, chat)
-    assert texts_of(rows_by_source(made)[0], made)
-    assert rows_by_source(made)[1] == rows_by_source(mixed(paths))[1]
-
-
-def test_a_tokenizer_is_trained_on_both(paths):
-    made = mixed(paths, tokenizer="bpe:300")
-    assert made.tokenizer.chat_template
-    decoded = made.tokenizer.decode(stream(rows_by_source(made)[1]))
-    assert decoded.count("abcdefgh") == sum(text.count("abcdefgh") for text in TEXTS)
-
-
-def test_rows_of_both_are_shown(paths, capsys):
-    made = mixed([paths[1], paths[0]])
+def test_text_beside_packed_conversations_is_isolated_without_a_flag(chat_file, text_file, capsys):
+    mixed = tokenize_files(chat_file, text_file)
     capsys.readouterr()
-    preview(made.train, made.tokenizer, count=len(made.train))
-    out = capsys.readouterr().out
-    assert f"----- the next document\n{OPEN_QUOTE}<|endoftext|>document 1 abcdefgh " in out
-    assert " padding token" in out
+    with_flag = tokenize_files(chat_file, text_file, isolate_documents=True)
+    assert "; from the cache" in capsys.readouterr().out
+    assert with_flag.metadata == mixed.metadata
+
+    _, text = rows_by_source(mixed)
+    for row in text[:-1]:  # the last row ends with the end-of-text of the last document
+        positions = np.array(row["position_ids"])
+        assert (positions[np.array(row["input_ids"]) == E] == 0).all()
 
 
-def test_every_row_can_be_collated(paths):
-    made = mixed(paths)
-    loader = train_loader(made.train, 8, 3, range(6), seed=1, mixture=None)
+def test_a_tokenizer_is_trained_on_text_and_conversations(chat_file, text_file):
+    mixed = tokenize_files(chat_file, text_file, tokenizer="bpe:300")
+    assert mixed.tokenizer.chat_template
+    _, text = rows_by_source(mixed)
+    repeats = sum(document.count("abcdefgh") for document in TEXTS)
+    assert mixed.tokenizer.decode(stream_of(text)).count("abcdefgh") == repeats
+
+
+def test_flags_of_conversations_and_of_text_apply_to_their_own_source(
+    tmp_path, chat_file, text_file
+):
+    body_file = write(tmp_path / "body.jsonl", [{"body": text} for text in TEXTS])
+    chat_config = ChatConfig(turns="last")
+    from_command_line(chat_config, "turns")
+    data = config(chat_file, body_file, text_field="body")
+    from_command_line(data, "text_field")
+
+    mixed = tokenize(data, BLOCK, chat_config)
+    conversations, text = rows_by_source(mixed)
+    assert len(texts_of(conversations, mixed)) == 40
+    assert text == rows_by_source(tokenize_files(chat_file, text_file))[1]
+
+
+def test_every_row_can_be_collated(chat_file, text_file):
+    mixed = tokenize_files(chat_file, text_file)
+    loader = train_loader(mixed.train, 8, micro_batch=3, steps=range(6), seed=1)
     assert isinstance(loader.collate_fn, Collate)
     for local_batch in loader:
         for batch in local_batch.batches:
@@ -216,74 +143,229 @@ def test_every_row_can_be_collated(paths):
             assert (batch["input_ids"] >= 0).all()
 
 
+# --- counts
+
+
+def test_the_audit_counts_only_conversations(chat_file, text_file, capsys):
+    separate = tokenize_files(chat_file, eval_fraction=0.2)
+    capsys.readouterr()
+    mixed = tokenize_files(chat_file, text_file, eval_fraction=0.2)
+    assert mixed.metadata.audit == separate.metadata.audit
+    assert mixed.metadata.eval_audit == separate.metadata.eval_audit
+    assert mixed.metadata.task == "conversations"
+    assert mixed.stop_token_ids == separate.stop_token_ids
+    assert ": 70 conversations and documents, " in capsys.readouterr().out
+
+
+def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file, capsys):
+    eval_file = write(tmp_path / "eval.jsonl", [*chats(3), chat("q", "long " * BLOCK)])
+    tokenize_files(text_file, eval_dataset=[str(eval_file)])
+    assert "eval      3 of 4 conversations: 1 overlong dropped" in capsys.readouterr().out
+
+
+def test_bits_per_byte_count_the_text_and_the_answers(chat_file, text_file):
+    mixed = tokenize_files(chat_file, text_file, eval_fraction=0.2)
+    conversations = tokenize_files(chat_file, eval_fraction=0.2)
+    text = tokenize(config(text_file, eval_fraction=0.2), BLOCK)
+    expected = conversations.metadata.eval_bytes + text.metadata.eval_bytes
+    assert mixed.metadata.eval_bytes == expected
+
+
+def test_each_source_has_an_eval_loss(chat_file, text_file):
+    mixed = tokenize_files(text_file, chat_file, eval_fraction=0.2)
+    text_rows, conversation_rows = mixed.metadata.eval_source_rows
+    assert mixed.eval_sources == {"corpus": text_rows, "chats": conversation_rows}
+
+    source_rows = list(mixed.eval_sources.values())
+    loader = eval_loader(mixed.eval, 1, micro_batch=4, source_rows=source_rows)
+    rows = [row for batch in loader for row in batch.rows.tolist()]
+    assert sum(row >= 0 for row in rows) == mixed.metadata.eval_rows
+
+
+@pytest.mark.parametrize("is_text_first", [True, False])
+def test_the_eval_prompt_is_from_a_conversation(chat_file, text_file, is_text_first):
+    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
+    mixed = tokenize_files(*paths, eval_fraction=0.2)
+    prompt = mixed.tokenizer.decode(mixed.eval_prompt())
+    assert prompt.startswith("<|im_start|>user")
+    assert prompt.endswith("<|im_start|>assistant\n")
+
+
+# --- shares of a mixture
+
+
+def percentages(line: str) -> list[float]:
+    return [float(word.strip("%,;")) for word in line.split() if "%" in word]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param([3, 1], id="3 to 1"),
+        pytest.param([1, 1], id="1 to 1"),
+        pytest.param([], id="all rows once"),
+    ],
+)
+def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, capsys, weights):
+    mixed = tokenize_files(chat_file, text_file, mixture=weights)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mixture")]
+    numbers = percentages(line)
+    assert line == (
+        f"mixture   chats {numbers[0]}% of rows, {numbers[1]}% of target tokens; "
+        f"corpus {numbers[2]}%, {numbers[3]}%"
+    )
+
+    # Count the rows and targets of a run with many epochs.
+    conversation_rows = mixed.metadata.source_rows[0]
+    steps = range(100 if weights else sum(mixed.metadata.source_rows))
+    rows = np.zeros(2)
+    targets = np.zeros(2)
+    loader = train_loader(mixed.train, 4, micro_batch=4, steps=steps, seed=0, mixture=mixed.mixture)
+    for local_batch in loader:
+        for row, row_targets in zip(local_batch.rows, local_batch.targets, strict=True):
+            if row >= 0:
+                source = int(row >= conversation_rows)
+                rows[source] += 1
+                targets[source] += row_targets
+
+    row_shares = 100 * rows / rows.sum()
+    target_shares = 100 * targets / targets.sum()
+    assert numbers[0::2] == pytest.approx(row_shares, abs=0.5)
+    assert numbers[1::2] == pytest.approx(target_shares, abs=0.5)
+    assert row_shares[0] > 1.5 * target_shares[0], "rows of text have more targets"
+
+
+def test_a_mixture_of_texts_has_shares_of_target_tokens(tmp_path, capsys):
+    # A row has two targets, except for the second row of the short text, which has one.
+    short = write(tmp_path / "short.jsonl", [{"text": "ab"}])
+    long = write(tmp_path / "long.jsonl", [{"text": "c" * 99}])
+    tokenize(config(short, long, mixture=[1, 1]), 2)
+    line = "mixture   short 50.0% of rows, 42.9% of target tokens; long 50.0%, 57.1%"
+    assert f"\n{line}\n" in capsys.readouterr().out
+
+
+def test_one_data_set_has_no_shares(text_file, capsys):
+    tokenize(config(text_file), 2)
+    assert "\nmixture" not in capsys.readouterr().out
+
+
+# --- the log
+
+
+def test_the_log_says_that_every_token_of_text_is_trained_on(chat_file, text_file, capsys):
+    tokenize_files(chat_file, text_file)
+    line = (
+        "fine-tuning on the assistant's turns, and on every token of the text: the records are "
+        "messages, text\n"
+    )
+    assert line in capsys.readouterr().out
+
+
+def test_the_log_does_not_say_that_eval_text_is_trained_on(chat_file, text_file, capsys):
+    tokenize_files(chat_file, eval_dataset=[str(text_file)], eval_fraction=0.1)
+    line = "fine-tuning on the assistant's turns: the records are messages, text\n"
+    assert line in capsys.readouterr().out
+
+
+def test_the_log_says_that_training_on_text_is_continued_pretraining(chat_file, text_file, capsys):
+    tokenize_files(text_file, eval_dataset=[str(chat_file)])
+    line = "continued pretraining: the training records are text, not conversations\n"
+    assert line in capsys.readouterr().out
+
+
+def test_a_preview_shows_rows_of_both_kinds(chat_file, text_file, capsys):
+    mixed = tokenize_files(text_file, chat_file)
+    capsys.readouterr()
+    preview(mixed.train, mixed.tokenizer, count=len(mixed.train))
+    output = capsys.readouterr().out
+    assert f"----- the next document\n{OPEN_QUOTE}<|endoftext|>document 1 abcdefgh " in output
+    assert " padding token" in output
+
+
+# --- errors
+
 PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4)]
-BAD = {
-    "preferences beside text": (
-        ["pairs", "corpus"],
-        PairConfig(),
-        {},
-        "corpus.jsonl is not preference data",
-    ),
-    "preferences beside text, as text": (
-        ["pairs", "corpus"],
-        ChatConfig(),
-        {},
-        "pairs.jsonl, line 1: no field 'text'",
-    ),
-    "isolated pairs": (
-        ["pairs"],
-        PairConfig(),
-        {"isolate_documents": True},
-        "holds preference data; leave it out",
-    ),
-    "isolated conversations": (
-        ["chats"],
-        ChatConfig(),
-        {"isolate_documents": True},
-        "--isolate_documents is for text, but {folder}/chats.jsonl holds conversations",
-    ),
-    "isolated text beside conversations that are not packed": (
-        ["chats", "corpus"],
-        ChatConfig(packing=False),
-        {"isolate_documents": True},
-        "--isolate_documents needs packed rows",
-    ),
-    "a format that only one source has": (
-        ["chats", "corpus"],
-        ChatConfig(format="messages"),
-        {},
-        "corpus.jsonl, line 1: ",
-    ),
-    "a weight that is too small": (
-        ["chats", "corpus"],
-        ChatConfig(),
-        {"mixture": [1, 1e-6]},
-        "share below one in 1000",
-    ),
-    "a broken line of text": (
-        ["chats", "broken"],
-        ChatConfig(),
-        {},
-        "broken.jsonl, line 2: no field 'text'",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_what_does_not_go_together_is_one_line_and_leaves_nothing(tmp_path, paths, cache, case):
-    names, chat, settings, expected = case
+@pytest.mark.parametrize(
+    ("names", "row_config", "settings", "error"),
+    [
+        pytest.param(
+            "pairs corpus",
+            PairConfig(),
+            {},
+            "corpus.jsonl is not preference data",
+            id="text beside preferences",
+        ),
+        pytest.param(
+            "pairs corpus",
+            ChatConfig(),
+            {},
+            "pairs.jsonl, line 1: no field 'text'",
+            id="preferences beside text",
+        ),
+        pytest.param(
+            "pairs",
+            PairConfig(),
+            {"isolate_documents": True},
+            "holds preference data; leave it out",
+            id="isolated preferences",
+        ),
+        pytest.param(
+            "chats",
+            ChatConfig(),
+            {"isolate_documents": True},
+            "--isolate_documents is for text, but {folder}/chats.jsonl holds conversations",
+            id="isolated conversations",
+        ),
+        pytest.param(
+            "chats corpus",
+            ChatConfig(packing=False),
+            {"isolate_documents": True},
+            "--isolate_documents needs packed rows",
+            id="isolated text in unpacked rows",
+        ),
+        pytest.param(
+            "chats corpus",
+            ChatConfig(format="messages"),
+            {},
+            "corpus.jsonl, line 1: ",
+            id="a format that only one source has",
+        ),
+        pytest.param(
+            "chats corpus",
+            ChatConfig(),
+            {"mixture": [1, 1e-6]},
+            "share below one in 1000",
+            id="too small a weight",
+        ),
+        pytest.param(
+            "chats broken",
+            ChatConfig(),
+            {},
+            "broken.jsonl, line 2: no field 'text'",
+            id="a bad record of text",
+        ),
+    ],
+)
+def test_sources_and_settings_that_do_not_fit_are_an_error(
+    tmp_path, chat_file, text_file, cache, names, row_config, settings, error
+):
     write(tmp_path / "pairs.jsonl", PAIRS)
     write(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
-    files = [tmp_path / f"{name}.jsonl" for name in names]
-    said = complaint(config(*files, **settings), BLOCK, chat)
-    assert expected.format(folder=tmp_path) in said
+    files = [tmp_path / f"{name}.jsonl" for name in names.split()]
+    message = complaint(config(*files, **settings), BLOCK, row_config)
+    assert error.format(folder=tmp_path) in message
     assert left_behind(cache) == []
 
 
-def test_flags_of_conversations_are_still_refused_for_text_alone(paths):
-    chat = ChatConfig(turns="last")
-    chat.origins = {"turns": "command line"}
-    assert "--turns is for conversations" in complaint(config(paths[1]), BLOCK, chat)
-    data = config(paths[0], text_field="body")
-    data.origins = {"text_field": "command line"}
+def test_a_flag_of_conversations_is_an_error_for_text(text_file):
+    chat_config = ChatConfig(turns="last")
+    from_command_line(chat_config, "turns")
+    assert "--turns is for conversations" in complaint(config(text_file), BLOCK, chat_config)
+
+
+def test_a_flag_of_text_is_an_error_for_conversations(chat_file):
+    data = config(chat_file, text_field="body")
+    from_command_line(data, "text_field")
     assert "--text_field is for text" in complaint(data, BLOCK, ChatConfig())

@@ -1,6 +1,8 @@
-"""Packing: every document once and whole, in few rows, and none of them taught what stands in another."""
+"""Packing puts every document once and uncut into few rows, where none is trained on another."""
 
 import itertools
+from pathlib import Path
+from typing import NamedTuple
 
 import datasets
 import numpy as np
@@ -13,248 +15,272 @@ from llmtrain.data.loader import IGNORED, train_loader
 from llmtrain.data.packing import Examples, best_fit, write_rows
 from llmtrain.data.store import TokenStore
 
-RANDOM = [
-    (capacity, count, seed)
-    for capacity in (1, 7, 64, 1000)
-    for count in (1, 40, 400)
-    for seed in range(3)
-]
+# --- which documents share a row
 
 
-def packed(lengths: list[int], capacity: int) -> list[list[int]]:
+def pack(lengths: list[int], capacity: int) -> list[list[int]]:
     return best_fit(np.array(lengths, np.int64), capacity)
 
 
-def some_lengths(capacity: int, count: int, seed: int) -> list[int]:
-    """Many short ones and a few long ones, as conversations are."""
-    return (
-        np.ceil(capacity * np.random.default_rng(seed).random(count) ** 2)
-        .clip(1)
-        .astype(int)
-        .tolist()
-    )
+def rooms_of(rows: list[list[int]], lengths: list[int], capacity: int) -> list[int]:
+    """Return the room that is left in each row, in ascending order."""
+    return sorted(capacity - sum(lengths[document] for document in row) for row in rows)
+
+
+class Documents(NamedTuple):
+    lengths: list[int]
+    capacity: int  # of a row
 
 
 @st.composite
-def bins(draw: st.DrawFn, count: int = 60, smallest: float = 0.0) -> tuple[list[int], int]:
+def random_documents(draw: st.DrawFn, count: int = 60, smallest: float = 0.0) -> Documents:
+    """Draw up to ``count`` lengths, each at least ``smallest`` times the capacity."""
     capacity = draw(st.integers(1, 50))
-    length = st.integers(max(1, int(np.ceil(capacity * smallest))), capacity)
-    return draw(st.lists(length, max_size=count)), capacity
+    shortest = max(1, int(np.ceil(capacity * smallest)))
+    lengths = draw(st.lists(st.integers(shortest, capacity), max_size=count))
+    return Documents(lengths, capacity)
 
 
-def greedy(lengths: list[int], capacity: int, best: bool) -> list[int]:
-    """The room that is left in each row, longest first: where it fits best, or where it first fits."""
+def best_fit_rooms(lengths: list[int], capacity: int) -> list[int]:
+    """Return the room in each row after best-fit decreasing, which tries all rows."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
-        fitting = [(room if best else 0, i) for i, room in enumerate(rooms) if room >= length]
+        fitting = [i for i, room in enumerate(rooms) if room >= length]
         if fitting:
-            rooms[min(fitting)[1]] -= length
+            rooms[min(fitting, key=rooms.__getitem__)] -= length
         else:
             rooms.append(capacity - length)
     return sorted(rooms)
 
 
-def fewest(lengths: list[int], capacity: int) -> int:
-    """The fewest rows there can be, by trying everything."""
+def first_fit_count(lengths: list[int], capacity: int) -> int:
+    """Return the number of rows after first-fit decreasing."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[fitting[0]] -= length
+        else:
+            rooms.append(capacity - length)
+    return len(rooms)
 
-    def tried(waiting: list[int], rooms: list[int], best: int) -> int:
-        if len(rooms) >= best or not waiting:
+
+def optimal_count(lengths: list[int], capacity: int) -> int:
+    """Return the smallest possible number of rows, by trying all ways to pack."""
+
+    def search(remaining: list[int], rooms: list[int], best: int) -> int:
+        if len(rooms) >= best or not remaining:
             return min(best, len(rooms))
-        length, *rest = waiting
+        length, *rest = remaining
         for i, room in enumerate(rooms):
             if room >= length and room not in rooms[:i]:
-                best = tried(rest, [*rooms[:i], room - length, *rooms[i + 1 :]], best)
-        return tried(rest, [*rooms, capacity - length], best)
+                best = search(rest, [*rooms[:i], room - length, *rooms[i + 1 :]], best)
+        return search(rest, [*rooms, capacity - length], best)
 
-    return tried(sorted(lengths, reverse=True), [], len(lengths))
-
-
-def rooms_of(rows: list[list[int]], lengths: list[int], capacity: int) -> list[int]:
-    return sorted(capacity - sum(lengths[document] for document in row) for row in rows)
+    return search(sorted(lengths, reverse=True), [], len(lengths))
 
 
 @settings(deadline=None)
-@given(bins())
-def test_no_document_is_cut_or_lost_and_no_row_is_too_long(given_bins):
-    lengths, capacity = given_bins
-    rows = packed(lengths, capacity)
-    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
-    assert all(row == sorted(row) and row for row in rows)
-    assert min(rooms_of(rows, lengths, capacity), default=0) >= 0
+@given(random_documents())
+def test_every_document_is_in_one_row_and_no_row_is_too_long(documents):
+    rows = pack(*documents)
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(documents.lengths)))
+    assert all(row and row == sorted(row) for row in rows)
+    assert min(rooms_of(rows, *documents), default=0) >= 0
 
 
 @settings(deadline=None)
-@given(bins())
-def test_each_document_goes_where_the_least_room_is_left(given_bins):
-    lengths, capacity = given_bins
-    assert rooms_of(packed(lengths, capacity), lengths, capacity) == greedy(
-        lengths, capacity, best=True
-    )
+@given(random_documents())
+def test_each_document_goes_into_the_row_with_the_least_room(documents):
+    assert rooms_of(pack(*documents), *documents) == best_fit_rooms(*documents)
 
 
-@pytest.mark.parametrize(("capacity", "count", "seed"), RANDOM)
-def test_random_documents_fill_no_more_rows_than_where_they_first_fit(capacity, count, seed):
-    lengths = some_lengths(capacity, count, seed)
-    rows = packed(lengths, capacity)
-    assert len(rows) <= len(greedy(lengths, capacity, best=False))
-    assert 9 * (len(rows) - 1) <= 11 * -(-sum(lengths) // capacity)
+# Best fit and first fit need at most 11/9 of the fewest rows, plus a constant (Johnson et al. 1974).
+# Best fit rarely needs more rows than first fit, and only if documents are shorter than a sixth of
+# a row.
+@pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
+@pytest.mark.parametrize("count", [1, 40, 400])
+@pytest.mark.parametrize("seed", range(3))
+def test_documents_as_in_chat_data_need_few_rows(capacity, count, seed):
+    squares = np.random.default_rng(seed).random(count) ** 2  # many short ones, a few long ones
+    lengths = np.ceil(capacity * squares).clip(1).astype(int).tolist()
+    rows = pack(lengths, capacity)
+    at_least = -(-sum(lengths) // capacity)
+    assert len(rows) <= first_fit_count(lengths, capacity)
+    assert 9 * (len(rows) - 1) <= 11 * at_least
 
 
-# Among shorter documents there are some, rare ones, of which first fit makes fewer rows (Johnson et al. 1974).
 @settings(deadline=None)
-@given(bins(smallest=1 / 6))
-def test_no_documents_of_a_sixth_of_a_row_or_more_fill_more_rows_than_where_they_first_fit(
-    given_bins,
-):
-    assert len(packed(*given_bins)) <= len(greedy(*given_bins, best=False))
+@given(random_documents(smallest=1 / 6))
+def test_documents_of_a_sixth_of_a_row_need_no_more_rows_than_first_fit(documents):
+    assert len(pack(*documents)) <= first_fit_count(*documents)
 
 
 @settings(max_examples=50, deadline=None)
-@given(bins(count=9))
-def test_rows_are_close_to_the_fewest_there_can_be(given_bins):
-    rows, optimum = packed(*given_bins), fewest(*given_bins)
+@given(random_documents(count=9))
+def test_the_number_of_rows_is_close_to_the_optimum(documents):
+    rows = pack(*documents)
+    optimum = optimal_count(*documents)
     assert optimum <= len(rows)
     assert 9 * (len(rows) - 1) <= 11 * optimum
 
 
-def test_a_document_as_long_as_a_row_has_one_to_itself():
-    assert packed([8, 3, 8, 5, 8], 8) == [[0], [2], [4], [1, 3]]
-    assert packed([8] * 5, 8) == [[i] for i in range(5)]
-    assert packed([1, 1], 1) == [[0], [1]]
+def test_a_document_as_long_as_a_row_fills_it():
+    assert pack([8, 3, 8, 5, 8], 8) == [[0], [2], [4], [1, 3]]
+    assert pack([8] * 5, 8) == [[0], [1], [2], [3], [4]]
+    assert pack([1, 1], 1) == [[0], [1]]
 
 
-def test_no_documents_fill_no_rows():
-    assert packed([], 8) == []
+def test_no_documents_need_no_rows():
+    assert pack([], 8) == []
 
 
-def test_documents_share_the_same_rows_in_every_version():
-    assert packed([3, 7, 1, 5, 2, 2, 4, 9, 1, 6], 10) == [[7, 8], [0, 1], [6, 9], [2, 3, 4, 5]]
+def test_the_rows_of_documents_never_change_between_versions():
+    assert pack([3, 7, 1, 5, 2, 2, 4, 9, 1, 6], 10) == [[7, 8], [0, 1], [6, 9], [2, 3, 4, 5]]
 
 
-# --- rows on the disk ---
+# --- rows on disk
 
 WIDTH = 16
+
+
+class Document(NamedTuple):
+    ids: list[int]
+    is_target: list[bool]
+
+    @property
+    def labels(self) -> list[int]:
+        """The labels in a row: nothing predicts the first token."""
+        labels = [IGNORED]
+        for token, is_target in zip(self.ids[1:], self.is_target[1:], strict=True):
+            labels.append(token if is_target else IGNORED)
+        return labels
+
+
+def document(number: int, length: int) -> Document:
+    """Document n has the tokens 100 n + 1, 100 n + 2, ...; two of three are targets."""
+    ids = [100 * number + 1 + i for i in range(length)]
+    return Document(ids, is_target=[(i + number) % 3 > 0 for i in range(length)])
+
+
 LENGTHS = [5, 16, 1, 9, 3, 16, 7, 2, 11, 4, 1, 15]
-
-
-def document(number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that tell where they come from; two of three are trained, first ones too."""
-    return number * 100 + 1 + np.arange(length), (np.arange(length) + number) % 3 > 0
-
-
 DOCUMENTS = [document(number, length) for number, length in enumerate(LENGTHS)]
+PACKED_ROWS = 6  # 90 tokens do not fit into 5 rows
 
 
-def rows_of(folder, documents=DOCUMENTS, packing=True, width=WIDTH) -> datasets.Dataset:
+def write(folder: Path, documents: list[Document], packing: bool = True) -> datasets.Dataset:
     store = TokenStore(folder / "rows.tokens")
-    for ids, trained in documents:
-        store.add(ids, trained)
+    for ids, is_target in documents:
+        store.add(np.array(ids), np.array(is_target))
     examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
-    written = write_rows(folder / "rows.arrow", store, examples, width, packing)
+    written = write_rows(folder / "rows.arrow", store, examples, width=WIDTH, packing=packing)
     store.close()
+
     rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
     assert len(rows) == written.rows
     return rows
 
 
-def segments(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """The tokens and labels of a row between one restart of its positions and the next."""
-    if "position_ids" not in row:  # a document alone, and padding, which has the token 0
-        length = len([token for token in row["input_ids"] if token])
-        row = row | {"position_ids": [*range(length), *range(len(row["input_ids"]) - length)]}
+def segments_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens and labels between the restarts of the position ids."""
     starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
-    ends = [*starts[1:], WIDTH]
     assert starts[0] == 0
-    assert row["position_ids"] == [
-        i for a, b in zip(starts, ends, strict=True) for i in range(b - a)
-    ]
-    return [(row["input_ids"][a:b], row["labels"][a:b]) for a, b in zip(starts, ends, strict=True)]
+    segments = []
+    for start, end in zip(starts, [*starts[1:], WIDTH], strict=True):
+        assert row["position_ids"][start:end] == list(range(end - start))
+        segments.append((row["input_ids"][start:end], row["labels"][start:end]))
+    return segments
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, 3, 1024])
-@pytest.mark.parametrize("packed", [True, False])
-def test_rows_hold_every_document_once_with_its_labels_and_positions(
-    tmp_path, monkeypatch, packed, rows_per_batch
-):
+def test_packed_rows_hold_every_document_with_its_labels(tmp_path, monkeypatch, rows_per_batch):
     monkeypatch.setattr(packing, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
-    found, padding = {}, 0
-    for row in rows_of(tmp_path, packing=packed):
-        *whole, last = segments(row)
-        if last[0][0] == 0:
-            assert last == ([0] * len(last[0]), [IGNORED] * len(last[0]))
-            padding += len(last[0])
-        else:
-            whole.append(last)
-        assert len(whole) == 1 or packed
-        for ids, labels in whole:
-            assert ids[0] not in found
-            found[ids[0]] = ids, labels
-    assert [found[number * 100 + 1][0] for number in range(len(LENGTHS))] == [
-        ids.tolist() for ids, _ in DOCUMENTS
-    ]
-    for number, (ids, trained) in enumerate(DOCUMENTS):
-        expected = [
-            int(token) if is_trained else IGNORED
-            for token, is_trained in zip(ids, trained, strict=True)
-        ]
-        assert found[number * 100 + 1][1] == [IGNORED, *expected[1:]]
-    assert len(found) == len(LENGTHS)
-    rows = 6 if packed else len(LENGTHS)  # 90 tokens do not go into 5 rows
-    assert padding == rows * WIDTH - sum(LENGTHS)
+    rows = write(tmp_path, DOCUMENTS)
+    assert len(rows) == PACKED_ROWS
+
+    documents = []
+    padding = 0
+    for row in rows:
+        for ids, labels in segments_of(row):
+            if ids[0] == 0:
+                assert ids == [0] * len(ids)
+                assert labels == [IGNORED] * len(ids)
+                padding += len(ids)
+            else:
+                documents.append((ids, labels))
+    assert sorted(documents) == [(document.ids, document.labels) for document in DOCUMENTS]
+    assert padding == PACKED_ROWS * WIDTH - sum(LENGTHS)
 
 
-def test_without_packing_rows_stand_in_the_order_of_the_documents(tmp_path):
-    firsts = [row[0] for row in rows_of(tmp_path, packing=False)["input_ids"]]
-    assert firsts == [number * 100 + 1 for number in range(len(LENGTHS))]
+@pytest.mark.parametrize("rows_per_batch", [1, 3, 1024])
+def test_unpacked_rows_hold_one_document_each_in_order(tmp_path, monkeypatch, rows_per_batch):
+    monkeypatch.setattr(packing, "TOKENS_PER_BATCH", rows_per_batch * WIDTH)
+    rows = write(tmp_path, DOCUMENTS, packing=False)
+    for row, document in zip(rows, DOCUMENTS, strict=True):
+        padding = WIDTH - len(document.ids)
+        assert row["input_ids"] == document.ids + [0] * padding
+        assert row["labels"] == document.labels + [IGNORED] * padding
+        assert row["lengths"] == [len(document.ids)]
+        assert "position_ids" not in row
 
 
-def test_a_full_row_has_no_padding_and_a_first_token_alone_no_target(tmp_path):
-    (full,) = rows_of(tmp_path, [document(0, WIDTH)])
-    assert full["position_ids"] == list(range(WIDTH))
-    (short,) = rows_of(tmp_path, [(np.array([7]), np.array([True]))])
-    assert short["labels"] == [IGNORED] * WIDTH
-    assert short["position_ids"] == [0, *range(WIDTH - 1)]
+def test_a_full_row_has_no_padding(tmp_path):
+    (row,) = write(tmp_path, [document(0, WIDTH)])
+    assert row["position_ids"] == list(range(WIDTH))
 
 
-def test_nothing_is_left_beside_the_rows(tmp_path):
-    rows_of(tmp_path)
+def test_a_document_of_one_token_has_no_target(tmp_path):
+    (row,) = write(tmp_path, [Document(ids=[7], is_target=[True])])
+    assert row["labels"] == [IGNORED] * WIDTH
+    assert row["position_ids"] == [0, *range(WIDTH - 1)]
+
+
+def test_the_store_leaves_no_file(tmp_path):
+    write(tmp_path, DOCUMENTS)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.arrow"]
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, []], ids=["some", "none"])
-def test_columns_are_int32_of_one_width_whether_there_are_rows_or_not(tmp_path, documents):
-    rows = rows_of(tmp_path, documents)
+@pytest.mark.parametrize(
+    ("documents", "count"),
+    [pytest.param(DOCUMENTS, PACKED_ROWS, id="some"), pytest.param([], 0, id="none")],
+)
+def test_columns_are_int32_of_one_width_also_without_rows(tmp_path, documents, count):
+    rows = write(tmp_path, documents)
     column = datasets.Sequence(datasets.Value("int32"), length=WIDTH)
-    assert rows.features == datasets.Features(
-        dict.fromkeys(["input_ids", "labels", "position_ids"], column)
-    )
-    assert len(rows) == (6 if documents else 0)
+    columns = dict.fromkeys(["input_ids", "labels", "position_ids"], column)
+    assert rows.features == datasets.Features(columns)
+    assert len(rows) == count
 
 
-def test_two_stores_side_by_side_do_not_mix(tmp_path):
-    stores = [TokenStore(tmp_path / f"{side}-0.tokens") for side in ("train", "eval")]
-    for number, (ids, trained) in enumerate(DOCUMENTS):
-        stores[number % 2].add(ids, trained)
-    for side, store in enumerate(stores):
+def test_two_open_stores_do_not_mix(tmp_path):
+    stores = [TokenStore(tmp_path / "train.tokens"), TokenStore(tmp_path / "eval.tokens")]
+    for number, (ids, is_target) in enumerate(DOCUMENTS):
+        stores[number % 2].add(np.array(ids), np.array(is_target))
+
+    for i, store in enumerate(stores):
+        path = tmp_path / f"{i}.arrow"
         examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
-        write_rows(tmp_path / "rows.arrow", store, examples, WIDTH, packing=True)
-        ids = itertools.chain(
-            *datasets.Dataset.from_file(str(tmp_path / "rows.arrow"))["input_ids"]
-        )
-        expected = sorted(token for ids, _ in DOCUMENTS[side::2] for token in ids.tolist())
-        assert sorted(token for token in ids if token) == expected
+        write_rows(path, store, examples, width=WIDTH, packing=True)
+        rows = datasets.Dataset.from_file(str(path))
+        tokens = itertools.chain.from_iterable(rows["input_ids"])
+        expected = itertools.chain.from_iterable(document.ids for document in DOCUMENTS[i::2])
+        assert sorted(token for token in tokens if token) == sorted(expected)
 
 
 def test_a_batch_has_the_columns_of_its_rows(tmp_path):
-    rows = rows_of(tmp_path)
-    (local_batch,) = train_loader(rows, global_batch_size=8, micro_batch=8, steps=range(1), seed=0)
+    rows = write(tmp_path, DOCUMENTS)
+    (local_batch,) = train_loader(rows, 8, micro_batch=8, steps=range(1), seed=0)
     (batch,) = local_batch.batches
-    assert sorted(local_batch.rows.tolist()) == [-1, -1, *range(6)]
-    for place, row in enumerate(local_batch.rows.tolist()):
-        for name in ("input_ids", "labels", "position_ids"):
-            expected = (
-                rows[max(row, 0)][name] if row >= 0 or name != "labels" else [IGNORED] * WIDTH
-            )
-            assert batch[name][place].tolist() == expected
-        labels = rows[row]["labels"] if row >= 0 else []
-        assert local_batch.targets[place] == sum(label != IGNORED for label in labels)
+    order = local_batch.rows.tolist()
+    assert sorted(order) == [-1, -1, *range(PACKED_ROWS)]
+
+    for i, row in enumerate(order):
+        if row == -1:  # an empty slot has the tokens of row 0, without labels
+            assert batch["input_ids"][i].tolist() == rows[0]["input_ids"]
+            assert batch["position_ids"][i].tolist() == rows[0]["position_ids"]
+            assert batch["labels"][i].tolist() == [IGNORED] * WIDTH
+            assert local_batch.targets[i] == 0
+        else:
+            for name in ("input_ids", "labels", "position_ids"):
+                assert batch[name][i].tolist() == rows[row][name]
+            assert local_batch.targets[i] == sum(label >= 0 for label in rows[row]["labels"])

@@ -1,4 +1,4 @@
-"""What tokenize reads and changes: records once, unless all must be known before, and no argument."""
+"""tokenize() reads records as rarely as it can, changes none of its arguments and cleans up."""
 
 import copy
 import shutil
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.prepare import tokenize
+from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.store import TokenStore
 from llmtrain.errors import UserError
 from tests.data.chats import make
@@ -28,79 +28,108 @@ KINDS = [
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-@pytest.mark.parametrize(
-    ("records", "tokenizer", "chat", "unpaired", "passes"),
-    [
-        pytest.param(TEXTS, "byte", None, False, 1, id="text"),
-        pytest.param(TEXTS[-1:], "byte", None, False, 1, id="a document that is cut"),
-        pytest.param(TEXTS, "char", None, False, 2, id="characters first"),
-        # the split first, because the eval data must not shape the vocabulary
-        pytest.param(TEXTS, "bpe:300", None, False, 3, id="a vocabulary first"),
-        pytest.param(CHATS, "byte", ChatConfig(), False, 1, id="conversations"),
-        pytest.param(CHATS[:3], "byte", ChatConfig(), False, 1, id="few conversations"),
-        pytest.param(PAIRS, "byte", PairConfig(), False, 1, id="pairs"),
-        # the split first, because an answer is compared with one of its own split
-        pytest.param(PAIRS, "byte", PairConfig(), True, 2, id="single answers"),
-    ],
-)
-def test_records_are_read_as_often_as_they_must_be(
-    records: list[dict[str, Any]],
-    tokenizer: str,
-    chat: RowConfig | None,
-    unpaired: bool,
-    passes: int,
-) -> None:
-    complete = []
+def tokenize_records(
+    records: Any, chat: RowConfig | None, tokenizer: str = "byte", unpaired: bool = False
+) -> Tokenized:
+    return tokenize(
+        DataConfig(tokenizer=tokenizer, eval_fraction=0.3),
+        16 if chat is None else 64,
+        chat,
+        records=records,
+        unpaired=unpaired,
+        records_fingerprint="1",
+    )
 
-    def read() -> Iterator[dict[str, Any]]:
-        yield from records
-        complete.append("a pass")
 
-    data = DataConfig(tokenizer=tokenizer, eval_fraction=0.3)
-    for expected in (passes, 0):  # the second time the rows are in the cache
-        tokenize(
-            data,
-            16 if chat is None else 64,
-            chat,
-            records=read,
-            unpaired=unpaired,
-            records_fingerprint="of these records",
-        )
-        assert len(complete) == expected
-        complete.clear()
+# --- passes over the records
+
+
+class CountedRecords:
+    """Records that count how often they were read to the end."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self.records = records
+        self.passes = 0
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        yield from self.records
+        self.passes += 1
 
 
 @pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_an_error_at_record_1000_is_raised_and_leaves_nothing_behind(
-    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
+def test_records_are_read_once(records: list[dict[str, Any]], chat: RowConfig | None) -> None:
+    counted = CountedRecords(records)
+    tokenize_records(counted, chat)
+    assert counted.passes == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "chat"),
+    [
+        pytest.param(TEXTS[-1:], None, id="a document that is cut"),
+        pytest.param(CHATS[:3], ChatConfig(), id="few conversations"),
+    ],
+)
+def test_records_that_are_hard_to_split_are_read_once(
+    records: list[dict[str, Any]], chat: RowConfig | None
+) -> None:
+    counted = CountedRecords(records)
+    tokenize_records(counted, chat)
+    assert counted.passes == 1
+
+
+def test_char_reads_all_characters_first() -> None:
+    counted = CountedRecords(TEXTS)
+    tokenize_records(counted, None, tokenizer="char")
+    assert counted.passes == 2
+
+
+def test_bpe_reads_the_split_and_then_the_training_texts_first() -> None:
+    # The eval texts must not shape the vocabulary, so the split is needed before.
+    counted = CountedRecords(TEXTS)
+    tokenize_records(counted, None, tokenizer="bpe:300")
+    assert counted.passes == 3
+
+
+def test_single_answers_are_split_first() -> None:
+    # An answer is compared with another one of its split.
+    counted = CountedRecords(PAIRS)
+    tokenize_records(counted, PairConfig(), unpaired=True)
+    assert counted.passes == 2
+
+
+@pytest.mark.parametrize(("records", "chat"), KINDS)
+def test_records_with_a_fingerprint_are_not_read_again_if_rows_are_cached(
+    records: list[dict[str, Any]], chat: RowConfig | None
+) -> None:
+    counted = CountedRecords(records)
+    tokenize_records(counted, chat)
+    counted.passes = 0
+    tokenize_records(counted, chat)
+    assert counted.passes == 0
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(("records", "chat"), KINDS)
+def test_an_error_while_records_are_read_is_raised_and_leaves_no_cache_entry(
+    cache: Path, records: list[dict[str, Any]], chat: RowConfig | None
 ) -> None:
     def read() -> Iterator[dict[str, Any]]:
         for number in range(1_000):
             yield records[number % len(records)]
         raise RuntimeError("the connection was lost")
 
-    data = DataConfig(tokenizer="byte", eval_fraction=0.3)
-    length = 16 if chat is None else 64
     with pytest.raises(RuntimeError, match="the connection was lost"):
-        tokenize(data, length, chat, records=read, unpaired=True, records_fingerprint="1")
-    assert left_behind(tmp_path / "cache") == []
-
-
-@pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_tokenize_changes_nothing_that_its_caller_owns(
-    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
-) -> None:
-    """Not even for data of the recipe, a tokenizer without a template and rows of 4,096 tokens."""
-    make(None).save_pretrained(tmp_path / "tokenizer")
-    data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0.3)
-    before = copy.deepcopy([vars(data), chat and vars(chat)])
-    tokenize(data, 4096 if chat else 16, chat, records=records * 40)
-    assert [vars(data), chat and vars(chat)] == before
+        tokenize_records(read, chat, unpaired=True)
+    assert left_behind(cache) == []
 
 
 @pytest.mark.parametrize("growth", [1, -1])
@@ -111,7 +140,7 @@ def test_tokenize_changes_nothing_that_its_caller_owns(
         pytest.param(PAIRS, "byte", PairConfig(), id="single answers"),
     ],
 )
-def test_data_that_change_while_they_are_read_are_one_line(
+def test_another_number_of_records_in_the_next_pass_is_an_error(
     records: list[dict[str, Any]], tokenizer: str, chat: RowConfig | None, growth: int
 ) -> None:
     counts = iter(range(20, 20 + 9 * growth, growth))
@@ -119,14 +148,11 @@ def test_data_that_change_while_they_are_read_are_one_line(
     def read() -> list[dict[str, Any]]:
         return records[: next(counts)]
 
-    data = DataConfig(tokenizer=tokenizer, eval_fraction=0.3)
-    length = 16 if chat is None else 64
     with pytest.raises(UserError, match="read: the number of records changed while they were"):
-        tokenize(data, length, chat, records=read, unpaired=True, records_fingerprint="1")
+        tokenize_records(read, chat, tokenizer=tokenizer, unpaired=True)
 
 
-def test_a_store_on_a_full_disk_is_closed_without_another_error(tmp_path: Path) -> None:
-    """The error of the write says what is wrong, and the next one must not hide it."""
+def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.symlink_to("/dev/full")
     store = TokenStore(path)
@@ -137,19 +163,33 @@ def test_a_store_on_a_full_disk_is_closed_without_another_error(tmp_path: Path) 
     assert not path.is_symlink()
 
 
-def test_what_a_killed_preparation_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """A process that is killed cannot clean up; the next one holds the same lock."""
-    data = DataConfig(tokenizer="byte", eval_fraction=0.3)
-    made = tokenize(data, 16, records=TEXTS)
-    entry = tmp_path / "cache" / made.metadata.cache_entry
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache: Path) -> None:
+    entry = cache / tokenize_records(TEXTS, None).metadata.cache_entry
     shutil.rmtree(entry)
-    left = tmp_path / "cache" / f".tmp-{entry.name}-0123"
-    of_another = tmp_path / "cache" / ".tmp-of-another-entry"
-    for folder in (left, of_another):
+    leftover = cache / f".tmp-{entry.name}-0123"
+    other_entry = cache / ".tmp-of-another-entry"
+    for folder in (leftover, other_entry):
         folder.mkdir()
-        (folder / "tokens").write_bytes(b"of a killed process")
+        (folder / "tokens").write_bytes(b"tokens")
 
-    tokenize(data, 16, records=TEXTS)
+    tokenize_records(TEXTS, None)
     assert entry.is_dir()
-    assert not left.exists()
-    assert of_another.exists()
+    assert not leftover.exists()
+    assert other_entry.exists()
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(("records", "chat"), KINDS)
+def test_tokenize_changes_none_of_its_arguments(
+    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
+) -> None:
+    # tokenize() chooses a template for a tokenizer that has none, and rows of 4,096 tokens want a
+    # smaller micro-batch than the default. Neither is written to the arguments.
+    make(template=None).save_pretrained(tmp_path / "tokenizer")
+    data = DataConfig(tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0.3)
+    arguments = [vars(data), vars(chat) if chat else None, records]
+    before = copy.deepcopy(arguments)
+    tokenize(data, 16 if chat is None else 4096, chat, records=records * 40)
+    assert arguments == before
