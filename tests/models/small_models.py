@@ -1,13 +1,27 @@
-"""Small models of each kind, for tests that compare them."""
+"""Small models of each kind, a tokenizer for them, and their folders."""
 
+from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmtrain as lt
+from llmtrain.data import tokenizer as tok
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.probe import probe
+from llmtrain.record.saver import write_model
+
+
+def byte_tokenizer(max_length: int = 64) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with 257 tokens: the bytes, and one that ends a document."""
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), max_length)
+
+
+def export_model(bundle: lt.ModelBundle, folder: Path) -> Path:
+    """Write the model of a bundle as a finished run does, and return its folder."""
+    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
+    return folder
 
 
 def small_model(name: str, *, vocabulary: int, tokens: int, width: int) -> Any:
