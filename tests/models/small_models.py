@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmtrain as lt
@@ -22,6 +24,18 @@ def export_model(bundle: lt.ModelBundle, folder: Path) -> Path:
     """Write the model of a bundle as a finished run does, and return its folder."""
     write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
     return folder
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Move all weights of a model far from their initial values, in place, for evaluation.
+
+    Then no two biases or norms are alike, so that a mix-up shows.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
 
 
 def small_model(name: str, *, vocabulary: int, tokens: int, width: int) -> Any:

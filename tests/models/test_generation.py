@@ -17,7 +17,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
-from tests.models.test_gpt import jolted
+from tests.models.small_models import perturbed
 
 CONTEXT = 24
 
@@ -25,7 +25,9 @@ CONTEXT = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), CONTEXT)
-    model = jolted(GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words)))
+    model = perturbed(
+        GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=CONTEXT), len(words))
+    )
     path = tmp_path_factory.mktemp("model")
     write_model(path, model.files(words, "text"), model.state_dict())
     return path
@@ -105,7 +107,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a chat template, which ends an answer at its end of turn."""
     words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     set_template(words, "chatml")
-    model = jolted(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
+    model = perturbed(GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64), len(words)))
     path = tmp_path_factory.mktemp("chatting")
     files = ModelFiles(
         model.hf_config(words.eos_token_id), words, generation={"eos_token_id": [0, 258]}

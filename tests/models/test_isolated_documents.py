@@ -21,7 +21,7 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.placement import place
 from llmtrain.training.start import place as place_recipe
 from tests.data.test_prepare import TEXTS, tokenize_texts
-from tests.models.test_gpt import jolted
+from tests.models.small_models import perturbed
 
 BLOCK = 24
 E = 0  # end-of-text of the tokenizer ``byte``
@@ -58,7 +58,7 @@ def bundle(accelerator: Any, rows: Tokenized) -> Callable[[str], ModelBundle]:
         else:
             model_config = ModelConfig(from_config=name, max_length=BLOCK)
             made = place(accelerator, load_model(model_config, None, rows, 0, "no"))
-        jolted(made.model).double()
+        perturbed(made.model).double()
         return made
 
     return build
