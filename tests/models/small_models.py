@@ -1,13 +1,41 @@
-"""Small models of each kind, for tests that compare them."""
+"""Small models of each kind, a tokenizer for them, and their folders."""
 
+from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmtrain as lt
+from llmtrain.data import tokenizer as tok
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.models.probe import probe
+from llmtrain.record.saver import write_model
+
+
+def byte_tokenizer(max_length: int = 64) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with 257 tokens: the bytes, and one that ends a document."""
+    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), max_length)
+
+
+def export_model(bundle: lt.ModelBundle, folder: Path) -> Path:
+    """Write the model of a bundle as a finished run does, and return its folder."""
+    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
+    return folder
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Move all weights of a model far from their initial values, in place, for evaluation.
+
+    Then no two biases or norms are alike, so that a mix-up shows.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
 
 
 def small_model(name: str, *, vocabulary: int, tokens: int, width: int) -> Any:

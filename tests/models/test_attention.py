@@ -1,274 +1,399 @@
-"""Attention in blocks, beside PyTorch's own."""
+"""Attention in blocks, with flex attention and with kernels for packed rows computes PyTorch's."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention import ATTENTION_NAME, causal_attention, register
 from llmtrain.models.documents import Documents
 
-LENGTHS = [1, 63, 64, 65, 200]  # a block has 64 queries
+BLOCK = 64  # queries
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 200]
+HEADS = 3
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # up to the order of float64 sums
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+@dataclass
+class Inputs:
+    """Queries, keys and values, which are views of one projection, as in a model: [B, H, T, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def random(cls, length: int, dtype: torch.dtype = torch.float64) -> "Inputs":
+        generator = torch.Generator().manual_seed(length)
+        shape = (2, length, 3, HEADS, 8)
+        projection = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
+        query, key, value = projection.to(dtype).unbind(2)
+        return cls(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
+        return Inputs(function(self.query), function(self.key), function(self.value))
+
+    def requiring_grad(self) -> "Inputs":
+        return self.map(lambda tensor: tensor.detach().requires_grad_())
 
 
-def inputs(length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Query, key and value as views of one projection, as a model has them; [B, H, T, D]."""
-    drawn = torch.randn(
-        2, length, 3, 3, 8, generator=torch.Generator().manual_seed(length), dtype=torch.float64
-    )
-    return [part.transpose(1, 2) for part in (2 * drawn).to(dtype).unbind(2)]
+def attend(function: Attention, inputs: Inputs) -> torch.Tensor:
+    return function(inputs.query, inputs.key, inputs.value)
 
 
-def outcome(function: Attention, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What comes out, and the gradients."""
-    leaves = [part.detach().requires_grad_() for part in parts]
-    out = function(*leaves)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+def output_and_gradients(function: Attention, inputs: Inputs) -> dict[str, torch.Tensor]:
+    leaves = inputs.requiring_grad()
+    output = attend(function, leaves)
+    incoming_gradient = torch.linspace(-1, 1, output.numel(), dtype=output.dtype)
+    output.backward(incoming_gradient.view_as(output))
+    gradients = {name: tensor.grad for name, tensor in vars(leaves).items()}
+    return {"output": output.detach(), **gradients}
 
 
-def in_blocks(out: torch.Tensor) -> bool:
-    return type(out.grad_fn).__name__ == "_BlockwiseAttentionBackward"
+def pytorch_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def blockwise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def is_blockwise(output: torch.Tensor) -> bool:
+    return type(output.grad_fn).__name__ == "_BlockwiseAttentionBackward"
+
+
+def blockwise_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     with mock.patch.object(attention_cpu, "MIN_LENGTH", 0):
-        out = causal_attention(q, k, v)
-    assert in_blocks(out)
-    return out
+        output = causal_attention(query, key, value)
+    assert is_blockwise(output)
+    return output
+
+
+# --- rows of one document
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_outputs_and_gradients_are_those_of_pytorch(length: int) -> None:
-    for found, expected in zip(
-        outcome(blockwise, inputs(length)), outcome(theirs, inputs(length)), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def test_blockwise_output_and_gradients_are_those_of_pytorch(length: int) -> None:
+    inputs = Inputs.random(length)
+    results = output_and_gradients(blockwise_attention, inputs)
+    assert_close(results, output_and_gradients(pytorch_attention, inputs), **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_as_near_to_the_truth_as_pytorch(dtype: torch.dtype) -> None:
-    rounded = inputs(200, dtype)
-    truth = outcome(theirs, [part.double() for part in rounded])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_blockwise_attention_is_about_as_accurate_as_pytorch(dtype: torch.dtype) -> None:
+    inputs = Inputs.random(200, dtype)
+    exact = output_and_gradients(pytorch_attention, inputs.map(torch.Tensor.double))
+    results = output_and_gradients(blockwise_attention, inputs)
+    pytorch_results = output_and_gradients(pytorch_attention, inputs)
 
-    def errors(function: Attention) -> list[float]:
-        found = outcome(function, rounded)
-        return [
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
-        ]
-
-    for ours, pytorchs in zip(errors(blockwise), errors(theirs), strict=True):
-        assert ours < 1.5 * pytorchs + torch.finfo(dtype).eps / 4
+    for name, expected in exact.items():
+        error = (results[name] - expected).norm() / expected.norm()
+        pytorch_error = (pytorch_results[name] - expected).norm() / expected.norm()
+        assert error < 1.5 * pytorch_error + torch.finfo(dtype).eps / 4, name
 
 
 def test_no_position_sees_a_later_one() -> None:
-    parts = inputs(130)
-    changed = [part.clone() for part in parts]
-    for part in changed:
-        part[:, :, 100:] += 1
-    one, other = (blockwise(*(p.requires_grad_() for p in some)) for some in (parts, changed))
-    assert torch.equal(one[:, :, :100], other[:, :, :100])
-    assert not torch.equal(one[:, :, 100:], other[:, :, 100:])
+    inputs = Inputs.random(130)
+    changed = inputs.map(torch.clone)
+    for tensor in vars(changed).values():
+        tensor[:, :, 100:] += 1
+
+    output = attend(blockwise_attention, inputs.requiring_grad())
+    changed_output = attend(blockwise_attention, changed.requiring_grad())
+
+    assert torch.equal(output[:, :, :100], changed_output[:, :, :100])
+    assert not torch.equal(output[:, :, 100:], changed_output[:, :, 100:])
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_documents_that_fill_their_rows_change_nothing(length: int) -> None:
-    parts = inputs(length)
-    torch.testing.assert_close(causal_attention(*parts, Documents()), theirs(*parts))
+def test_documents_without_borders_change_nothing(length: int) -> None:
+    inputs = Inputs.random(length)
+    output = causal_attention(inputs.query, inputs.key, inputs.value, Documents())
+    assert_close(output, attend(pytorch_attention, inputs))
 
 
-def test_autocast_does_not_round_the_scores() -> None:
-    parts = [2 * part for part in inputs(200, torch.float32)]
-    expected = outcome(blockwise, [part.bfloat16() for part in parts])[0]
+def test_autocast_rounds_the_inputs_and_not_the_scores() -> None:
+    inputs = Inputs.random(200, torch.float32).map(lambda tensor: 2 * tensor)
+    expected = attend(blockwise_attention, inputs.map(torch.Tensor.bfloat16).requiring_grad())
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(blockwise(*(part.requires_grad_() for part in parts)), expected)
+        output = attend(blockwise_attention, inputs.requiring_grad())
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize(
     ("dtype", "length", "expected"),
     [
-        (torch.float32, attention_cpu.MIN_LENGTH - 1, False),
-        (torch.float32, attention_cpu.MIN_LENGTH, True),
-        (torch.float32, attention_cpu.MAX_LENGTH, True),
-        (torch.float32, attention_cpu.MAX_LENGTH + 1, False),
-        (torch.bfloat16, 1, True),
-        (torch.bfloat16, attention_cpu.MAX_LENGTH + 1, False),
+        pytest.param(torch.float32, attention_cpu.MIN_LENGTH - 1, False, id="float32, short"),
+        pytest.param(torch.float32, attention_cpu.MIN_LENGTH, True, id="float32, shortest"),
+        pytest.param(torch.float32, attention_cpu.MAX_LENGTH, True, id="float32, longest"),
+        pytest.param(torch.float32, attention_cpu.MAX_LENGTH + 1, False, id="float32, long"),
+        pytest.param(torch.bfloat16, 1, True, id="bfloat16, shortest"),
+        pytest.param(torch.bfloat16, attention_cpu.MAX_LENGTH + 1, False, id="bfloat16, long"),
     ],
 )
-def test_whole_rows_go_in_blocks_where_that_is_faster(
+def test_rows_are_computed_in_blocks_if_that_is_faster(
     dtype: torch.dtype, length: int, expected: bool
 ) -> None:
-    leaves = [part.requires_grad_() for part in inputs(length, dtype)]
-    assert in_blocks(causal_attention(*leaves)) == expected
+    inputs = Inputs.random(length, dtype).requiring_grad()
+    assert is_blockwise(attend(causal_attention, inputs)) == expected
     with torch.autocast("cpu", torch.bfloat16):
-        assert in_blocks(causal_attention(*leaves)) == (length <= attention_cpu.MAX_LENGTH)
-    not_in_blocks = mock.patch.object(attention_cpu, "attend_in_blocks", side_effect=AssertionError)
-    with torch.no_grad(), not_in_blocks:
-        causal_attention(*leaves)
+        output = attend(causal_attention, inputs)
+    assert is_blockwise(output) == (length <= attention_cpu.MAX_LENGTH)
 
 
-class Module:
-    is_causal = True
+@pytest.mark.parametrize("length", [attention_cpu.MIN_LENGTH, attention_cpu.MAX_LENGTH])
+def test_rows_are_not_computed_in_blocks_without_gradients(length: int) -> None:
+    inputs = Inputs.random(length, torch.float32).requiring_grad()
+    blocks = mock.patch.object(attention_cpu, "attend_in_blocks", side_effect=AssertionError)
+    with torch.no_grad(), blocks:
+        assert attend(causal_attention, inputs).isfinite().all()
 
 
-def positions_of(length: int, *borders: int) -> torch.Tensor:
-    """Of documents that begin at ``borders`` in the first row, and a little later in the second; [B, T]."""
-    places, rows = torch.arange(length), []
+# --- packed rows
+
+
+def packed_positions(length: int, *borders: int) -> torch.Tensor:
+    """Return positions of two rows. In the second, each border is 5 positions later; [2, T]."""
+    rows = []
     for shift in (0, 5):
-        begins = torch.tensor([0, *(border + shift for border in borders)])
-        rows.append(places - begins[torch.searchsorted(begins, places, right=True) - 1])
+        stops = [*(border + shift for border in borders), length]
+        starts = [0, *stops[:-1]]
+        documents = zip(starts, stops, strict=True)
+        rows.append(torch.cat([torch.arange(stop - start) for start, stop in documents]))
     return torch.stack(rows)
 
 
+BORDERS = (60, 128, 140)
+PACKED = {
+    "one document": None,
+    "two documents": packed_positions(130, 43),
+    "four documents": packed_positions(200, *BORDERS),
+}
+
+
+def transformers_module(key_value_heads: int = HEADS) -> Any:
+    """Return the attributes of an attention module of transformers that its functions read."""
+    return SimpleNamespace(is_causal=True, num_key_value_groups=HEADS // key_value_heads)
+
+
 @pytest.fixture
-def theirs_and_ours() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+def registered_attention() -> Callable[..., Any]:
     register()
-    register()
-    return sdpa_attention_forward, ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
-
-
-PACKED = {"text": None, "packed": positions_of(130, 43), "many": positions_of(200, 60, 128, 140)}
+    register()  # as a second model does
+    return ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 
 
 @pytest.mark.parametrize("positions", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads", [1, HEADS], ids=["grouped heads", "a key for each head"])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_transformers_models_compute_what_they_computed(
-    theirs_and_ours, positions: torch.Tensor | None, heads: int, rows: int
+def test_attention_in_transformers_computes_what_sdpa_computes_with_a_mask(
+    registered_attention, positions: torch.Tensor | None, heads: int, rows: int
 ) -> None:
-    length = 130 if positions is None else positions.shape[-1]
-    module, documents = (
-        Module(),
-        Documents() if positions is None else Documents.of(positions[:rows]),
-    )
-    module.num_key_value_groups = 3 // heads
+    documents = Documents() if positions is None else Documents.of(positions[:rows])
+    inputs = Inputs.random(130 if positions is None else positions.shape[-1])
+    module = transformers_module(heads)
 
-    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        some = q[:rows], k[:rows, :heads], v[:rows, :heads]
-        return theirs_and_ours[1](module, *some, None, documents=documents, scaling=0.2)[0]
+    def with_documents(query, key, value):
+        return registered_attention(
+            module,
+            query[:rows],
+            key[:rows, :heads],
+            value[:rows, :heads],
+            None,
+            documents=documents,
+            scaling=0.2,
+        )[0]
 
-    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        some = q[:rows], k[:rows, :heads], v[:rows, :heads]
-        return theirs_and_ours[0](module, *some, documents.mask(), scaling=0.2)[0]
+    def with_mask(query, key, value):
+        return sdpa_attention_forward(
+            module,
+            query[:rows],
+            key[:rows, :heads],
+            value[:rows, :heads],
+            documents.mask(),
+            scaling=0.2,
+        )[0]
 
-    graph = ours(*(part.requires_grad_() for part in inputs(length))).grad_fn
-    while type(graph).__name__ != "_BlockwiseAttentionBackward":
-        graph = graph.next_functions[0][0]  # to the end, if transformers' own has computed it
-    found, expected = (outcome(function, inputs(length)) for function in (ours, theirs))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    output = attend(with_documents, inputs.requiring_grad())
+    assert "_BlockwiseAttentionBackward" in graph_of(output)
+    results = output_and_gradients(with_documents, inputs)
+    assert_close(results, output_and_gradients(with_mask, inputs), **EXACT)
+
+
+def graph_of(tensor: torch.Tensor) -> list[str]:
+    """Return the names of the operations that made a tensor, from the last, along first inputs."""
+    names = []
+    function = tensor.grad_fn
+    while function is not None:
+        names.append(type(function).__name__)
+        inputs = function.next_functions
+        function = inputs[0][0] if inputs else None
+    return names
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
-def test_flex_attention_computes_the_same(
-    heads: int,
-) -> None:  # its reference: a CPU has no backward
-    q, k, v = (part[:, : heads if i else 3] for i, part in enumerate(inputs(200, torch.float32)))
-    documents = Documents.of(PACKED["many"])
+@pytest.mark.parametrize("heads", [1, HEADS], ids=["grouped heads", "a key for each head"])
+def test_flex_attention_computes_the_same_as_a_mask(heads: int) -> None:
+    """Forward only: flex attention has no backward on a CPU."""
+    inputs = Inputs.random(200, torch.float32)
+    key = inputs.key[:, :heads]
+    value = inputs.value[:, :heads]
+    documents = Documents.of(PACKED["four documents"])
     block_mask = attention_gpu.flex_block_mask(documents.starts)
-    found = attention_gpu.attend_with_flex(q, k, v, scale=0.2, block_mask=block_mask)
-    mask = documents.mask()
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    output = attention_gpu.attend_with_flex(
+        inputs.query, key, value, scale=0.2, block_mask=block_mask
+    )
+
+    expected = F.scaled_dot_product_attention(
+        inputs.query, key, value, attn_mask=documents.mask(), scale=0.2, enable_gqa=True
+    )
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
-    blocks = Documents.of(positions_of(200, 60, 128, 140)).blocks
-    assert blocks[0][:3] == (slice(0, 2), slice(0, 64), slice(0, 64))  # alike in both rows
-    seen = {
-        (row, queries.start): keys
-        for rows, queries, keys, _ in blocks
-        for row in range(rows.start, rows.stop)
-    }
-    assert [seen[0, start].start for start in (0, 64, 128, 192)] == [0, 0, 128, 128]
-    assert [seen[1, start].start for start in (0, 64, 128, 192)] == [
-        0,
-        0,
-        64,
-        128,
-    ]  # documents begin 5 later
-    assert [seen[1, start].stop for start in (0, 64, 128, 192)] == [64, 128, 192, 200]
+    keys_of_blocks = {}
+    for rows, queries, keys, _ in Documents.of(packed_positions(200, *BORDERS)).blocks:
+        for row in range(rows.start, rows.stop):
+            keys_of_blocks[row, queries.start] = (keys.start, keys.stop)
+
+    # Borders at 60, 128 and 140. The first query of a block sees keys back to its document's start.
+    first_row = [keys_of_blocks[0, start] for start in (0, 64, 128, 192)]
+    assert first_row == [(0, 64), (0, 128), (128, 192), (128, 200)]
+    # Borders at 65, 133 and 145.
+    second_row = [keys_of_blocks[1, start] for start in (0, 64, 128, 192)]
+    assert second_row == [(0, 64), (0, 128), (64, 192), (128, 200)]
 
 
-def test_borders_have_shapes_that_recur_on_a_gpu() -> None:
-    positions = positions_of(200, 60, 128, 140)
-    expected = [0, 60, 128, 140, 200, 265, 333, 345, 400]
+def test_blocks_that_are_alike_in_several_rows_are_computed_together() -> None:
+    rows, queries, keys, _ = Documents.of(packed_positions(200, *BORDERS)).blocks[0]
+    assert (rows, queries, keys) == (slice(0, 2), slice(0, 64), slice(0, 64))
+
+
+def test_borders_have_recurring_shapes_on_a_gpu() -> None:
+    positions = packed_positions(200, *BORDERS)
+    end = 2 * 200
+    expected = [0, 60, 128, 140, 200, 265, 333, 345, end]
     assert Documents.of(positions).borders.tolist() == expected
-    recurring = Documents.of(positions, on_gpu=True).borders
-    assert recurring.dtype == torch.int32
-    assert recurring.tolist() == expected + [400] * (64 - len(expected))
+
+    borders = Documents.of(positions, on_gpu=True).borders
+    assert borders.dtype == torch.int32
+    assert borders.tolist() == expected + [end] * (64 - len(expected))
 
 
-def test_what_blocks_cannot_do_is_left_to_transformers(theirs_and_ours) -> None:
-    q, k, v = (part.requires_grad_() for part in inputs(20))
-    packed = Documents.of(positions_of(20, 7))
-    for more in (
-        {"dropout": 0.1},
-        {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)},
-    ):
+# --- what transformers computes itself
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dropout": 0.1}, id="dropout"),
+        pytest.param(
+            {"position_bias": torch.zeros(1, 1, 20, 20, dtype=torch.float64)}, id="position bias"
+        ),
+    ],
+)
+def test_packed_rows_with_special_options_are_left_to_transformers(
+    registered_attention, options: dict[str, Any]
+) -> None:
+    inputs = Inputs.random(20).requiring_grad()
+    documents = Documents.of(packed_positions(20, 7))
+
+    def output_of(function: Callable[..., Any], mask: torch.Tensor | None, **more: Any) -> Any:
         torch.manual_seed(0)
-        one = theirs_and_ours[0](Module(), q, k, v, packed.mask(), **more)[0]
-        torch.manual_seed(0)
-        other = theirs_and_ours[1](Module(), q, k, v, None, documents=packed, **more)[0]
-        assert torch.equal(one, other), more
-    for mask in (None, packed.mask()):  # that somebody else has made
-        assert torch.equal(*(function(Module(), q, k, v, mask)[0] for function in theirs_and_ours))
-    last = q[:, :, -1:]  # with the earlier keys from a cache
-    assert torch.equal(*(function(Module(), last, k, v, None)[0] for function in theirs_and_ours))
+        module = transformers_module()
+        arguments = (inputs.query, inputs.key, inputs.value)
+        return function(module, *arguments, mask, **more, **options)[0]
+
+    output = output_of(registered_attention, None, documents=documents)
+    assert torch.equal(output, output_of(sdpa_attention_forward, documents.mask()))
 
 
-def many_lengths(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seq_q: torch.Tensor, **how: Any
-) -> Any:
-    """What torch's kernel does on a GPU; [B * T, H, D]."""
-    places = torch.arange(len(q))
+@pytest.mark.parametrize(
+    ("queries", "mask"),
+    [
+        pytest.param(slice(None), None, id="no mask"),
+        pytest.param(slice(None), Documents.of(packed_positions(20, 7)).mask(), id="a mask"),
+        pytest.param(slice(-1, None), None, id="one query, with earlier keys from a cache"),
+    ],
+)
+def test_rows_without_documents_are_left_to_transformers(
+    registered_attention, queries: slice, mask: torch.Tensor | None
+) -> None:
+    inputs = Inputs.random(20).requiring_grad()
+    arguments = (inputs.query[:, :, queries], inputs.key, inputs.value, mask)
+    output, _ = registered_attention(transformers_module(), *arguments)
+    expected, _ = sdpa_attention_forward(transformers_module(), *arguments)
+    assert torch.equal(output, expected)
+
+
+# --- the kernel for packed rows on a GPU
+
+
+def correct_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cu_seq_q: torch.Tensor,
+    scale: float,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute what ``torch.nn.attention.varlen.varlen_attn`` documents; [B * T, H, D]."""
+    places = torch.arange(len(query))
     documents = torch.searchsorted(cu_seq_q.long(), places, right=True)
     mask = (documents[:, None] == documents) & (places <= places[:, None])
-    parts = (part.transpose(0, 1)[None] for part in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        *parts, attn_mask=mask, scale=how["scale"], enable_gqa=True
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
     )
-    return out[0].transpose(0, 1)
+    return output[0].transpose(0, 1)
 
 
-def as_one_document(*given: Any, cu_seq_q: torch.Tensor, **how: Any) -> Any:
-    return many_lengths(*given, cu_seq_q=cu_seq_q[:1], **how)
+def kernel_without_borders(*arguments: Any, cu_seq_q: torch.Tensor, **options: Any) -> torch.Tensor:
+    return correct_kernel(*arguments, cu_seq_q=cu_seq_q[:1], **options)
 
 
-def of_an_older_torch(*given: Any, is_causal: bool) -> Any:
-    raise AssertionError
+def kernel_of_an_older_torch(*arguments: Any, is_causal: bool) -> torch.Tensor:
+    raise AssertionError("its arguments have other names")
 
 
-@pytest.mark.parametrize("kernel", [many_lengths, as_one_document, of_an_older_torch])
-def test_a_kernel_for_many_lengths_is_tried_first(
-    monkeypatch: pytest.MonkeyPatch, kernel: Any
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (correct_kernel, True),
+        (kernel_without_borders, False),
+        (kernel_of_an_older_torch, False),
+    ],
+)
+def test_a_trial_tells_whether_the_kernel_is_correct(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, expected: bool, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(attention_gpu, "varlen_attn", kernel)
-    for dtype in (torch.float16, torch.bfloat16):
-        is_correct = attention_gpu._varlen_is_correct(torch.device("cpu"), dtype)
-        assert is_correct == (kernel is many_lengths)
+    is_correct = attention_gpu._varlen_is_correct(torch.device("cpu"), dtype)
+    assert is_correct == expected
 
 
-@pytest.mark.parametrize("right", [True, False])
-def test_a_kernel_that_fails_its_trial_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, right: bool
+@pytest.mark.parametrize("is_correct", [True, False])
+def test_only_a_correct_kernel_is_used_and_only_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, is_correct: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention_gpu, "_varlen_is_correct", lambda device, dtype: right)
+    monkeypatch.setattr(attention_gpu, "_varlen_is_correct", lambda device, dtype: is_correct)
     can_use_varlen = attention_gpu.can_use_varlen.__wrapped__  # without its cache
-    assert can_use_varlen(torch.bfloat16) == right
+    assert can_use_varlen(torch.bfloat16) == is_correct
     assert not can_use_varlen(torch.float32)

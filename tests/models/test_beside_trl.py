@@ -1,5 +1,7 @@
-"""Losses that compare answers, beside TRL's own: the same tokens through the losses of its trainers, which pad them,
-and through ours, packed behind shared prompts. Both are in float32."""
+"""Preference losses and gradients are those of TRL's trainers, in float32.
+
+The trainers pad the same tokens that this package packs behind shared prompts.
+"""
 
 import copy
 import importlib
@@ -14,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
-from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.pretrained import load_model
@@ -25,6 +26,8 @@ from llmtrain.parallel.placement import place
 from tests.engines import engine_of
 from tests.families import OVERRIDES
 from tests.launching import long_form
+from tests.models.small_models import byte_tokenizer
+from tests.models.some_rows import SomeRows
 from tests.pair_rows import write_pair_rows
 
 pytestmark = [
@@ -33,102 +36,132 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-BLOCK, END, COUNT = (
-    48,
-    0,
-    6,
-)  # tokens of an answer with its prompt; the tokenizer's end of text; pairs
-DEFAULT, CPO, ORPO = "trl", "trl.experimental.cpo", "trl.experimental.orpo"
-TRAINERS = {  # of each loss: where it is, and the flags that both sides have
-    "sigmoid": (DEFAULT, "DPO", {"beta": 0.3}),
-    "robust": (DEFAULT, "DPO", {"beta": 0.3, "label_smoothing": 0.2}),
-    "ipo": (DEFAULT, "DPO", {"beta": 0.3}),
-    "kto": (DEFAULT, "KTO", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}),
-    "orpo": (ORPO, "ORPO", {"beta": 0.3}),
-    "simpo": (CPO, "CPO", {"beta": 2.0, "simpo_gamma": 0.8, "label_smoothing": 0.1}),
-    "reward": (DEFAULT, "Reward", {}),
-    "sigmoid_norm": (DEFAULT, "DPO", {}),
-    "hinge": (DEFAULT, "DPO", {}),
-    "exo_pair": (DEFAULT, "DPO", {"label_smoothing": 1e-3}),
-    "nca_pair": (DEFAULT, "DPO", {}),
-    "bco_pair": (DEFAULT, "DPO", {}),
-    "sppo_hard": (DEFAULT, "DPO", {}),
-    "aot": (DEFAULT, "DPO", {"label_smoothing": 0.2}),
-    "aot_unpaired": (DEFAULT, "DPO", {"label_smoothing": 0.2}),
-    "apo_zero": (DEFAULT, "DPO", {}),
-    "apo_down": (DEFAULT, "DPO", {}),
-    # A smaller tau multiplies the rounding errors of the log-probabilities.
-    "discopop": (DEFAULT, "DPO", {"discopop_tau": 0.5}),
-    "sft": (DEFAULT, "DPO", {}),
-    "apo_zero_unpaired": (DEFAULT, "KTO", {"desirable_weight": 1.3, "undesirable_weight": 0.7}),
+MAX_LENGTH = 48  # of a prompt with an answer
+END_OF_TEXT = 0
+PAIRS = 6
+
+# The module of each trainer.
+TRAINERS = {
+    "DPO": "trl",
+    "KTO": "trl",
+    "Reward": "trl",
+    "CPO": "trl.experimental.cpo",
+    "ORPO": "trl.experimental.orpo",
 }
+
+# The trainer of each loss, and the parameters that both sides get.
+LOSSES: dict[str, tuple[str, dict[str, float]]] = {
+    "sigmoid": ("DPO", {"beta": 0.3}),
+    "robust": ("DPO", {"beta": 0.3, "label_smoothing": 0.2}),
+    "ipo": ("DPO", {"beta": 0.3}),
+    "kto": ("KTO", {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7}),
+    "orpo": ("ORPO", {"beta": 0.3}),
+    "simpo": ("CPO", {"beta": 2.0, "simpo_gamma": 0.8, "label_smoothing": 0.1}),
+    "reward": ("Reward", {}),
+    "sigmoid_norm": ("DPO", {}),
+    "hinge": ("DPO", {}),
+    "exo_pair": ("DPO", {"label_smoothing": 1e-3}),
+    "nca_pair": ("DPO", {}),
+    "bco_pair": ("DPO", {}),
+    "sppo_hard": ("DPO", {}),
+    "aot": ("DPO", {"label_smoothing": 0.2}),
+    "aot_unpaired": ("DPO", {"label_smoothing": 0.2}),
+    "apo_zero": ("DPO", {}),
+    "apo_down": ("DPO", {}),
+    # A smaller tau multiplies the rounding errors of the log-probabilities.
+    "discopop": ("DPO", {"discopop_tau": 0.5}),
+    "sft": ("DPO", {}),
+    "apo_zero_unpaired": ("KTO", {"desirable_weight": 1.3, "undesirable_weight": 0.7}),
+}
+UNPAIRED = ("kto", "apo_zero_unpaired")
 
 
 class Pair(NamedTuple):
-    """A prompt and two answers to it; of an answer that is judged alone, the second is another prompt's."""
+    """A prompt with two answers.
+
+    Of unpaired answers, the second one is the answer to another prompt: KTO's baseline needs it.
+    """
 
     prompt: list[int]
     first: list[int]
     second: list[int]
-    desirable: bool = True
+    is_first_desirable: bool = True
 
 
-def ragged(loss: str) -> list[Pair]:
-    """Pairs of many lengths; of answers that are judged alone as TRL mixes them, the last one's to the first prompt."""
-    draw = np.random.default_rng(0)
+def random_pairs(loss: str) -> list[Pair]:
+    """Return pairs of many lengths, in the order in which TRL makes batches of them."""
+    generator = np.random.default_rng(0)
 
-    def tokens(least: int, most: int) -> list[int]:
-        return draw.integers(1, 250, draw.integers(least, most)).tolist()
+    def tokens(shortest: int, limit: int) -> list[int]:
+        return generator.integers(1, 250, generator.integers(shortest, limit)).tolist()
 
-    pairs = [
-        Pair(tokens(2, 20), [*tokens(1, 24), END], [*tokens(1, 24), END]) for _ in range(COUNT)
-    ]
-    if loss not in ("kto", "apo_zero_unpaired"):
+    pairs = []
+    for _ in range(PAIRS):
+        prompt = tokens(2, 20)
+        first = [*tokens(1, 24), END_OF_TEXT]
+        second = [*tokens(1, 24), END_OF_TEXT]
+        pairs.append(Pair(prompt, first, second))
+    if loss not in UNPAIRED:
         return pairs
+
+    # TRL takes the baseline's answers from the batch, one place further.
     return [
-        Pair(one.prompt, one.first, pairs[i - 1].first, i % 3 > 0) for i, one in enumerate(pairs)
+        Pair(pair.prompt, pair.first, pairs[number - 1].first, is_first_desirable=number % 3 > 0)
+        for number, pair in enumerate(pairs)
     ]
 
 
-class Ours:
-    """Our model after a few steps in some direction, and the pairs in rows, with the numbers of its first weights."""
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return dict(zip(parameters, gradients, strict=True))
 
-    def __init__(self, loss: str, folder: Path, accelerator: Any, words: Any, **flags: Any) -> None:
-        self.pairs = ragged(loss)
-        preference = PreferenceConfig(loss_type=[loss], **flags)
+
+class PackedSide:
+    """The loss of this package: pairs in packed rows, and a model some way from its reference.
+
+    Attributes:
+        pairs: the pairs.
+        model: the model.
+        reference_model: transformers' own model with the initial weights.
+    """
+
+    def __init__(self, loss: str, folder: Path, accelerator: Any, **parameters: Any) -> None:
+        self.pairs = random_pairs(loss)
         rows, written = write_pair_rows(
-            folder / "rows.arrow", self.pairs, width=2 * BLOCK, share_prompts=True
+            folder / "rows.arrow", self.pairs, width=2 * MAX_LENGTH, share_prompts=True
         )
-        assert 1 < len(rows) < COUNT, "several rows, and several pairs in one of them"
-        facts = SimpleNamespace(dataset="pairs", pairs=written.pairs, shared=True)
-        stand_in: Any = SimpleNamespace(
-            tokenizer=words, stop_token_ids=(), new_tokens=[], metadata=facts, is_packed=True
-        )
-        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=BLOCK)
-        bundle = place(
-            accelerator, load_model(config, None, stand_in, 3, "no", preference=preference)
-        )
+        assert 1 < len(rows) < PAIRS, "there are several rows, and several pairs in some of them"
+
+        metadata = SimpleNamespace(dataset="pairs", pairs=written.pairs, shared=True)
+        model_rows = SomeRows(byte_tokenizer(), is_packed=True, metadata=metadata)
+        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=MAX_LENGTH)
+        preference = PreferenceConfig(loss_type=[loss], **parameters)
+        bundle = load_model(config, None, model_rows, 3, "no", preference=preference)
+        bundle = place(accelerator, bundle)
         self.objective: Any = bundle.objective
         self.model: Any = bundle.model.train()
         self.engine = engine_of(accelerator, self.model, self.objective)
+        self.reference_model = self.transformers_model()
+
         slots = [Slot(i, i) for i in range(len(rows))]
         collate = Collate(len(rows), prepare=bundle.prepare_batch)
         (batch,) = collate(SlotRows(rows).__getitems__(slots)).batches
-        self.first = self.theirs()
-
         log_probabilities = self.engine.call_in_forward(self.objective.reference, batch)
         self.batch: Batch = batch | {"reference": log_probabilities.detach()}
+        self._move_from_reference(log_probabilities.sum())
+
+    def _move_from_reference(self, log_probability: Tensor) -> None:
+        """Change the weights so that answers become likelier, which raises KTO's baseline."""
         torch.manual_seed(0)
-        # This direction makes the baseline of kto larger than zero.
-        likelier = gradients(self.model, log_probabilities.sum())
+        direction = gradients_of(self.model, log_probability)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.add_(
-                    0.2 * parameter.std() * torch.randn_like(parameter) + 2e-4 * likelier[name]
-                )
+                noise = 0.2 * parameter.std() * torch.randn_like(parameter)
+                parameter.add_(noise + 2e-4 * direction[name])
 
-    def theirs(self) -> Any:
-        """Transformers' own model with the weights of now."""
+    def transformers_model(self) -> Any:
+        """Return transformers' own model with the current weights."""
         config = copy.deepcopy(self.model.config)
         config._attn_implementation = "sdpa"
         model = self.model.own_class(config)
@@ -138,180 +171,215 @@ class Ours:
     def loss(self) -> Tensor:
         totals = self.engine.count([self.batch])
         extra = self.objective.prepass(self.engine, [self.batch], totals)
-        assert extra.get("kl_baseline", 1) > 0.1, "a baseline to compare with"
+        assert extra.get("kl_baseline", 1) > 0.1, "there is a baseline to compare"
         return self.engine.loss(self.batch, extra).loss / totals.denominator
 
 
-class Theirs:
-    """A trainer of TRL's with transformers' own model, and the pairs as its own collator makes a batch of them."""
+class TrlSide:
+    """The loss of one of TRL's trainers: its collator pads the same pairs, for the same weights."""
 
     def __init__(
-        self, loss: str, ours: Ours, words: Any, folder: Path, pad: str = "!", **flags: Any
+        self,
+        loss: str,
+        packed: PackedSide,
+        folder: Path,
+        pad_token: str = "!",
+        **parameters: Any,
     ) -> None:
-        datasets = importlib.import_module("datasets")
-        home, name, _ = TRAINERS[loss]
-        package, self.words = importlib.import_module(home), copy.deepcopy(words)
-        self.words.pad_token = pad
-        more: dict[str, Any] = {
+        self.trainer_name, _ = LOSSES[loss]
+        module = importlib.import_module(TRAINERS[self.trainer_name])
+        trainer_class = getattr(module, f"{self.trainer_name}Trainer")
+        config_class = getattr(module, f"{self.trainer_name}Config")
+        loss_options: dict[str, dict[str, Any]] = {
             "DPO": {"loss_type": [loss]},
             "KTO": {"loss_type": loss},
             "CPO": {"loss_type": loss, "cpo_alpha": 0.0},
-        }.get(name, {})
-        settings = getattr(package, f"{name}Config")(
+        }
+        settings = config_class(
             output_dir=str(folder),
-            per_device_train_batch_size=COUNT,
+            per_device_train_batch_size=PAIRS,
             report_to=[],
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            **more,
-            **flags,
+            **loss_options.get(self.trainer_name, {}),
+            **parameters,
         )
-        record = (
-            {"prompt": "a", "completion": "b", "label": True}
-            if name == "KTO"
-            else dict(zip(("prompt", "chosen", "rejected"), "abc", strict=True))
-        )
-        self.model = ours.theirs()
-        compared = {"ref_model": copy.deepcopy(ours.first)} if name in ("DPO", "KTO") else {}
-        self.trainer = getattr(package, f"{name}Trainer")(
+        reference = {}
+        if self.trainer_name in ("DPO", "KTO"):
+            reference["ref_model"] = copy.deepcopy(packed.reference_model)
+        tokenizer = byte_tokenizer()
+        tokenizer.pad_token = pad_token
+        self.model = packed.transformers_model()
+        self.trainer = trainer_class(
             model=self.model,
             args=settings,
-            train_dataset=datasets.Dataset.from_list([record] * 2),  # which a trainer must have
-            processing_class=self.words,
-            **compared,
+            train_dataset=self._required_dataset(),
+            processing_class=tokenizer,
+            **reference,
         )
         self.model.train()
-        self.name = name
-        self.batch = self.batch_of(ours.pairs)
+        self.batch = self.batch_of(packed.pairs)
 
-    def batch_of(self, pairs: list[Pair]) -> Any:
-        """The pairs in the fields that the trainer's collator takes."""
+    def _required_dataset(self) -> Any:
+        """Return a data set, which a trainer must have. It is not used."""
+        datasets = importlib.import_module("datasets")
+        record: dict[str, Any] = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        if self.trainer_name == "KTO":
+            record = {"prompt": "a", "completion": "b", "label": True}
+        return datasets.Dataset.from_list([record, record])
+
+    def batch_of(self, pairs: list[Pair]) -> dict[str, Tensor]:
         return self.trainer.data_collator([self._fields(pair) for pair in pairs])
 
     def _fields(self, pair: Pair) -> dict[str, Any]:
-        prompt, first, second, desirable = pair
-        if self.name == "DPO":
-            return {"prompt_ids": prompt, "chosen_ids": first, "rejected_ids": second}
-        if self.name == "KTO":
-            alone = {"prompt_ids": prompt, "completion_ids": first, "label": desirable}
-            return alone | {"KL_completion_ids": second}
-        if self.name == "Reward":
-            return {"chosen_ids": prompt + first, "rejected_ids": prompt + second}
-        found: dict[str, Any] = {}
-        for which, answer in (("chosen", first), ("rejected", second)):
-            found[f"{which}_input_ids"] = prompt + answer
-            found[f"{which}_attention_mask"] = [1] * len(prompt + answer)
-            found[f"{which}_labels"] = [-100] * len(prompt) + answer
-        return found
+        """Return a pair in the fields that the trainer's collator takes."""
+        if self.trainer_name == "DPO":
+            return {
+                "prompt_ids": pair.prompt,
+                "chosen_ids": pair.first,
+                "rejected_ids": pair.second,
+            }
+        if self.trainer_name == "KTO":
+            return {
+                "prompt_ids": pair.prompt,
+                "completion_ids": pair.first,
+                "label": pair.is_first_desirable,
+                "KL_completion_ids": pair.second,
+            }
+        if self.trainer_name == "Reward":
+            return {
+                "chosen_ids": pair.prompt + pair.first,
+                "rejected_ids": pair.prompt + pair.second,
+            }
+        fields: dict[str, Any] = {}
+        for name, answer in {"chosen": pair.first, "rejected": pair.second}.items():
+            ids = pair.prompt + answer
+            fields[f"{name}_input_ids"] = ids
+            fields[f"{name}_attention_mask"] = [1] * len(ids)
+            fields[f"{name}_labels"] = [IGNORED] * len(pair.prompt) + answer
+        return fields
 
-    def loss(self, batch: Any = None) -> Tensor:
-        found: Tensor = self.trainer.compute_loss(
-            self.model, dict(self.batch if batch is None else batch)
-        )
-        return found
+    def loss(self) -> Tensor:
+        return self.loss_of(self.batch)
 
-
-@pytest.fixture(scope="module")
-def words() -> Any:
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.trainer.compute_loss(self.model, dict(batch))
+        return loss
 
 
 @pytest.fixture
-def sides(words: Any, accelerator: Any, tmp_path: Path) -> Callable[..., tuple[Ours, Theirs]]:
-    """Both sides of a loss, with the flags of the table or others."""
+def make_sides(accelerator: Any, tmp_path: Path) -> Callable[..., tuple[PackedSide, TrlSide]]:
+    """Return both sides of a loss, with the parameters of the table or others."""
     pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
 
-    def sides(loss: str, pad: str = "!", **flags: Any) -> tuple[Ours, Theirs]:
-        flags = TRAINERS[loss][2] | flags
-        ours = Ours(loss, tmp_path, accelerator, words, **flags)
-        return ours, Theirs(loss, ours, words, tmp_path / "trl", pad, **flags)
+    def make_sides(loss: str, pad_token: str = "!", **changes: Any) -> tuple[PackedSide, TrlSide]:
+        _, defaults = LOSSES[loss]
+        parameters = defaults | changes
+        packed = PackedSide(loss, tmp_path, accelerator, **parameters)
+        return packed, TrlSide(loss, packed, tmp_path / "trl", pad_token, **parameters)
 
-    return sides
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+    return make_sides
 
 
-def assert_same(ours: Ours, our_loss: Tensor, theirs: Theirs, their_loss: Tensor) -> str:
-    """One loss, and one gradient of every parameter; returns how far they are apart."""
-    mine, other = gradients(ours.model, our_loss), gradients(theirs.model, their_loss)
-    assert mine.keys() == other.keys()
-    assert all(gradient.abs().max() > 0 for gradient in other.values()), (
-        "there is something to compare in each"
-    )
-    flat, wanted = (
-        torch.cat([one.flatten() for one in each.values()]).double() for each in (mine, other)
-    )
-    loss = abs(our_loss.item() / their_loss.item() - 1)
-    norm = abs(float(flat.norm() / wanted.norm()) - 1)
-    apart = float((flat - wanted).norm() / wanted.norm())
-    worst = max(float((mine[name] - g).norm() / g.norm()) for name, g in other.items())
-    said = f"loss {loss:.1e}, gradient's norm {norm:.1e}, gradient {apart:.1e}, of one parameter at most {worst:.1e}"
-    assert loss < 1e-5, said
-    assert norm < 1e-5, said
-    assert apart < 1e-5, said
-    assert worst < 1e-4, said
-    return said
+def check_same(packed: PackedSide, loss: Tensor, trl: TrlSide, trl_loss: Tensor) -> str:
+    """Check the loss and the gradient of every parameter, and return the differences in words."""
+    gradients = gradients_of(packed.model, loss)
+    expected = gradients_of(trl.model, trl_loss)
+    assert gradients.keys() == expected.keys()
+    assert all(gradient.any() for gradient in expected.values()), "there is nothing to compare"
+
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).double()
+    expected_flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
+    errors_of_parameters = [
+        float((gradients[name] - gradient).norm() / gradient.norm())
+        for name, gradient in expected.items()
+    ]
+    errors = {
+        "loss": abs(loss.item() / trl_loss.item() - 1),
+        "gradient's norm": abs(float(flat.norm() / expected_flat.norm()) - 1),
+        "gradient": float((flat - expected_flat).norm() / expected_flat.norm()),
+        "gradient of one parameter at most": max(errors_of_parameters),
+    }
+    description = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    assert errors.pop("gradient of one parameter at most") < 1e-4, description
+    assert max(errors.values()) < 1e-5, description
+    return description
 
 
-def mean_nll(batch: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Of the chosen answers: the mean nll of all their tokens, prompts too; and of each the mean of its own."""
-    ids, mask, labels = (
-        batch[f"chosen_{name}"] for name in ("input_ids", "attention_mask", "labels")
-    )
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-    real, judged = mask[:, 1:], labels[:, 1:] >= 0
-    return (nll * real).sum() / real.sum(), (nll * judged).sum(1) / judged.sum(1)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "orpo"])
+def test_a_loss_and_its_gradients_are_those_of_the_trainer(loss: str, make_sides, score) -> None:
+    packed, trl = make_sides(loss)
+    differences = check_same(packed, packed.loss(), trl, trl.loss())
+    score(f"preferences: {loss} beside TRL's: {differences}")
 
 
-@pytest.mark.parametrize("loss", [loss for loss in TRAINERS if loss != "orpo"])
-def test_a_loss_and_its_gradients_are_those_of_trls_trainer(loss: str, sides, score) -> None:
-    ours, theirs = sides(loss)
-    said = assert_same(ours, ours.loss(), theirs, theirs.loss())
-    score(f"preferences: {loss} beside TRL's: {said}")
+# --- documented differences, in docs/guides/preferences.md
 
 
-def test_orpo_has_trls_odds_and_the_nll_of_the_answer_where_trl_has_that_of_all_tokens(
-    sides, score
+def mean_nll_of_all_tokens(trl: TrlSide) -> Tensor:
+    """Return the mean nll over all tokens of the chosen answers and their prompts."""
+    is_token = trl.batch["chosen_attention_mask"][:, 1:]
+    return (chosen_nll(trl) * is_token).sum() / is_token.sum()
+
+
+def mean_nll_of_answers(trl: TrlSide) -> Tensor:
+    """Return the mean nll over the tokens of each chosen answer, and its mean over the answers."""
+    is_target = trl.batch["chosen_labels"][:, 1:] >= 0
+    return ((chosen_nll(trl) * is_target).sum(1) / is_target.sum(1)).mean()
+
+
+def chosen_nll(trl: TrlSide) -> Tensor:
+    """Return the nll of each token of the chosen answers and their prompts [pairs, T - 1]."""
+    ids = trl.batch["chosen_input_ids"]
+    logits = trl.model(input_ids=ids, attention_mask=trl.batch["chosen_attention_mask"]).logits
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def test_the_nll_term_of_orpo_is_of_the_answer_and_in_trl_of_the_prompt_too(
+    make_sides, score
 ) -> None:
-    ours, theirs = sides("orpo")
-    whole, answers = mean_nll(theirs.batch, theirs.model)
-    their_nll = theirs.trainer.concatenated_forward(theirs.model, theirs.batch)[4].detach()
-    assert float(their_nll) == pytest.approx(float(whole), rel=1e-6)
-    assert abs(float(whole - answers.mean())) > 1e-4, "they are not the same"
-    assert float(theirs.loss()) != pytest.approx(float(ours.loss()), abs=1e-4)
-    said = assert_same(ours, ours.loss(), theirs, theirs.loss() - whole + answers.mean())
-    score(f"preferences: orpo beside TRL's, with another nll: {said}")
+    packed, trl = make_sides("orpo")
+    nll_of_all_tokens = mean_nll_of_all_tokens(trl)
+    nll_of_answers = mean_nll_of_answers(trl)
+
+    nll_of_trl = trl.trainer.concatenated_forward(trl.model, trl.batch)[4]
+    assert nll_of_trl.item() == pytest.approx(nll_of_all_tokens.item(), rel=1e-6)
+    assert abs(nll_of_all_tokens - nll_of_answers) > 1e-4
+    assert trl.loss().item() != pytest.approx(packed.loss().item(), abs=1e-4)
+
+    expected = trl.loss() - nll_of_all_tokens + nll_of_answers
+    differences = check_same(packed, packed.loss(), trl, expected)
+    score(f"preferences: orpo beside TRL's, with another nll: {differences}")
 
 
-def test_smoothed_sigmoid_counts_some_pairs_the_other_way_round_and_trl_ignores_the_flag(
-    sides,
-) -> None:
-    ours, theirs = sides("sigmoid", label_smoothing=0.2)
-    plain = theirs.loss()
-    theirs.trainer.label_smoothing = 0.0
-    assert torch.equal(plain, theirs.loss())
-    assert float(ours.loss()) != pytest.approx(float(plain), abs=1e-3)
-    turned = theirs.loss(
-        theirs.batch_of([Pair(one.prompt, one.second, one.first) for one in ours.pairs])
-    )
-    assert_same(ours, ours.loss(), theirs, 0.8 * plain + 0.2 * turned)
+def test_label_smoothing_of_sigmoid_swaps_a_share_of_pairs_and_trl_ignores_it(make_sides) -> None:
+    packed, trl = make_sides("sigmoid", label_smoothing=0.2)
+    loss = trl.loss()
+    trl.trainer.label_smoothing = 0.0
+    assert torch.equal(trl.loss(), loss)
+    assert packed.loss().item() != pytest.approx(loss.item(), abs=1e-3)
+
+    swapped_pairs = [Pair(pair.prompt, pair.second, pair.first) for pair in packed.pairs]
+    swapped_loss = trl.loss_of(trl.batch_of(swapped_pairs))
+    check_same(packed, packed.loss(), trl, 0.8 * loss + 0.2 * swapped_loss)
 
 
-def test_a_score_is_read_at_the_end_token_which_trl_passes_over_where_it_pads_with_that(
-    sides,
-) -> None:
-    ours, theirs = sides("reward", pad="<|endoftext|>")
-    assert float(theirs.loss()) != pytest.approx(float(ours.loss()), rel=1e-4)
-    mask = theirs.batch["attention_mask"]
-    hidden = theirs.model.model(
-        input_ids=theirs.batch["input_ids"], attention_mask=mask
-    ).last_hidden_state
-    scores = theirs.model.score(hidden)[..., 0]
-    for back, loss in ((1, ours.loss()), (2, theirs.loss())):
-        first, second = scores.gather(1, mask.sum(1, keepdim=True) - back)[:, 0].chunk(2)
-        assert float(-F.logsigmoid(first - second).mean()) == pytest.approx(float(loss), rel=1e-5)
+def test_a_score_is_read_at_the_end_token_even_if_it_is_the_padding_token(make_sides) -> None:
+    """TRL then reads it one token earlier."""
+    packed, trl = make_sides("reward", pad_token="<|endoftext|>")
+    assert trl.loss().item() != pytest.approx(packed.loss().item(), rel=1e-4)
+
+    mask = trl.batch["attention_mask"]
+    output = trl.model.model(input_ids=trl.batch["input_ids"], attention_mask=mask)
+    scores = trl.model.score(output.last_hidden_state)[..., 0]
+    lengths = mask.sum(1, keepdim=True)
+
+    def loss_of_scores_at(positions: Tensor) -> float:
+        chosen, rejected = scores.gather(1, positions)[:, 0].chunk(2)
+        return float(-F.logsigmoid(chosen - rejected).mean())
+
+    at_end_token = loss_of_scores_at(lengths - 1)
+    before_end_token = loss_of_scores_at(lengths - 2)
+    assert packed.loss().item() == pytest.approx(at_end_token, rel=1e-5)
+    assert trl.loss().item() == pytest.approx(before_end_token, rel=1e-5)

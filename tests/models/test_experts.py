@@ -5,9 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerFast
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
@@ -20,199 +18,234 @@ from llmtrain.parallel.placement import place
 from tests.engines import engine_of, split
 from tests.families import OVERRIDES
 from tests.forked import run_forked
-from tests.launching import FINETUNE, PYTHON, TINY, read_json, series, write_chats
+from tests.launching import FINETUNE, PYTHON, read_json, series, write_chats
+from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
-WITH_LOSS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"]
+# Families whose configuration has a weight for the balancing loss.
+WITH_BALANCING_LOSS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"]
+ROWS = 8
+ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.layer.weight")
+
 Gradients = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
-
-
 @pytest.fixture
-def load(words: PreTrainedTokenizerFast, accelerator: Accelerator) -> Callable[..., ModelBundle]:
-    """A small model in float64, whose routers prefer some experts."""
+def load(accelerator: Accelerator) -> Callable[..., ModelBundle]:
+    """Load a small model in float64, whose routers prefer some experts."""
 
-    def load(family: str, more: str = "", **settings: object) -> ModelBundle:
+    def load(family: str, overrides: str = OVERRIDES, **flags: object) -> ModelBundle:
         torch.manual_seed(0)
-        config = ModelConfig(
-            from_config=family, config_overrides=OVERRIDES + more, max_length=64, **settings
-        )
-        bundle = place(accelerator, load_model(config, None, SomeRows(words, False), 3, "no"))
+        config = ModelConfig(from_config=family, config_overrides=overrides, max_length=64, **flags)
+        rows = SomeRows(byte_tokenizer())
+        bundle = place(accelerator, load_model(config, None, rows, 3, "no"))
         bundle.check()
         model = bundle.model.double()
         model.set_experts_implementation("eager")  # grouped products have no float64
         for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", "router.weight", "router.layer.weight")):
+            if name.endswith(ROUTER_WEIGHTS):
                 parameter.data.mul_(20)
         return bundle
 
     return load
 
 
-def rows() -> Batch:
-    ids = torch.randint(1, 250, (8, 25), generator=torch.Generator().manual_seed(1))
+def make_batch() -> Batch:
+    """Return eight rows. Two of them end with padding."""
+    ids = torch.randint(1, 250, (ROWS, 25), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, :3] = IGNORED
-    labels[0, 15:] = labels[5, 20:] = IGNORED  # padding
+    labels[0, 15:] = IGNORED
+    labels[5, 20:] = IGNORED
     return {"input_ids": ids, "labels": labels}
 
 
-def gradients(engine: Engine, micro_batch: int, counts_globally: bool = True) -> Gradients:
-    """Return the gradients of the mean loss of a batch in micro-batches.
-
-    Args:
-        engine: the engine of the model.
-        micro_batch: rows of a micro-batch.
-        counts_globally: count the choices over all micro-batches, as it should be, and not over
-            each by itself.
-    """
-    engine.model.zero_grad()
-    batches = split(rows(), micro_batch)
-    totals = engine.count(batches)
-    if counts_globally:
-        extra = engine.objective.prepass(engine, batches, totals)
-        engine.forward_backward(batches, totals, extra)
-    else:
-        for batch in batches:
-            extra = engine.objective.prepass(engine, [batch], totals)
-            engine.forward_backward([batch], totals, extra)
-    parameters = engine.model.named_parameters()
+def gradients_of(model: torch.nn.Module) -> Gradients:
+    parameters = model.named_parameters()
     return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
-def largest_difference(some: Gradients, others: Gradients) -> float:
-    """Return the norm of the difference over the norm, of the parameter where it is largest."""
-    assert some.keys() == others.keys()
+def gradients_in_micro_batches(engine: Engine, rows_each: int) -> Gradients:
+    """Return the gradients of the mean loss of the batch, as a step computes them."""
+    engine.model.zero_grad()
+    batches = split(make_batch(), rows_each)
+    totals = engine.count(batches)
+    extra = engine.objective.prepass(engine, batches, totals)
+    engine.forward_backward(batches, totals, extra)
+    return gradients_of(engine.model)
+
+
+def gradients_of_separate_balancing_losses(engine: Engine, rows_each: int) -> Gradients:
+    """Return the gradients if each micro-batch balanced its own tokens, which would be wrong."""
+    engine.model.zero_grad()
+    batches = split(make_batch(), rows_each)
+    totals = engine.count(batches)
+    for batch in batches:
+        extra = engine.objective.prepass(engine, [batch], totals)
+        engine.forward_backward([batch], totals, extra)
+    return gradients_of(engine.model)
+
+
+def relative_difference(gradients: Gradients, expected: Gradients) -> float:
+    """Return the norm of the difference over the norm, for the parameter with the largest one."""
+    assert gradients.keys() == expected.keys()
     differences = [
-        (gradient - others[name]).norm() / others[name].norm() for name, gradient in some.items()
+        (gradient - expected[name]).norm() / expected[name].norm()
+        for name, gradient in gradients.items()
     ]
     return float(max(differences))
 
 
-@pytest.mark.parametrize("family", WITH_LOSS)
-def test_on_one_micro_batch_it_is_transformers_own(
-    family: str, load: Callable, accelerator: Accelerator
+@pytest.mark.parametrize("family", WITH_BALANCING_LOSS)
+def test_the_loss_of_one_micro_batch_is_that_of_transformers(
+    family: str, load, accelerator: Accelerator
 ) -> None:
     bundle = load(family)
     model = bundle.model
     objective = bundle.objective
     engine = engine_of(accelerator, model, objective)
-    batch = rows()
-    ours = gradients(engine, micro_batch=8)
+    batch = make_batch()
+    gradients = gradients_in_micro_batches(engine, rows_each=ROWS)
     totals = engine.count([batch])
-    extra = objective.prepass(engine, [batch], totals)
+    balance_loss = objective.prepass(engine, [batch], totals)["balance_loss"]
 
     model.zero_grad()
-    is_routed = routed_positions(batch["labels"][:, 1:]).view(8, -1).long()
+    is_routed = routed_positions(batch["labels"][:, 1:]).view(ROWS, -1)
     output = model(
         batch["input_ids"][:, :-1],
-        attention_mask=is_routed,
+        attention_mask=is_routed.long(),
         use_cache=False,
         output_router_logits=True,
     )
-    assert float(extra["balance_loss"]) == pytest.approx(float(output.aux_loss), rel=1e-6)
+    mean_nll = model(**batch) / totals.target_tokens
+    (mean_nll + objective.weight * output.aux_loss).backward()
+    expected = gradients_of(model)
+
     assert objective.weight > 0
-    (model(**batch) / totals.target_tokens + objective.weight * output.aux_loss).backward()
-    theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert largest_difference(ours, theirs) < 1e-5
+    assert float(balance_loss) == pytest.approx(float(output.aux_loss), rel=1e-6)
+    assert relative_difference(gradients, expected) < 1e-5
 
     objective.weight = 0.0
-    without = gradients(engine, micro_batch=8)
-    assert largest_difference(without, theirs) > 1e-4, "it makes a difference"
+    gradients_of_nll = gradients_in_micro_batches(engine, rows_each=ROWS)
+    assert relative_difference(gradients_of_nll, expected) > 1e-4
 
 
-def test_a_head_that_does_more_than_multiply_has_it_too(
-    load: Callable, accelerator: Accelerator
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_micro_batches_add_up_to_the_gradients_of_the_batch(
+    family: str, load, accelerator: Accelerator, score: Callable[[str], None]
 ) -> None:
-    bundle = load("granitemoe", ",logits_scaling=6.0")
+    bundle = load(family)
+    engine = engine_of(accelerator, bundle.model, bundle.objective)
+    expected = gradients_in_micro_batches(engine, rows_each=ROWS)
+
+    for rows_each in (4, 2, 1):
+        gradients = gradients_in_micro_batches(engine, rows_each)
+        difference = relative_difference(gradients, expected)
+        score(
+            f"balancing loss: {family}: {ROWS // rows_each} micro-batches of {rows_each} rows "
+            f"differ by {difference:.1e}"
+        )
+        assert difference < 1e-12
+        separate = gradients_of_separate_balancing_losses(engine, rows_each)
+        assert relative_difference(separate, expected) > 1e-6
+
+
+def test_a_model_whose_head_is_not_linear_has_the_balancing_loss(
+    load, accelerator: Accelerator
+) -> None:
+    bundle = load("granitemoe", f"{OVERRIDES},logits_scaling=6.0")
     assert not bundle.model.head_is_linear
     engine = engine_of(accelerator, bundle.model, bundle.objective)
-    expected = gradients(engine, micro_batch=8)
-    assert largest_difference(gradients(engine, micro_batch=2), expected) < 1e-12
+
+    expected = gradients_in_micro_batches(engine, rows_each=ROWS)
+    gradients = gradients_in_micro_batches(engine, rows_each=2)
+    assert relative_difference(gradients, expected) < 1e-12
+
     bundle.objective.weight = 0.0
-    assert largest_difference(gradients(engine, micro_batch=8), expected) > 1e-4
+    gradients_of_nll = gradients_in_micro_batches(engine, rows_each=ROWS)
+    assert relative_difference(gradients_of_nll, expected) > 1e-4
 
 
-def test_its_weight_may_be_another_and_classes_that_have_none_get_none(load: Callable) -> None:
-    assert load("mixtral").objective.weight == 0.001
-    assert load("mixtral", router_aux_loss_coef=0.5).objective.weight == 0.5
+@pytest.mark.parametrize(
+    ("family", "flags", "weight"),
+    [
+        pytest.param("mixtral", {}, 0.001, id="of the configuration"),
+        pytest.param("mixtral", {"router_aux_loss_coef": 0.5}, 0.5, id="of a flag"),
+        pytest.param("gpt_oss", {"attn_implementation": "eager"}, 0.001, id="eager attention"),
+        pytest.param(
+            "llama4_text",
+            {"overrides": f"{OVERRIDES},head_dim=16"},
+            0,
+            id="a class without the loss",
+        ),
+    ],
+)
+def test_the_weight_is_that_of_the_configuration_or_a_flag(
+    load, family: str, flags: dict[str, object], weight: float
+) -> None:
+    assert load(family, **flags).objective.weight == weight
+
+
+def test_a_weight_of_zero_means_no_balancing_loss(load) -> None:
     assert type(load("mixtral", router_aux_loss_coef=0.0).objective) is Objective
-    assert load("gpt_oss", attn_implementation="eager").objective.weight == 0.001
-    assert load("llama4_text", ",head_dim=16").objective.weight == 0
-    with pytest.raises(UserError, match="is for a mixture of experts, which this model is not"):
+
+
+def test_a_weight_is_refused_for_a_model_without_experts(load) -> None:
+    message = "is for a mixture of experts, which this model is not"
+    with pytest.raises(UserError, match=message):
         load("llama", router_aux_loss_coef=0.5)
 
 
-def test_autocast_rounds_no_factor() -> None:
+def test_autocast_does_not_round_the_factors() -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 16, requires_grad=True)
     factors = 1 + 0.001 * torch.randn(16)
     is_routed = torch.ones(64, dtype=torch.bool)
 
-    def gradient(enabled: bool) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+    def gradient(is_autocast: bool) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             loss = balancing_loss([logits], is_routed, factors)
             return torch.autograd.grad(loss, logits)[0]
 
-    torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        gradient(is_autocast=True), gradient(is_autocast=False), rtol=1e-4, atol=1e-9
+    )
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(
-    family: str, load: Callable, accelerator: Accelerator, score: Callable[[str], None]
+def test_the_logged_loss_is_the_nll_without_the_balancing_loss(
+    load, accelerator: Accelerator
 ) -> None:
-    bundle = load(family)
-    engine = engine_of(accelerator, bundle.model, bundle.objective)
-    expected = gradients(engine, micro_batch=8)
-    for micro_batch in (4, 2, 1):
-        difference = largest_difference(gradients(engine, micro_batch), expected)
-        score(
-            f"balancing loss: {family}: {8 // micro_batch} micro-batches of {micro_batch} rows "
-            f"differ by {difference:.1e}"
-        )
-        assert difference < 1e-12
-        counted_apart = gradients(engine, micro_batch, counts_globally=False)
-        assert largest_difference(counted_apart, expected) > 1e-6, "else nothing is shown"
-
-
-def test_the_loss_that_is_logged_is_the_nll_alone(load: Callable, accelerator: Accelerator) -> None:
     bundle = load("mixtral")
     engine = engine_of(accelerator, bundle.model, bundle.objective)
-    batch = rows()
+    batch = make_batch()
+
     extra = bundle.objective.prepass(engine, [batch], engine.count([batch]))
+
     assert "expert_weights" in extra
     assert float(engine.loss(batch, extra).loss) == float(bundle.model(**batch))
 
 
-def test_padding_and_rows_without_targets_do_not_count() -> None:
+def test_padding_and_rows_without_targets_are_not_balanced() -> None:
     targets = torch.tensor([[IGNORED, 5, IGNORED, 7, IGNORED], [IGNORED] * 5, [1, 2, 3, 4, 5]])
-    expected = [[True, True, True, True, False], [False] * 5, [True] * 5]
-    assert routed_positions(targets).view(3, 5).tolist() == expected
+    is_routed = [[True, True, True, True, False], [False] * 5, [True] * 5]
+    assert routed_positions(targets).view(3, 5).tolist() == is_routed
 
 
-def test_a_run_tells_of_it(tmp_path) -> None:
-    flags = ["--from_config", "qwen3_moe", "--config_overrides", OVERRIDES, "--dataset"]
-    flags += [
-        str(write_chats(tmp_path / "chats.jsonl")),
-        "--block_size",
-        "64",
-        "--tokenizer",
-        "byte",
-        *TINY[10:],
-    ]
-    ended = run_forked(
-        [*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")]
-    ).assert_ok()
-    assert (
-        "the routers' balancing loss, times 0.001, is computed over the global batch" in ended.out
+def test_a_run_logs_the_balancing_loss(tmp_path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl")
+    run = tmp_path / "run"
+    flags = (
+        f"--from_config qwen3_moe --config_overrides {OVERRIDES} "
+        f"--dataset {chats} --block_size 64 --tokenizer byte "
+        "--global_batch_size 8 --per_device_train_batch_size 2 --warmup_steps 2 --max_steps 6 "
+        f"--logging_steps 1 --eval_steps 100 --report_to none --output_dir {run}"
     )
-    losses = series(tmp_path / "run", "train/balance_loss")
+    result = run_forked([*PYTHON, FINETUNE, *flags.split()]).assert_ok()
+
+    line = "the routers' balancing loss, times 0.001, is computed over the global batch"
+    assert line in result.out
+    losses = series(run, "train/balance_loss")
     assert len(losses) == 6
-    assert all(1.9 < loss < 4 for loss in losses.values()), (
-        "2 where each of 4 experts is chosen as often"
-    )
-    assert read_json(tmp_path / "run" / "model" / "config.json")["output_router_logits"] is False
+    # It is 2 if each of 4 experts is chosen as often: each token chooses 2.
+    assert all(1.9 < loss < 4 for loss in losses.values())
+    assert read_json(run / "model" / "config.json")["output_router_logits"] is False

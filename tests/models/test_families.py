@@ -1,9 +1,9 @@
-"""Any causal LM of Hugging Face's: the loss is its own, packed documents do not see each other, and what is saved is
-what transformers, on its own, loads."""
+"""Causal LMs of transformers: the loss is their own, packed documents do not see each other, and
+transformers loads and generates from the files."""
 
-import contextlib
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,6 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.documents import Documents
-from llmtrain.models.export import ModelFiles
 from llmtrain.models.lora import add_lora
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import configuration_of
@@ -43,51 +42,70 @@ from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
+from tests.models.small_models import byte_tokenizer, export_model
 from tests.models.some_rows import SomeRows
 
-# Whatever their position_ids. Falcon belongs here only before transformers 5.24.
+# Classes that ignore position_ids, at least for attention. Falcon did before transformers 5.24.
 LEAKING = ["gpt_oss", "opt", "bloom", "mamba"]
+NOT_CAUSAL = ["bert", "electra"]
 
+# The attention of this package has no softcap.
+WITH_OWN_ATTENTION = ["gemma2"]
 
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+ROWS = 8
+LENGTH = 32
+FIRST_LENGTH = 12  # of the first of two documents in a packed row
+VOCABULARY = 257
+NEW_TOKENS = [257, 258]  # of a chat template
 
 
 @dataclass
-class Batch:
-    """Eight rows of two packed documents, of which most is trained."""
+class PackedBatch:
+    """Eight rows with two documents each. Most of their tokens are targets."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor
 
-    @classmethod
-    def make(cls, length: int = 32, first: int = 12) -> "Batch":
-        ids = torch.randint(1, 250, (8, length), generator=torch.Generator().manual_seed(1))
-        labels = ids.clone()
-        labels[:, :3] = labels[:, first : first + 4] = IGNORED
-        positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(8, -1)
-        return cls(ids, labels, positions)
-
-    def part(self, rows: slice) -> dict[str, torch.Tensor]:
+    def rows(self, rows: slice) -> dict[str, torch.Tensor]:
         return {name: tensor[rows] for name, tensor in vars(self).items()}
+
+    @property
+    def target_count(self) -> int:
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+
+def packed_batch() -> PackedBatch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[:, :3] = IGNORED
+    labels[:, FIRST_LENGTH : FIRST_LENGTH + 4] = IGNORED
+    positions = torch.cat([torch.arange(FIRST_LENGTH), torch.arange(LENGTH - FIRST_LENGTH)])
+    return PackedBatch(ids, labels, positions.expand(ROWS, -1))
 
 
 @pytest.fixture
-def load(words: PreTrainedTokenizerFast, accelerator) -> Callable[..., ModelBundle]:
+def load(accelerator) -> Callable[..., ModelBundle]:
+    """Load a small model of a family, or another one, as a run does."""
+
     def load(
-        family: str | None = None, tokenizer=None, packed: bool = False, **settings
+        family: str | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        packed: bool = False,
+        **flags: Any,
     ) -> ModelBundle:
-        overrides = {"config_overrides": OVERRIDES} if family else {}
-        if "config_overrides" not in settings and family in (*LEAKING, "bert", "electra"):
-            overrides = {}
-        config = ModelConfig(**{"from_config": family, "max_length": 64} | overrides | settings)
-        return place(
-            accelerator, load_model(config, None, SomeRows(tokenizer or words, packed), 3, "no")
-        )
+        if family is not None and family not in LEAKING + NOT_CAUSAL:
+            flags.setdefault("config_overrides", OVERRIDES)
+        config = ModelConfig(**{"from_config": family, "max_length": 64} | flags)
+        rows = SomeRows(tokenizer or byte_tokenizer(), is_packed=packed)
+        return place(accelerator, load_model(config, None, rows, 3, "no"))
 
     return load
+
+
+# --- the loss
 
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
@@ -96,8 +114,8 @@ def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     return model.double().eval()
 
 
-def mean_loss_of_transformers(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss that the model's own class computes, but in float64 instead of float32."""
+def mean_loss_of_transformers(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Compute the loss from the logits of the model's own class, in float64."""
     output = model.own_class.forward(
         model, input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
     )
@@ -108,203 +126,259 @@ def mean_loss_of_transformers(model: torch.nn.Module, batch: Batch) -> torch.Ten
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_those_of_transformers_at_any_accumulation(load, family, score):
-    model, batch = in_float64(load(family).model), Batch.make()
+    model = in_float64(load(family).model)
+    batch = packed_batch()
     expected = mean_loss_of_transformers(model, batch)
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
-    tokens = (batch.labels[:, 1:] != IGNORED).sum()
-    apart = 0.0
-    for rows in (8, 2):
+
+    largest_difference = 0.0
+    for rows_per_micro_batch in (8, 2):
         model.zero_grad()
-        total = 0.0
-        for start in range(0, 8, rows):
-            part = model(**batch.part(slice(start, start + rows))) / tokens
+        mean_loss = 0.0
+        for start in range(0, ROWS, rows_per_micro_batch):
+            micro_batch = batch.rows(slice(start, start + rows_per_micro_batch))
+            part = model(**micro_batch) / batch.target_count
             part.backward()
-            total += part.item()
-        assert total == pytest.approx(float(expected), abs=1e-12)
-        apart = max(apart, abs(total - float(expected)))
-        for (name, parameter), gradient in zip(
-            model.named_parameters(), expected_gradients, strict=True
-        ):
-            limit = 1e-6 * float(
-                gradient.abs().max()
-            )  # their norms compute in float32, whatever the model is in
+            mean_loss += part.item()
+
+        assert mean_loss == pytest.approx(float(expected), abs=1e-12)
+        largest_difference = max(largest_difference, abs(mean_loss - float(expected)))
+        parameters = model.named_parameters()
+        for (name, parameter), gradient in zip(parameters, expected_gradients, strict=True):
+            # The norms of transformers compute in float32 in any model.
+            limit = 1e-6 * float(gradient.abs().max())
             torch.testing.assert_close(parameter.grad, gradient, atol=limit, rtol=0, msg=name)
     score(
-        f"families: {family}: loss beside transformers' own in float64, at accumulation 1 and 4: {apart:.1e}"
+        f"families: {family}: loss beside transformers' own in float64, at accumulation 1 and 4: "
+        f"{largest_difference:.1e}"
     )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
-def test_the_reported_loss_of_the_class_itself_is_the_same_in_float32(load, family):
-    model, batch = load(family).model.eval(), Batch.make()
-    expected = model.own_class.forward(model, **vars(batch), use_cache=False).loss
+def test_the_loss_is_the_one_that_the_class_returns_in_float32(load, family):
+    model = load(family).model.eval()
+    batch = packed_batch()
+
     loss = model(**vars(batch)) / count_targets(batch.labels)
+
+    expected = model.own_class.forward(model, **vars(batch), use_cache=False).loss
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_a_head_that_does_more_than_multiply_is_noticed_and_its_logits_taken_whole(load):
-    assert load("llama").model.head_is_linear
-    assert load("gemma2").model.head_is_linear  # softcapped, which the loss knows
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_head_with_at_most_a_softcap_is_linear(load, family):
+    assert load(family).model.head_is_linear
+
+
+def test_a_head_that_scales_its_logits_is_noticed(load):
     model = load("cohere", config_overrides=f"{OVERRIDES},logit_scale=0.3").model
+    batch = packed_batch()
     assert not model.head_is_linear
-    expected = mean_loss_of_transformers(in_float64(model), batch := Batch.make())
-    tokens = (batch.labels[:, 1:] != IGNORED).sum()
-    assert float(model(**vars(batch)) / tokens) == pytest.approx(float(expected), abs=1e-12)
+
+    expected = float(mean_loss_of_transformers(in_float64(model), batch))
+    loss = model(**vars(batch)) / batch.target_count
+    assert float(loss) == pytest.approx(expected, abs=1e-12)
+
     model.head_is_linear = True
-    assert float(model(**vars(batch)) / tokens) != pytest.approx(float(expected), abs=1e-5), (
-        "it would have been wrong"
-    )
+    wrong_loss = model(**vars(batch)) / batch.target_count
+    assert float(wrong_loss) != pytest.approx(expected, abs=1e-5)
 
 
-def second_document(
-    model: torch.nn.Module, first: torch.Tensor, restart: bool = True
+def test_a_softcap_by_another_name_is_noticed(load):
+    sizes = "num_hidden_layers=3,hidden_size=64,lru_width=64"
+    assert not load("recurrent_gemma", config_overrides=sizes).model.head_is_linear
+
+
+def test_this_package_computes_the_balancing_loss_of_experts(load, capsys):
+    overrides = f"{OVERRIDES},output_router_logits=true"
+    model = load("mixtral", config_overrides=overrides).model
+    assert not model.config.output_router_logits
+    line = "balancing loss, times 0.001, is computed over the global batch"
+    assert line in capsys.readouterr().out
+
+
+# --- packed documents
+
+
+def second_document_logits(
+    model: torch.nn.Module, first_document: torch.Tensor, restart_positions: bool = True
 ) -> torch.Tensor:
-    """Logits of a packed row's second document, after another first one."""
-    batch = Batch.make()
+    """Return the logits of the second document of packed rows, after a given first one."""
+    batch = packed_batch()
     ids = batch.input_ids.clone()
-    ids[:, :12] = first
-    positions = batch.position_ids if restart else torch.arange(32).expand(8, -1)
+    ids[:, :FIRST_LENGTH] = first_document
+    positions = batch.position_ids
+    if not restart_positions:
+        positions = torch.arange(LENGTH).expand(ROWS, -1)
     with torch.no_grad():
-        return probe_output(model, ids, positions)[:, 12:]
-
-
-# of softcapped attention
-WITH_THEIRS = {"gemma2"}
+        return probe_output(model, ids, positions)[:, FIRST_LENGTH:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_document_in_a_packed_row_does_not_move_a_bit_when_its_neighbour_changes(
-    load, family, score
-):
+def test_no_bit_of_a_document_depends_on_its_neighbour_in_a_packed_row(load, family, score):
     model = load(family, packed=True).model.eval()
-    first, other = torch.randint(1, 250, (2, 8, 12), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(second_document(model, first), second_document(model, other))
-    assert (model.config._attn_implementation == ATTENTION_NAME) == (family not in WITH_THEIRS)
+    generator = torch.Generator().manual_seed(2)
+    document, other_document = torch.randint(1, 250, (2, ROWS, FIRST_LENGTH), generator=generator)
+
+    logits = second_document_logits(model, document)
+    assert torch.equal(logits, second_document_logits(model, other_document))
+
+    # Without restarts the two documents are one. If nothing changed, the test would see nothing.
+    joined = second_document_logits(model, document, restart_positions=False)
+    other_joined = second_document_logits(model, other_document, restart_positions=False)
+    assert (joined - other_joined).abs().max() > 1e-4
     score(
-        f"families: {family}: logits of a document that move with its neighbour: 0 bits; without restarts they do"
+        f"families: {family}: logits of a document that move with its neighbour: 0 bits; "
+        "without restarts they do"
     )
-    moved = second_document(model, first, restart=False) - second_document(
-        model, other, restart=False
-    )
-    assert moved.abs().max() > 1e-4, "without restarts it must leak, or nothing was tested"
 
 
-def test_flash_attention_gets_rows_laid_end_to_end(load, monkeypatch):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_this_packages_unless_it_lacks_an_option(load, family):
+    model = load(family, packed=True).model
+    uses_own_attention = model.config._attn_implementation != ATTENTION_NAME
+    assert uses_own_attention == (family in WITH_OWN_ATTENTION)
+
+
+def test_flash_attention_gets_all_documents_end_to_end_in_a_single_row(load, monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    seen = []
+    calls = []
 
-    def flash(module, q, k, v, mask, cu_seq_lens_q, scaling, max_length_q, **_):
-        """As it is called: one row of many documents; each is computed alone."""
-        seen.append((len(q), mask, max_length_q))
-        spans = zip(cu_seq_lens_q[:-1].tolist(), cu_seq_lens_q[1:].tolist(), strict=True)
-        parts = [[one[:, :, first:end] for one in (q, k, v)] for first, end in spans]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        outs = [attend(*part, is_causal=True, scale=scaling, enable_gqa=True) for part in parts]
-        return torch.cat(outs, 2).transpose(1, 2), None
+    def flash_attention(
+        module, query, key, value, mask, cu_seq_lens_q, scaling, max_length_q, **options
+    ):
+        """Compute each document alone, between the borders in ``cu_seq_lens_q``."""
+        calls.append((len(query), mask, max_length_q))
+        borders = cu_seq_lens_q.tolist()
+        outputs = []
+        for start, end in itertools.pairwise(borders):
+            output = F.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=2).transpose(1, 2), None
 
     bundle = load("llama", packed=True)
     model = bundle.model.double().eval()
-    batch = Batch.make()
-    columns = {
-        "input_ids": batch.input_ids,
-        "labels": batch.labels,
-        "position_ids": batch.position_ids,
-    }
+    columns = vars(packed_batch())
     with torch.no_grad():
-        expected = model(**columns)
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
+        expected = float(model(**columns))
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash_attention)
         monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
-        for prepared in ({}, bundle.prepare_batch(columns)):
-            nll = model(**columns, **prepared)
-            assert float(nll) == pytest.approx(float(expected), rel=1e-12)
-    assert set(seen) == {(1, None, batch.input_ids.shape[1] - 1)}
+        nll = float(model(**columns))
+        nll_of_prepared_batch = float(model(**columns, **bundle.prepare_batch(columns)))
+
+    assert nll == pytest.approx(expected, rel=1e-12)
+    assert nll_of_prepared_batch == pytest.approx(expected, rel=1e-12)
+    one_row, no_mask, longest = 1, None, LENGTH - 1
+    assert set(calls) == {(one_row, no_mask, longest)}
 
 
-def test_attention_that_finds_borders_in_a_single_row_only_is_refused(load, monkeypatch):
-    """As transformers' flash attention does: of several rows it takes each for one document."""
+def test_attention_that_finds_documents_only_in_a_single_row_leaks(load, monkeypatch):
+    """The flash attention of transformers takes each of several rows for one document."""
     model = load("llama").model
     own_forward = model.own_class.forward
 
-    def forward(self, input_ids, documents=None, **others):
-        return own_forward(
-            self,
-            input_ids=input_ids,
-            documents=Documents() if len(input_ids) > 1 else documents,
-            **others,
-        )
+    def forward(self, input_ids, documents=None, **options):
+        if len(input_ids) > 1:
+            documents = Documents()
+        return own_forward(self, input_ids=input_ids, documents=documents, **options)
 
     monkeypatch.setattr(model.own_class, "forward", forward)
     assert leaks(model)
 
 
-LLAMA4 = (
+LLAMA4_SIZES = (
     "num_hidden_layers=2,hidden_size=64,intermediate_size_mlp=64,intermediate_size=64,"
     "num_attention_heads=4,num_key_value_heads=2,head_dim=16,num_local_experts=2,vocab_size=257"
 )
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("mistral", f"{OVERRIDES},sliding_window={{span}}"),
-        ("llama4_text", f"{LLAMA4},attention_chunk_size={{span}}"),
-    ],
-    ids=["sliding window", "chunks"],
-)
 @pytest.mark.parametrize("span", [24, 60])
-def test_a_leak_past_a_sliding_window_or_a_chunk_is_found(
-    load, monkeypatch, family, overrides, span
+@pytest.mark.parametrize(
+    ("family", "sizes", "span_name"),
+    [
+        pytest.param("mistral", OVERRIDES, "sliding_window", id="sliding window"),
+        pytest.param("llama4_text", LLAMA4_SIZES, "attention_chunk_size", id="chunks"),
+    ],
+)
+def test_a_leak_beyond_a_sliding_window_or_a_chunk_is_found(
+    load, monkeypatch, family, sizes, span_name, span
 ):
-    """The planted class restarts positions only inside the first window of a row."""
-    model = load(family, config_overrides=overrides.format(span=span)).model
+    """The class is changed to restart positions only within the first span of a row."""
+    model = load(family, config_overrides=f"{sizes},{span_name}={span}").model
     assert not leaks(model)
     own_forward = model.own_class.forward
 
-    def forward(self, input_ids, position_ids=None, **others):
+    def forward(self, input_ids, position_ids=None, **options):
         if position_ids is not None:
             row_positions = torch.arange(input_ids.shape[1])
             position_ids = torch.where(row_positions < span, position_ids, row_positions)
-        return own_forward(self, input_ids=input_ids, position_ids=position_ids, **others)
+        return own_forward(self, input_ids=input_ids, position_ids=position_ids, **options)
 
     monkeypatch.setattr(model.own_class, "forward", forward)
     assert leaks(model)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2", "mixtral"])
-def test_mixed_precision_does_not_blind_the_probes(words, precision, family):
+@pytest.fixture(params=["no", "bf16"])
+def mixed_precision(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    yield Accelerator(cpu=True, mixed_precision=request.param)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def load_in(accelerator: Accelerator, family: str, packed: bool) -> ModelBundle:
+    rows = SomeRows(byte_tokenizer(), is_packed=packed)
     config = ModelConfig(from_config=family, max_length=64)
-    leaking = family == "bloom"
-    try:
-        with (
-            pytest.raises(UserError, match="see each other")
-            if leaking
-            else contextlib.nullcontext()
-        ):
-            place(
-                accelerator, load_model(config, None, SomeRows(words, is_packed=True), 0, precision)
-            )
-        for dtype in (torch.float32, torch.bfloat16):  # as a frozen base may be
-            model = place(
-                accelerator, load_model(config, None, SomeRows(words), 0, precision)
-            ).model.to(dtype)
-            assert leaks(model) == leaking
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    precision = accelerator.mixed_precision
+    return place(accelerator, load_model(config, None, rows, 0, precision))
 
 
-def test_a_softcap_by_another_name_is_noticed(load):
-    model = load(
-        "recurrent_gemma", config_overrides="num_hidden_layers=3,hidden_size=64,lru_width=64"
-    ).model
-    assert not model.head_is_linear
+# A frozen base may be bfloat16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_no_leak_is_reported_in_low_precision(mixed_precision, family, dtype):
+    bundle = load_in(mixed_precision, family, packed=True)
+    assert not leaks(bundle.model.to(dtype))
 
 
-@pytest.mark.parametrize("family", ["bert", "electra"])
-def test_a_class_that_sees_what_follows_is_no_causal_model(load, family):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_leak_is_found_in_low_precision(mixed_precision, dtype):
+    with pytest.raises(UserError, match="see each other"):
+        load_in(mixed_precision, "bloom", packed=True)
+    assert leaks(load_in(mixed_precision, "bloom", packed=False).model.to(dtype))
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_a_class_that_leaks_is_refused_for_packed_rows_only(load, family):
+    with pytest.raises(UserError, match=r"see each other; use --no_packing"):
+        load(family, packed=True)
+    assert leaks(load(family).model)
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_a_class_that_leaks_trains_with_one_document_per_row(load, family):
+    model = load(family).model
+    batch = packed_batch()
+
+    loss = model(batch.input_ids, batch.labels)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(1e-3 * parameter.grad)
+
+    assert model(batch.input_ids, batch.labels) < loss
+
+
+@pytest.mark.parametrize("family", NOT_CAUSAL)
+def test_a_class_whose_tokens_see_later_ones_is_refused(load, family):
     with pytest.raises(UserError, match="it is no causal language model"):
         load(family)
 
@@ -314,253 +388,289 @@ def test_a_model_with_few_positions_is_tried_within_them(load, positions):
     assert load("gpt2", max_length=positions, packed=True).model.head_is_linear
 
 
-@pytest.mark.parametrize("family", LEAKING)
-def test_a_class_that_leaks_is_refused(load, family):
-    with pytest.raises(UserError, match=r"see each other; use --no_packing"):
-        load(family, packed=True)
-    assert leaks(load(family).model)
+# --- files
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_transformers_loads_and_generates_from(
-    load, family, words, tmp_path
-):
+def test_transformers_loads_checkpoints_and_models_and_generates(load, family, tmp_path):
     bundle = load(family)
-    model, files = bundle.model, bundle.files
-    model.eval()
-    for name, tensors in (
-        ("checkpoint", files.tensors(model)),
-        ("model", files.export_tensors(model)),
-    ):
-        write_model(tmp_path / name, files, tensors)
-        loaded, found = AutoModelForCausalLM.from_pretrained(
+    model = bundle.model.eval()
+    write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(model))
+    export_model(bundle, tmp_path / "model")
+
+    ids = packed_batch().input_ids[:2]
+    for name in ("checkpoint", "model"):
+        loaded, info = AutoModelForCausalLM.from_pretrained(
             tmp_path / name, output_loading_info=True
         )
-        assert not found["missing_keys"]
-        assert not found["mismatched_keys"]
+        assert not info["missing_keys"]
+        assert not info["mismatched_keys"]
         assert type(loaded).__name__ == model.own_class.__name__
-        ids = Batch.make().input_ids[:2]
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, model(ids, use_cache=False).logits)
-    text = AutoTokenizer.from_pretrained(tmp_path / "model")(
-        "a", return_tensors="pt", return_token_type_ids=False
-    )
-    assert loaded.generate(**text, max_new_tokens=3, do_sample=False).shape[1] > 1
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    prompt = tokenizer("a", return_tensors="pt", return_token_type_ids=False)
+    assert loaded.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_gives_a_model_its_weights_back(load, family):
+def test_the_tensors_of_a_checkpoint_restore_the_model(load, family):
     bundle = load(family)
-    model, files = bundle.model, bundle.files
-    kept = {name: tensor.clone() for name, tensor in files.tensors(model).items()}
+    model = bundle.model
+    stored = {name: tensor.clone() for name, tensor in bundle.files.tensors(model).items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    fill(files.tensors(model), kept.items())
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in files.tensors(model).items())
-    assert any(
-        parameter.abs().sum() > 0 for parameter in model.get_output_embeddings().parameters()
-    )
+
+    fill(bundle.files.tensors(model), stored.items())
+
+    torch.testing.assert_close(bundle.files.tensors(model), stored, rtol=0, atol=0)
+    assert any(parameter.any() for parameter in model.get_output_embeddings().parameters())
 
 
-def test_an_infinite_number_is_in_the_written_configuration(load, tmp_path):
+def test_an_infinite_number_survives_in_the_written_configuration(load, tmp_path):
     sizes = "hidden_size=32,num_heads=8,head_dim=8,n_groups=1,num_hidden_layers=1"
     load("mamba2", config_overrides=sizes).files.write_config(tmp_path)
-    assert [*AutoConfig.from_pretrained(tmp_path).time_step_limit] == [0.0, float("inf")]
+    limits = AutoConfig.from_pretrained(tmp_path).time_step_limit
+    assert [*limits] == [0.0, float("inf")]
 
 
-def saved(
-    load: Callable[..., ModelBundle], folder: Path, family: str = "llama", **settings
-) -> Path:
-    bundle = load(family, **settings)
-    model, files = bundle.model, bundle.files
-    write_model(folder, files, files.export_tensors(model))
-    return folder
+# --- initial weights
 
 
-def reference(
+def built_at_once(
     base: str, lora: LoraConfig | None, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:
-    """The model as transformers and peft build it at once, with the weights of a folder, or of seed 3."""
+    """Build a model as transformers and peft do, with the weights of a folder or of seed 3."""
     if Path(base).exists():
         model = AutoModelForCausalLM.from_pretrained(base)
     else:
-        config = configuration_of(
-            ModelConfig(from_config=base, config_overrides=OVERRIDES, max_length=64), tokenizer
-        )
-        model = AutoModelForCausalLM.from_config(config)
+        config = ModelConfig(from_config=base, config_overrides=OVERRIDES, max_length=64)
+        model = AutoModelForCausalLM.from_config(configuration_of(config, tokenizer))
         fill(dict(model.named_parameters()), random_weights(model, 3))
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+
+    new_tokens = [*range(VOCABULARY, len(tokenizer))]
+    if new_tokens:
         torch.manual_seed(3)
         model.resize_token_embeddings(len(tokenizer))
     if lora is not None:
-        add_lora(model, lora, base, 3, [257, 258] if len(tokenizer) == 259 else [])
+        add_lora(model, lora, base, 3, new_tokens)
     return model
 
 
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-@pytest.mark.parametrize("lora", [None, LoraConfig(lora_r=4), LoraConfig(lora_r=4, use_dora=True)])
-@pytest.mark.parametrize("start", ["folder", "seed"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2's head is tied
-def test_a_model_that_was_placed_is_the_one_that_is_built_at_once(
-    accelerator, load, words, family, start, lora, grown, tmp_path
+def description(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, Any, bool]]:
+    return [(name, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "has_new_tokens", [False, True], ids=["tokens of the base", "two new tokens"]
+)
+@pytest.mark.parametrize(
+    ("start", "lora"),
+    [
+        pytest.param("folder", None, id="folder"),
+        pytest.param("folder", LoraConfig(lora_r=4), id="folder, lora"),
+        pytest.param("folder", LoraConfig(lora_r=4, use_dora=True), id="folder, dora"),
+        pytest.param("seed", None, id="seed"),
+    ],
+)
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", id="untied head"), pytest.param("gpt2", id="tied head")]
+)
+def test_a_placed_model_is_the_one_that_transformers_builds_at_once(
+    accelerator, load, family, start, lora, has_new_tokens, tmp_path
 ):
-    if lora is not None and start == "seed":
-        pytest.skip("random weights get no adapter")
-    tokenizer = copy.deepcopy(words)
-    base = str(saved(load, tmp_path / "base", family)) if start == "folder" else family
-    if grown:
+    tokenizer = byte_tokenizer()
+    base = family
+    config = ModelConfig(from_config=family, config_overrides=OVERRIDES, max_length=64)
+    if start == "folder":
+        base = str(export_model(load(family), tmp_path / "base"))
+        config = ModelConfig(base, max_length=64)
+    if has_new_tokens:
         set_template(tokenizer, "chatml")
-    named = (
-        {"model_name_or_path": base}
-        if start == "folder"
-        else {"from_config": base, "config_overrides": OVERRIDES}
-    )
-    rows = SomeRows(tokenizer, new_tokens=[257, 258] if grown else [])
-    bundle = load_model(ModelConfig(**named, max_length=64), lora, rows, 3, "no")
-    assert all(p.is_meta or lora or grown for p in bundle.model.parameters())
-    model, expected = place(accelerator, bundle).model, reference(base, lora, tokenizer)
-    for kind in ("parameters", "buffers"):  # a parameter that is tied is named once
-        ours, theirs = (getattr(each, f"named_{kind}")() for each in (model, expected))
-        for (name, one), (other_name, other) in zip(ours, theirs, strict=True):
-            assert (name, one.dtype, one.requires_grad) == (
-                other_name,
-                other.dtype,
-                other.requires_grad,
-            )
-            assert torch.equal(one, other), name
+
+    rows = SomeRows(tokenizer, new_tokens=NEW_TOKENS if has_new_tokens else [])
+    bundle = load_model(config, lora, rows, 3, "no")
+    if lora is None and not has_new_tokens:
+        assert all(parameter.is_meta for parameter in bundle.model.parameters())
+    model = place(accelerator, bundle).model
+
+    expected = built_at_once(base, lora, tokenizer)
+    assert description(model.named_parameters()) == description(expected.named_parameters())
+    assert description(model.named_buffers()) == description(expected.named_buffers())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    buffers = dict(model.named_buffers())  # some are in no state_dict
+    torch.testing.assert_close(buffers, dict(expected.named_buffers()), rtol=0, atol=0)
     assert [*model.state_dict()] == [*expected.state_dict()]
     assert model.training == expected.training
     assert type(model).__name__ == type(expected).__name__
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
-def test_a_folder_without_a_weight_is_refused_by_its_name(load, tmp_path):
+def test_a_missing_weight_is_named(load, tmp_path):
     bundle = load("llama")
-    model, files = bundle.model, bundle.files
-    tensors = files.export_tensors(model)
+    tensors = bundle.files.export_tensors(bundle.model)
     del tensors["model.layers.1.mlp.up_proj.weight"]
-    write_model(tmp_path / "base", files, tensors)
-    with pytest.raises(
-        UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 in all\)"
-    ):
+    write_model(tmp_path / "base", bundle.files, tensors)
+
+    message = r"model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 in all\)"
+    with pytest.raises(UserError, match=message):
         load(model_name_or_path=str(tmp_path / "base"))
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(load, tmp_path):
-    base = saved(load, tmp_path / "base")
-    words = tok.as_pretrained(
-        tok.train_tokenizer("bpe:300", ["some words to merge, " * 50], lambda: iter(())), 64
-    )
-    words.add_tokens([f"<{i}>" for i in range(40)])
-    with pytest.raises(
-        UserError, match=r"tokens and .* a vocabulary of 257; use the model's own tokenizer"
-    ):
-        load(model_name_or_path=str(base), tokenizer=words)
+def test_frozen_parameters_are_those_whose_names_match(load):
+    model = load("llama", freeze=r"embed_tokens|layers\.0\.").model
+
+    parameters = model.named_parameters()
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+
+    assert "model.embed_tokens.weight" in frozen
+    assert all("layers.0." in name for name in frozen - {"model.embed_tokens.weight"})
+    assert len(frozen) == 10, "nine in a layer, and the embedding"
 
 
-def test_a_max_length_that_nobody_has_set_is_no_longer_than_the_model_to_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# --- the length of rows
 
-    def rows_of_length(data: Any, max_length: int, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(metadata=SimpleNamespace(block_size=max_length))
 
+@pytest.fixture
+def model_of_32_positions(tmp_path: Path) -> str:
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
-    for size, asked, expected in ((64, False, 32), (16, False, 16), (64, True, 64)):
-        config = ModelConfig(model_name_or_path=str(tmp_path), max_length=size)
-        config.origins = {"max_length": "the command line"} if asked else {}
-        config.fit_max_length()
-        assert config.max_length == expected
-    assert "--max_length 32" in capsys.readouterr().out
-    nowhere = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), max_length=64)
-    nowhere.fit_max_length()  # is refused when it is loaded
-    assert nowhere.max_length == 64
-    for key in ("n_positions", "max_position_embeddings"):
-        overridden = ModelConfig(from_config="gpt2", config_overrides=f"n_embd=32,{key}=48")
-        overridden.fit_max_length()
-        assert overridden.max_length == 48
-    with pytest.raises(UserError, match="write key=value"):
-        ModelConfig(from_config="gpt2", config_overrides="n_positions").fit_max_length()
-    monkeypatch.setattr("llmtrain.training.model_rows.tokenize", rows_of_length)
-    for recipe in (finetune, preference):
-        settings = copy.deepcopy(recipe.DEFAULTS)
-        settings.model.model_name_or_path = str(tmp_path)
-        recipe.tokenized(settings)
-        assert settings.model.max_length == 32
+    return str(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("max_length", "origins", "expected"),
     [
-        ({"from_config": "lama"}, r"--from_config lama: "),
-        (
-            {"from_config": "llama", "config_overrides": "hidden_sizes=3"},
-            r"no 'hidden_sizes' - did you mean hidden_size",
-        ),
-        ({"from_config": "llama", "config_overrides": "hidden_size"}, r"write key=value"),
-        ({"from_config": "llama", "config_overrides": "hidden_size=33"}, r"--from_config llama"),
-        (
-            {"from_config": "gpt2", "config_overrides": "n_positions=32"},
-            r"--max_length 64 is more than .* 32 positions",
-        ),
-        (
-            {"from_config": "llama", "freeze": "nothing"},
-            r"matches no parameter; their names are like model\.",
-        ),
-        ({"from_config": "llama", "freeze": "."}, r"matches every parameter"),
-        (
-            {"from_config": "llama", "load_in_4bit": True},
-            r"--load_in_4bit needs --model_name_or_path",
-        ),
-        ({"model_name_or_path": "nowhere/at-all"}, r"--model_name_or_path nowhere/at-all: "),
+        pytest.param(64, {}, 32, id="a longer default"),
+        pytest.param(16, {}, 16, id="a shorter default"),
+        pytest.param(64, {"max_length": "the command line"}, 64, id="set by the user"),
     ],
 )
-def test_what_cannot_be_a_model_is_one_line(load, settings, message):
+def test_only_a_default_max_length_is_lowered_to_the_positions_of_the_model(
+    model_of_32_positions, max_length, origins, expected, capsys
+):
+    config = ModelConfig(model_name_or_path=model_of_32_positions, max_length=max_length)
+    config.origins = origins
+
+    config.fit_max_length()
+
+    assert config.max_length == expected
+    assert ("--max_length 32" in capsys.readouterr().out) == (expected == 32)
+
+
+@pytest.mark.parametrize("key", ["n_positions", "max_position_embeddings"])
+def test_the_default_max_length_follows_overridden_positions(key):
+    config = ModelConfig(from_config="gpt2", config_overrides=f"n_embd=32,{key}=48")
+    config.fit_max_length()
+    assert config.max_length == 48
+
+
+def test_a_broken_override_is_refused_when_max_length_is_fitted():
+    config = ModelConfig(from_config="gpt2", config_overrides="n_positions")
+    with pytest.raises(UserError, match="write key=value"):
+        config.fit_max_length()
+
+
+def test_a_missing_model_does_not_change_max_length(tmp_path):
+    """It is refused when it is loaded."""
+    config = ModelConfig(model_name_or_path=str(tmp_path / "nowhere"), max_length=64)
+    config.fit_max_length()
+    assert config.max_length == 64
+
+
+@pytest.mark.parametrize("recipe", [finetune, preference])
+def test_recipes_fit_max_length_to_the_model(recipe, model_of_32_positions, monkeypatch):
+    def tokenize(data: Any, max_length: int, *arguments: Any, **options: Any) -> Any:
+        return SimpleNamespace(metadata=SimpleNamespace(block_size=max_length))
+
+    monkeypatch.setattr("llmtrain.training.model_rows.tokenize", tokenize)
+    settings = copy.deepcopy(recipe.DEFAULTS)
+    settings.model.model_name_or_path = model_of_32_positions
+
+    recipe.tokenized(settings)
+
+    assert settings.model.max_length == 32
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param({"from_config": "lama"}, "--from_config lama: ", id="no such family"),
+        pytest.param(
+            {"from_config": "llama", "config_overrides": "hidden_sizes=3"},
+            "no 'hidden_sizes' - did you mean hidden_size",
+            id="no such override",
+        ),
+        pytest.param(
+            {"from_config": "llama", "config_overrides": "hidden_size"},
+            "write key=value",
+            id="no value",
+        ),
+        pytest.param(
+            {"from_config": "llama", "config_overrides": "hidden_size=33"},
+            "--from_config llama",
+            id="a size that the class rejects",
+        ),
+        pytest.param(
+            {"from_config": "gpt2", "config_overrides": "n_positions=32"},
+            "--max_length 64 is more than .* 32 positions",
+            id="too few positions",
+        ),
+        pytest.param(
+            {"from_config": "llama", "freeze": "nothing"},
+            r"matches no parameter; their names are like model\.",
+            id="nothing to freeze",
+        ),
+        pytest.param(
+            {"from_config": "llama", "freeze": "."}, "matches every parameter", id="all frozen"
+        ),
+        pytest.param(
+            {"from_config": "llama", "load_in_4bit": True},
+            "--load_in_4bit needs --model_name_or_path",
+            id="random weights in 4 bits",
+        ),
+        pytest.param(
+            {"model_name_or_path": "nowhere/at-all"},
+            "--model_name_or_path nowhere/at-all: ",
+            id="no such model",
+        ),
+    ],
+)
+def test_settings_that_make_no_model_are_one_line(load, flags, message):
     with pytest.raises(UserError, match=message) as caught:
-        load(**settings)
+        load(**flags)
     assert "\n" not in str(caught.value)
 
 
-def test_frozen_parameters_are_not_trained_and_the_rest_is(load):
-    model = load("llama", freeze=r"embed_tokens|layers\.0\.").model
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert "model.embed_tokens.weight" in frozen
-    assert all("layers.0." in name for name in frozen - {"model.embed_tokens.weight"})
-    assert len(frozen) == 10
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(load, tmp_path):
+    base = export_model(load("llama"), tmp_path / "base")
+    text = ["some words to merge, " * 50]
+    tokenizer = tok.as_pretrained(tok.train_tokenizer("bpe:300", text, lambda: iter(())), 64)
+    tokenizer.add_tokens([f"<{i}>" for i in range(40)])
+
+    message = r"tokens and .* a vocabulary of 257; use the model's own tokenizer"
+    with pytest.raises(UserError, match=message):
+        load(model_name_or_path=str(base), tokenizer=tokenizer)
 
 
-def test_the_experts_balancing_loss_is_ours_and_said_so(load, capsys):
-    model = load("mixtral", config_overrides=f"{OVERRIDES},output_router_logits=true").model
-    assert not model.config.output_router_logits
-    assert (
-        "balancing loss, times 0.001, is computed over the global batch" in capsys.readouterr().out
-    )
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        pytest.param("gpt2", None, id="by default"),
+        pytest.param("llama", "attention_dropout=0.1", id="by an override"),
+    ],
+)
+def test_bitwise_runs_refuse_dropout(family, overrides):
+    config = ModelConfig(from_config=family, config_overrides=overrides, max_length=64)
+    message = r"--bitwise needs a model without dropout, and \w+ is 0\.1"
+    with pytest.raises(UserError, match=message):
+        load_model(config, None, SomeRows(byte_tokenizer()), 0, "no", bitwise=True)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bits_that_would_depend_on_the_layout_are_refused(words, family):
-    config = ModelConfig(from_config=family, max_length=64)
-    if family == "llama":
-        assert load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
-        config.config_overrides = "attention_dropout=0.1"
-    with pytest.raises(
-        UserError, match=r"--bitwise needs a model without dropout, and \w+ is 0\.1"
-    ):
-        load_model(config, None, SomeRows(words), 0, "no", bitwise=True)
-
-
-def test_files_of_this_package_and_of_transformers_are_written_by_one_writer(load):
-    assert type(load("llama").files) is ModelFiles
-
-
-@pytest.mark.parametrize("family", LEAKING)
-def test_a_class_that_leaks_trains_with_a_document_a_row(load, family):
-    model, batch = load(family).model, Batch.make()
-    first = model(batch.input_ids, batch.labels)
-    first.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(1e-3 * parameter.grad)
-    assert model(batch.input_ids, batch.labels) < first
+def test_bitwise_runs_accept_a_model_without_dropout():
+    config = ModelConfig(from_config="llama", max_length=64)
+    assert load_model(config, None, SomeRows(byte_tokenizer()), 0, "no", bitwise=True)

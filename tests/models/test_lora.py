@@ -1,9 +1,9 @@
-"""LoRA: the adapter alone is trained and kept, belongs to its base, and merges into it."""
+"""LoRA: only the adapter is trained and saved; it belongs to its base, and merges into it."""
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from transformers import (
     modeling_utils,
 )
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
@@ -32,95 +31,146 @@ from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora_config import LoraConfig
+from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
-from llmtrain.record.saver import Saver, write_model
+from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.recipe_model import build_recipe_model
 from tests.launching import FINETUNE, ROOT
+from tests.models.small_models import byte_tokenizer, export_model
 from tests.models.some_rows import SomeRows
 
-WITH_EXPERTS = [
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "granitemoe",
-    "deepseek_v3",
-]  # whose weights are fused
+# Each keeps the weights of its experts in one parameter of three dimensions.
+FUSED_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3"]
+SEVEN_PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+# The base knows 257 tokens, and a chat template adds two.
+VOCABULARY = 257
+NEW_TOKENS = [257, 258]
 IDS = torch.randint(1, 250, (4, 24), generator=torch.Generator().manual_seed(0))
+IDS_WITH_NEW_TOKEN = torch.cat([IDS, torch.full((4, 2), NEW_TOKENS[-1])], dim=1)
 
-
-def words() -> PreTrainedTokenizerFast:
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
-
-
-def chatting() -> PreTrainedTokenizerFast:
-    """With the two tokens of a chat template, which the base does not know."""
-    tokenizer = words()
-    assert len(set_template(tokenizer, "chatml")) == 2
-    return tokenizer
-
-
-def load(
-    accelerator,
-    config: ModelConfig,
-    lora: LoraConfig | None = None,
-    tokenizer=None,
-    ends: tuple[int, ...] = (),
-) -> ModelBundle:
-    tokenizer = tokenizer or words()
-    rows = SomeRows(
-        tokenizer, stop_token_ids=ends, new_tokens=[257, 258] if len(tokenizer) == 259 else []
-    )
-    return place(accelerator, load_model(config, lora, rows, 3, "no"))
+BASES = {
+    "untied": {"tie_word_embeddings": "false"},
+    "tied": {"tie_word_embeddings": "true"},
+    "another": {"tie_word_embeddings": "false"},
+    "deeper": {"tie_word_embeddings": "false", "num_hidden_layers": 3},
+    "wider": {"tie_word_embeddings": "false", "hidden_size": 96},
+    **{family: {"tie_word_embeddings": "false"} for family in FUSED_EXPERTS},
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of small pretrained models; those named tied have one matrix for embedding and head."""
-    from llmtrain.models.meta_models import configuration_of
+    """Return the folder of a small pretrained model, by its name in BASES."""
+    folders: dict[str, Path] = {}
 
-    made: dict[str, Path] = {}
+    def base(name: str) -> Path:
+        if name in folders:
+            return folders[name]
 
-    def base(kind: str) -> Path:
-        if kind not in made:
-            family = kind if kind in WITH_EXPERTS else "llama"
-            layers = 3 if kind == "deeper" else 2
-            width = 96 if kind == "wider" else 64
-            tied = str(kind == "tied").lower()
-            overrides = f"num_hidden_layers={layers},hidden_size={width},tie_word_embeddings={tied}"
-            torch.manual_seed(len(made))
-            config = configuration_of(
-                ModelConfig(from_config=family, config_overrides=overrides, max_length=64), words()
-            )
-            made[kind] = tmp_path_factory.mktemp(kind)
-            AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
-            words().save_pretrained(made[kind])
-        return made[kind]
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        sizes = {"num_hidden_layers": 2, "hidden_size": 64} | BASES[name]
+        config = ModelConfig(
+            from_config=name if name in FUSED_EXPERTS else "llama",
+            config_overrides=",".join(f"{key}={value}" for key, value in sizes.items()),
+            max_length=64,
+        )
+        torch.manual_seed(len(folders))
+        model = AutoModelForCausalLM.from_config(configuration_of(config, byte_tokenizer()))
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        return folder
 
     return base
 
 
 @pytest.fixture
-def adapt(bases, accelerator) -> Callable[..., ModelBundle]:
-    def adapt(
-        kind: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **settings
+def load(accelerator) -> Callable[..., ModelBundle]:
+    """Load a model as a run does, from its flags."""
+
+    def load(
+        config: ModelConfig,
+        lora: LoraConfig | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        new_tokens: Sequence[int] = (),
+        stop_token_ids: tuple[int, ...] = (),
+        precision: str = "no",
     ) -> ModelBundle:
-        config = ModelConfig(str(bases(kind)), max_length=64)
-        lora = LoraConfig(**{"lora_r": 4} | settings)
-        return load(accelerator, config, lora, tokenizer)
+        rows = SomeRows(
+            tokenizer or byte_tokenizer(),
+            stop_token_ids=stop_token_ids,
+            new_tokens=[*new_tokens],
+        )
+        return place(accelerator, load_model(config, lora, rows, 3, precision))
+
+    return load
+
+
+@pytest.fixture
+def adapt(bases, load) -> Callable[..., ModelBundle]:
+    """Add a new adapter to a base, with flags of LoRA."""
+
+    def adapt(
+        base: str = "untied", tokenizer: PreTrainedTokenizerFast | None = None, **flags
+    ) -> ModelBundle:
+        tokenizer = tokenizer or byte_tokenizer()
+        return load(
+            ModelConfig(str(bases(base)), max_length=64),
+            LoraConfig(**{"lora_r": 4} | flags),
+            tokenizer=tokenizer,
+            new_tokens=range(VOCABULARY, len(tokenizer)),
+        )
 
     return adapt
 
 
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose chat template has two tokens that the base does not know."""
+    tokenizer = byte_tokenizer()
+    assert set_template(tokenizer, "chatml") == NEW_TOKENS
+    return tokenizer
+
+
+def ids_for(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    return IDS_WITH_NEW_TOKEN if len(tokenizer) > VOCABULARY else IDS
+
+
+with_and_without_new_tokens = pytest.mark.parametrize(
+    "make_tokenizer",
+    [
+        pytest.param(byte_tokenizer, id="tokens of the base"),
+        pytest.param(chat_tokenizer, id="two new tokens"),
+    ],
+)
+
+
 def train_a_little(model: torch.nn.Module, ids: torch.Tensor = IDS) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(trained_parameters(model).values(), lr=1e-2)
     for _ in range(4):
         model(ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    parameters = model.named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+
+def changed_by_training(model: torch.nn.Module) -> set[str]:
+    """Train a model, and return the names of the parameters that have changed."""
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train_a_little(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -128,453 +178,324 @@ def logits(model: torch.nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
         return model.eval()(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-def test_only_the_adapter_is_trained_and_the_base_does_not_move(adapt, kind, settings):
-    model = adapt(kind, **settings).model
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    train_a_little(model)
-    moved = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    assert moved == {
-        name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    assert all("lora_" in name for name in moved)
-    assert len(moved) >= 2 * 7 * 2  # two matrices at seven products of two layers
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_a_checkpoint_holds_the_adapter_and_gives_it_back(adapt, kind, grown, tmp_path):
-    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    tokenizer = chatting() if grown else words()
-    bundle = adapt(kind, tokenizer)
-    model, files = bundle.model, bundle.files
-    train_a_little(model, ids)
-    weights = files.tensors(model)
-    Saver(tmp_path, files, keep=1).save(4, weights, {"optimizer": FlatState({}, {})}, {"step": 4})
-    path = tmp_path / "step-00000004"
-    assert (path / "model" / "adapter_model.safetensors").stat().st_size < 150_000
-    assert not (path / "model" / "config.json").exists()
+# --- what is trained
 
-    bundle = adapt(kind, tokenizer)
-    again, more_files = bundle.model, bundle.files
-    assert not torch.equal(logits(again, ids), logits(model, ids))
-    fill(more_files.tensors(again), read_tensors(path / "model"))
-    assert torch.equal(logits(again, ids), logits(model, ids))
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("base", ["untied", "tied"])
+def test_training_changes_the_adapter_and_nothing_else(adapt, base, use_dora):
+    model = adapt(base, use_dora=use_dora).model
+
+    changed = changed_by_training(model)
+
+    assert changed == trained_parameters(model).keys()
+    adapted = {name.partition(".lora_")[0] for name in changed if ".lora_" in name}
+    assert all(".lora_" in name for name in changed)
+    assert len(adapted) == 7 * 2, "seven products in each of two layers"
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dora": True}, {"lora_target_modules": ["q_proj", "lm_head"]}]
+    ("base", "embedding_matrices"),
+    [pytest.param("tied", 1, id="tied"), pytest.param("untied", 2, id="untied")],
 )
-@pytest.mark.parametrize("kind", ["untied", "tied"])
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_adapter_and_merged_model_compute_the_trained_logits(
-    adapt, kind, grown, settings, tmp_path
-):
-    if "lm_head" in str(settings) and (kind == "tied" or grown):
-        pytest.skip("a head that is tied, or has rows of its own to train, takes no adapter")
-    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    bundle = adapt(kind, chatting() if grown else words(), **settings)
-    model, files = bundle.model, bundle.files
-    train_a_little(model, ids)
-    expected = logits(model, ids)
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model, ids), expected)
+def test_only_the_embedding_rows_of_new_tokens_are_trained(adapt, base, embedding_matrices):
+    model = adapt(base, chat_tokenizer()).model
+    rows = [value for name, value in trained_parameters(model).items() if "lora_" not in name]
+    assert [len(part) for part in rows] == [len(NEW_TOKENS)] * embedding_matrices
+    before = [part.clone() for part in rows]
 
-    write_merged(tmp_path / "model", tmp_path / "merged")
-    merged, found = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "merged", output_loading_info=True
+    train_a_little(model, ids=torch.full((4, 24), NEW_TOKENS[-1]))
+
+    for part, initial in zip(rows, before, strict=True):
+        assert not torch.equal(part, initial)
+    assert logits(model).shape[-1] == VOCABULARY + len(NEW_TOKENS)
+
+
+def test_new_tokens_are_trained_if_the_base_has_spare_rows_for_them(bases, load, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(bases("untied"))
+    base.resize_token_embeddings(320)
+    base.save_pretrained(tmp_path / "padded")
+
+    bundle = load(
+        ModelConfig(str(tmp_path / "padded"), max_length=64),
+        LoraConfig(lora_r=4),
+        tokenizer=chat_tokenizer(),
+        new_tokens=NEW_TOKENS,
     )
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
+
+    parameters = trained_parameters(bundle.model).items()
+    rows = [len(value) for name, value in parameters if "lora_" not in name]
+    assert rows == [len(NEW_TOKENS)] * 2
+    # Otherwise the loss would keep the logits of all tokens in memory.
+    assert bundle.model.head_is_linear
+
+    train_a_little(bundle.model, ids=torch.full((4, 24), NEW_TOKENS[-1]))
+    folder = export_model(bundle, tmp_path / "model")
+    assert torch.equal(logits(TextModel(str(folder)).model), logits(bundle.model))
+
+
+@pytest.mark.parametrize("family", FUSED_EXPERTS)
+def test_all_linear_adapts_every_linear_layer_and_every_expert(adapt, family):
+    bundle = adapt(family)
+
+    changed = changed_by_training(bundle.model)
+
+    assert changed == trained_parameters(bundle.model).keys()
+    layers_with_experts = 1 if family == "deepseek_v3" else 2
+    matrices_of_experts = [name for name in changed if ".experts." in name]
+    assert len(matrices_of_experts) == 2 * 2 * layers_with_experts, "A and B of two products"
+
+    base = AutoModelForCausalLM.from_pretrained(bundle.files.base)
+    linear_layers = {
+        name for name, module in base.named_modules() if type(module) is torch.nn.Linear
+    }
+    adapted = {name.partition(".lora_")[0].replace(".base_layer", "") for name in changed}
+    assert linear_layers - {"lm_head"} <= adapted
+
+
+@pytest.mark.parametrize("family", FUSED_EXPERTS)
+def test_every_expert_is_trained_exported_and_merged(adapt, family, tmp_path, recwarn):
+    bundle = adapt(family)
+
+    check_export_and_merge(bundle, IDS, tmp_path)
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(bundle.files.base).state_dict()
+    names = [name for name in merged if ".experts." in name and merged[name].ndim == 3]
+    assert names
+    for name in names:
+        for expert, (after, before) in enumerate(zip(merged[name], base[name], strict=True)):
+            assert not torch.equal(after, before), f"{name}, expert {expert}"
+    assert not [warning for warning in recwarn if "pattern" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected_modules"),
+    [
+        pytest.param(
+            ["q_proj", "experts.down_proj"], {"self_attn.q_proj", "mlp.experts"}, id="both kinds"
+        ),
+        pytest.param(["experts.down_proj"], {"mlp.experts"}, id="experts only"),
+    ],
+)
+def test_a_parameter_of_experts_can_be_a_target(adapt, targets, expected_modules):
+    model = adapt("mixtral", lora_target_modules=targets).model
+
+    names = trained_parameters(model).keys()
+    modules = {re.search(r"\.layers\.\d\.(.*?)\.lora_", name)[1] for name in names}
+    assert modules == expected_modules
+    assert len(names) == 2 * 2 * len(expected_modules), "A and B in each of two layers"
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "products"),
+    [
+        pytest.param("qwen3_moe", SEVEN_PRODUCTS, 2 * (4 + 2), id="qwen3_moe"),
+        pytest.param("mixtral", SEVEN_PRODUCTS, 2 * (4 + 2), id="mixtral"),
+        # A dense layer, and a layer with shared experts and two fused products.
+        pytest.param("deepseek_v3", SEVEN_PRODUCTS[-3:], 3 + 3 + 2, id="deepseek_v3"),
+    ],
+)
+def test_usual_target_names_reach_the_fused_products_of_experts(adapt, family, targets, products):
+    model = adapt(family, lora_target_modules=targets).model
+    assert len(trained_parameters(model)) == 2 * products, "A and B of each product"
+
+
+def test_modules_to_save_start_from_the_weights_of_the_base(adapt):
+    model = adapt(lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"]).model
+    check_saved_modules(model)
+
+
+def test_modules_to_save_are_float32_beside_a_bfloat16_base(bases, load):
+    bundle = load(
+        ModelConfig(str(bases("untied")), max_length=64),
+        LoraConfig(lora_r=4, lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"]),
+        precision="bf16",
+    )
+    check_saved_modules(bundle.model)
+    assert bundle.model.get_parameter("model.layers.0.input_layernorm.weight").dtype == (
+        torch.bfloat16
+    )
+
+
+def check_saved_modules(model: torch.nn.Module) -> None:
+    """Check that three modules are trained in full, from the frozen weights of the base."""
+    parameters = trained_parameters(model).items()
+    copies = {name: value for name, value in parameters if ".modules_to_save." in name}
+    assert len(copies) == 3
+    for name, copy in copies.items():
+        original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
+        assert copy.dtype == torch.float32
+        assert torch.equal(copy.to(original.dtype), original)
+        assert not original.requires_grad
+    assert model.head_is_linear
+
+
+@with_and_without_new_tokens
+def test_modules_to_save_are_trained_exported_continued_and_merged(
+    adapt, load, make_tokenizer, tmp_path
+):
+    tokenizer = make_tokenizer()
+    ids = ids_for(tokenizer)
+    modules = ["embed_tokens", "lm_head", "model.norm"]
+    bundle = adapt("untied", tokenizer, use_rslora=True, lora_modules_to_save=modules)
+
+    before = {name: value.clone() for name, value in trained_parameters(bundle.model).items()}
+    train_a_little(bundle.model, ids)
+    for name, value in trained_parameters(bundle.model).items():
+        assert not torch.equal(value, before[name]), name
+
+    expected = logits(bundle.model, ids)
+    folder = export_model(bundle, tmp_path / "model")
+    keys = load_file(folder / "adapter_model.safetensors").keys()
+    assert {"base_model.model.lm_head.weight", "base_model.model.model.norm.weight"} < keys
+    assert torch.equal(logits(TextModel(str(folder)).model, ids), expected)
+
+    continued = load(continuing(folder), tokenizer=AutoTokenizer.from_pretrained(folder))
+    assert torch.equal(logits(continued.model, ids), expected)
+
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
+    torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)
+
+
+# --- what is saved, and who can load it
+
+
+@pytest.mark.parametrize("base", ["untied", "tied"])
+@with_and_without_new_tokens
+def test_a_checkpoint_holds_only_the_adapter_and_restores_it(adapt, base, make_tokenizer, tmp_path):
+    tokenizer = make_tokenizer()
+    ids = ids_for(tokenizer)
+    bundle = adapt(base, tokenizer)
+    train_a_little(bundle.model, ids)
+
+    saver = Saver(tmp_path, bundle.files, keep=1)
+    state = {"optimizer": FlatState({}, {})}
+    saver.save(4, bundle.files.tensors(bundle.model), state, {"step": 4})
+
+    folder = tmp_path / "step-00000004" / "model"
+    assert (folder / "adapter_model.safetensors").stat().st_size < 150_000
+    assert not (folder / "config.json").exists()
+
+    restored = adapt(base, tokenizer)
+    assert not torch.equal(logits(restored.model, ids), logits(bundle.model, ids))
+    fill(restored.files.tensors(restored.model), read_tensors(folder))
+    assert torch.equal(logits(restored.model, ids), logits(bundle.model, ids))
+
+
+@with_and_without_new_tokens
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        pytest.param("untied", {}, id="untied"),
+        pytest.param("tied", {}, id="tied"),
+        pytest.param("untied", {"use_dora": True}, id="untied, dora"),
+        pytest.param("tied", {"use_dora": True}, id="tied, dora"),
+    ],
+)
+def test_exported_and_merged_models_compute_the_trained_logits(
+    adapt, base, flags, make_tokenizer, tmp_path
+):
+    tokenizer = make_tokenizer()
+    check_export_and_merge(adapt(base, tokenizer, **flags), ids_for(tokenizer), tmp_path)
+
+
+def test_an_adapter_of_the_head_is_exported_and_merged(adapt, tmp_path):
+    bundle = adapt(lora_target_modules=["q_proj", "lm_head"])
+    check_export_and_merge(bundle, IDS, tmp_path)
+
+
+def check_export_and_merge(bundle: ModelBundle, ids: torch.Tensor, folder: Path) -> None:
+    train_a_little(bundle.model, ids)
+    expected = logits(bundle.model, ids)
+    base = AutoModelForCausalLM.from_pretrained(bundle.files.base)
+    change = logits(base) - expected[:, : IDS.shape[1], :VOCABULARY]
+    assert change.abs().max() > 1e-2, "training changed nothing"
+
+    exported = export_model(bundle, folder / "model")
+    assert torch.equal(logits(TextModel(str(exported)).model, ids), expected)
+
+    write_merged(exported, folder / "merged")
+    merged, info = AutoModelForCausalLM.from_pretrained(folder / "merged", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     torch.testing.assert_close(logits(merged, ids), expected, atol=1e-5, rtol=0)
-    base = AutoModelForCausalLM.from_pretrained(files.base)
-    assert (logits(base) - expected[:, :24, :257]).abs().max() > 1e-2, "training changed nothing"
-    assert merged.config.tie_word_embeddings == (kind == "tied")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == (259 if grown else 257)
+    assert merged.config.tie_word_embeddings == base.config.tie_word_embeddings
+    tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
+    assert len(tokenizer) == len(bundle.files.tokenizer)
 
 
 def test_loading_an_adapter_with_new_tokens_warns_of_nothing(adapt, tmp_path, monkeypatch):
-    files = (bundle := adapt("untied", chatting())).files
-    write_model(tmp_path / "model", files, files.export_tensors(bundle.model))
+    folder = export_model(adapt("untied", chat_tokenizer()), tmp_path / "model")
     warnings: list[str] = []
     monkeypatch.setattr(modeling_utils.logger, "warning_once", warnings.append)
-    TextModel(str(tmp_path / "model"))
-    write_merged(tmp_path / "model", tmp_path / "merged")
+
+    TextModel(str(folder))
+    write_merged(folder, tmp_path / "merged")
+
     assert warnings == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [("{}", 5), ('{"eos_token_id": 7}', 7), ("[", 5), (None, 5)],
-)
-def test_an_adapter_without_a_stop_token_stops_as_its_base(adapt, tmp_path, settings, expected):
-    files = (bundle := adapt("untied")).files
-    folder = tmp_path / "model"
-    write_model(folder, files, files.export_tensors(bundle.model))
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    if settings is not None:
-        (folder / "generation_config.json").write_text(settings)
-    model = TextModel(str(folder))
-    model.model.generation_config.eos_token_id = 5
-    assert model._stop_token_ids(folder) == [expected]
+def test_the_settings_of_an_adapter_name_the_modules_that_it_adapts(adapt, tmp_path):
+    folder = export_model(adapt(), tmp_path / "model")
 
+    settings = json.loads((folder / "adapter_config.json").read_text())
 
-def test_an_adapter_names_the_modules_that_it_adapts(adapt, tmp_path):
-    bundle = adapt()
-    model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
     names = {name.rpartition(".")[2] for name in settings["target_modules"]}
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert names == set(SEVEN_PRODUCTS)
 
 
-def test_transformers_alone_loads_an_adapter_whose_vocabulary_did_not_grow(adapt, tmp_path):
+def test_transformers_loads_an_adapter_without_new_tokens(adapt, tmp_path):
     bundle = adapt()
-    model, files = bundle.model, bundle.files
-    train_a_little(model)
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(model)
-    )
+    train_a_little(bundle.model)
+    folder = export_model(bundle, tmp_path / "model")
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+
+    torch.testing.assert_close(logits(loaded), logits(bundle.model))
 
 
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_the_model_card_s_code_loads_the_adapter(adapt, grown, tmp_path, monkeypatch):
-    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    bundle = adapt("untied", chatting() if grown else words())
-    model, files = bundle.model, bundle.files
-    train_a_little(model, ids)
-    folder = tmp_path / "model"
-    write_model(folder, files, files.export_tensors(model))
+@with_and_without_new_tokens
+def test_the_code_in_the_model_card_loads_the_adapter(adapt, make_tokenizer, tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    ids = ids_for(tokenizer)
+    bundle = adapt("untied", tokenizer)
+    train_a_little(bundle.model, ids)
+    folder = export_model(bundle, tmp_path / "model")
     assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n")
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    names: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     monkeypatch.chdir(folder)
-    exec(code, names)
-    torch.testing.assert_close(logits(names["model"], ids), logits(model, ids))
-    assert len(names["tokenizer"]) == (259 if grown else 257)
+    exec(code, variables)
+
+    torch.testing.assert_close(logits(variables["model"], ids), logits(bundle.model, ids))
+    assert len(variables["tokenizer"]) == len(tokenizer)
 
 
-@pytest.mark.parametrize(("kind", "matrices"), [("tied", 1), ("untied", 2)])
-def test_rows_of_added_tokens_are_trained_and_no_others(adapt, kind, matrices):
-    model = adapt(kind, chatting()).model
-    rows = [p for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
-    assert [len(part) for part in rows] == [2] * matrices
-    before = [part.clone() for part in rows]
-    train_a_little(model, torch.full((4, 24), 258))
-    assert not any(torch.equal(part, then) for part, then in zip(rows, before, strict=True))
-    assert logits(model).shape[-1] == 259
-
-
-def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
-    bundle = adapt()
-    model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    path = tmp_path / "model" / "adapter_config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps({**settings, "base_model_name_or_path": str(bases("another"))}))
-    with pytest.raises(
-        UserError, match=r"is an adapter of other weights than .*another\w* holds now"
-    ):
-        TextModel(str(tmp_path / "model"))
-
-
-def test_a_run_with_an_adapter_stands_for_its_merged_model(adapt, tmp_path, capsys):
-    bundle = adapt()
-    model, files = bundle.model, bundle.files
-    train_a_little(model, IDS)
-    run = tmp_path / "run"
-    write_model(run / "model", files, files.export_tensors(model))
-
-    for _ in range(2):
-        config = ModelConfig(str(run), max_length=64)
-        config.fit_max_length()
-        assert config.model_name_or_path == str(run / "merged")
-        assert f"merged    {run}/model is an adapter" in capsys.readouterr().out
-    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
-    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
-    assert len(AutoTokenizer.from_pretrained(run / "merged")) == 257
-
-    before = (run / "merged" / "model.safetensors").stat().st_mtime_ns
-    merged_model(run / "model")
-    assert (run / "merged" / "model.safetensors").stat().st_mtime_ns == before
-    train_a_little(model, IDS)
-    write_model(run / "model", files, files.export_tensors(model))
-    with pytest.raises(UserError, match=r"merged exists and was not merged from .*model; delete"):
-        merged_model(run / "model")
-
-
-@pytest.mark.parametrize("kind", ["untied", "deepseek_v3"])
-@pytest.mark.parametrize("tokenizer", [words, chatting])
-def test_a_plan_of_an_adapter_writes_nothing_next_to_it(adapt, tmp_path, kind, tokenizer):
-    bundle = adapt(kind, tokenizer())
-    run = tmp_path / "run"
-    tensors = bundle.files.export_tensors(bundle.model)
-    write_model(run / "model", bundle.files, tensors)
-    (tmp_path / "text.txt").write_text("some words of text " * 200)
-    before = sorted(tmp_path.rglob("*"))
-
-    flags = ["--model_name_or_path", str(run), "--dataset", str(tmp_path / "text.txt")]
-    subject = build_recipe_model(str(ROOT / FINETUNE), [*flags, "--max_length", "64"], "no")
-    assert sorted(tmp_path.rglob("*")) == before
-
-    rows = SomeRows(tokenizer(), stop_token_ids=(), new_tokens=[])
-    merged = load_model(
-        ModelConfig(merged_model(run / "model"), max_length=64), None, rows, 3, "no"
-    )
-    shapes = {name: weight.shape for name, weight in merged.model.named_parameters()}
-    assert {name: weight.shape for name, weight in subject.model.named_parameters()} == shapes
-
-
-def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
-    assert merged_folder(checkpoint / "model") == tmp_path / "run" / "merged-step-00000010"
-    assert merged_folder(tmp_path / "own") == tmp_path / "own-merged"
-
-
-def test_a_base_with_another_configuration_is_another_base(accelerator, bases, tmp_path):
-    base = shutil.copytree(bases("untied"), tmp_path / "base")
-    loaded = load(accelerator, ModelConfig(str(base), max_length=64), LoraConfig(lora_r=4))
-    write_model(
-        tmp_path / "model",
-        loaded.files,
-        loaded.files.export_tensors(loaded.model),
-    )
-    assert TextModel(str(tmp_path / "model"))
-    settings = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 1e-3}))
-    with pytest.raises(UserError, match="is an adapter of other weights"):
-        TextModel(str(tmp_path / "model"))
-
-
-def test_an_adapter_whose_base_is_gone_is_one_line(adapt, tmp_path):
-    bundle = adapt()
-    model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    path = tmp_path / "model" / "adapter_config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "/no/such/base"})
-    )
-    with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
-        TextModel(str(tmp_path / "model"))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_every_expert_has_matrices_of_its_own(adapt, family, tmp_path, recwarn):
-    bundle = adapt(family)
-    model, files = bundle.model, bundle.files
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    train_a_little(model)
-    moved = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    assert moved == {
-        name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    mine = [name for name in moved if ".experts." in name]
-    assert len(mine) == 2 * 2 * (1 if family == "deepseek_v3" else 2), (
-        "two matrices at two products of each layer"
-    )
-    plain = AutoModelForCausalLM.from_pretrained(files.base)
-    linear = {name for name, module in plain.named_modules() if type(module) is torch.nn.Linear} - {
-        "lm_head"
-    }
-    assert linear <= {name.partition(".lora_")[0].replace(".base_layer", "") for name in moved}, (
-        "all-linear"
-    )
-    expected = logits(model)
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
-    write_merged(tmp_path / "model", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
-    before = plain.state_dict()
-    for name, whole in merged.state_dict().items():
-        if ".experts." in name and whole.ndim == 3:
-            assert not any(
-                torch.equal(one, was) for one, was in zip(whole, before[name], strict=True)
-            ), name
-    assert not [str(one.message) for one in recwarn if "pattern" in str(one.message)]
-
-
-def test_the_weights_of_experts_can_be_named(adapt):
-    model = adapt("mixtral", lora_target_modules=["q_proj", "experts.down_proj"]).model
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kinds = {name.partition(".layers.")[2][2:].partition(".lora_")[0] for name in trained}
-    assert kinds == {"self_attn.q_proj", "mlp.experts"}
-    assert len(trained) == 2 * 2 * 2
-    alone = adapt("mixtral", lora_target_modules=["experts.down_proj"]).model
-    trained = [name for name, parameter in alone.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 2
-    assert all(".experts.lora_" in name for name in trained)
-    usual = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    for family in ("qwen3_moe", "mixtral"):
-        whole = adapt(family, lora_target_modules=usual).model
-        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
-        assert len(trained) == 2 * 2 * (4 + 2), "two products of experts"
-    dense = adapt("deepseek_v3", lora_target_modules=usual[-3:]).model
-    trained = [name for name, parameter in dense.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * (3 + 3 + 2), "a dense layer, shared experts, and the others"
-    adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1)
-    for settings in ({"lora_dropout": 0.1}, {"use_dora": True}):
-        with pytest.raises(
-            UserError, match="the fused weights of this model's experts take neither"
-        ):
-            adapt("mixtral", **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora_target_modules": ["no_such_proj"]}, r"--lora_target_modules no_such_proj: "),
-        ({"lora_target_modules": ["q_proj", "v_porj"]}, r"no module is called v_porj"),
-        (
-            {"lora_target_modules": ["all-linear", "q_proj"]},
-            r"all-linear already means every module",
-        ),
-        ({"lora_r": 0, "use_dora": True}, r"--use_dora needs --lora_r"),
-        ({"lora_r": 0, "lora_modules_to_save": ["lm_head"]}, r"to_save needs --lora_r"),
-        ({"lora_modules_to_save": ["lm_hed"]}, r"to_save: no module is called lm_hed"),
-        (
-            {"kind": "tied", "lora_modules_to_save": ["embed_tokens"]},
-            r"embedding and the head of this model share",
-        ),
-        ({"lora_r": -1}, r"--lora_r -1"),
-        ({"lora_dropout": 1.0}, r"--lora_dropout 1\.0"),
-        ({"lora_alpha": 0}, r"--lora_alpha 0"),
-    ],
-)
-def test_bad_settings_are_one_line(adapt, settings, message):
-    with pytest.raises(UserError, match=message):
-        adapt(**settings)
-
-
-def test_rows_of_added_tokens_are_trained_where_the_base_had_spare_ones(
-    bases, accelerator, tmp_path
+def test_a_relative_base_is_found_from_another_working_directory(
+    bases, load, tmp_path, monkeypatch
 ):
-    base = AutoModelForCausalLM.from_pretrained(bases("untied"))
-    base.resize_token_embeddings(320)
-    base.save_pretrained(tmp_path / "padded")
-    config = ModelConfig(str(tmp_path / "padded"), max_length=64)
-    loaded = load(accelerator, config, LoraConfig(lora_r=4), chatting())
-    rows = [
-        p for name, p in loaded.model.named_parameters() if p.requires_grad and "lora_" not in name
-    ]
-    assert [len(part) for part in rows] == [2, 2]
-    assert loaded.model.head_is_linear, (
-        "the loss must not hold the logits of a long vocabulary for it"
-    )
-    train_a_little(loaded.model, torch.full((4, 24), 258))
-    expected = logits(loaded.model)
-    write_model(
-        tmp_path / "model",
-        loaded.files,
-        loaded.files.export_tensors(loaded.model),
-    )
-    assert torch.equal(logits(TextModel(str(tmp_path / "model")).model), expected)
+    base = bases("untied")
+    monkeypatch.chdir(base.parent)
+    bundle = load(ModelConfig(base.name, max_length=64), LoraConfig(lora_r=4))
+    export_model(bundle, tmp_path / "model")
 
-
-def test_an_adapter_is_no_base(adapt, accelerator, tmp_path):
-    loaded = adapt()
-    write_model(
-        tmp_path / "model",
-        loaded.files,
-        loaded.files.export_tensors(loaded.model),
-    )
-    for rank in (0, 4):
-        config = ModelConfig(str(tmp_path / "model"), max_length=64)
-        with pytest.raises(
-            UserError,
-            match=r"is an adapter; merge it into its model first: llmtrain export .* --merge",
-        ):
-            load(accelerator, config, LoraConfig(lora_r=rank))
-
-
-def test_freezing_and_adapting_are_one_or_the_other(bases, accelerator):
-    config = ModelConfig(str(bases("untied")), max_length=64, freeze="embed")
-    with pytest.raises(UserError, match="--freeze cannot be combined with --lora_r"):
-        load(accelerator, config, LoraConfig(lora_r=4))
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("adapter_config.json", "{"),
-        ("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": null}'),
-        ("adapter_model.safetensors", None),
-    ],
-)
-def test_a_broken_adapter_is_one_line(adapt, tmp_path, name, content):
-    bundle = adapt()
-    model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, files.export_tensors(model))
-    (tmp_path / "model" / name).unlink()
-    if content is not None:
-        (tmp_path / "model" / name).write_text(content)
-    with pytest.raises(UserError) as caught:
-        write_merged(tmp_path / "model", tmp_path / "merged")
-    assert "\n" not in str(caught.value)
-
-
-def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(
-    bases, accelerator, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(bases("untied").parent)
-    config = ModelConfig(bases("untied").name, max_length=64)
-    bundle = load(accelerator, config, LoraConfig(lora_r=4))
-    model, files = bundle.model, bundle.files
-    write_model(tmp_path / "model", files, files.export_tensors(model))
     monkeypatch.chdir(tmp_path)
-    assert torch.equal(logits(TextModel("model").model), logits(model))
+
+    assert torch.equal(logits(TextModel("model").model), logits(bundle.model))
 
 
-def test_what_a_base_said_of_generating_is_kept(bases, accelerator, tmp_path):
-    folder = tmp_path / "base"
-    shutil.copytree(bases("untied"), folder)
-    (folder / "generation_config.json").write_text(
-        '{"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": true}'
-    )
-    for ends, expected in (((), [0, 7]), ((0, 258), [0, 7, 258])):
-        config = ModelConfig(str(folder), max_length=64)
-        files = load(accelerator, config, ends=ends).files
-        assert files.generation["eos_token_id"] == expected
-        assert files.generation["temperature"] == 0.6
-
-
-def test_random_weights_get_no_adapter(accelerator):
-    with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
-        load(accelerator, ModelConfig(from_config="llama", max_length=64), LoraConfig(lora_r=4))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, 4 bits are held")
-def test_four_bits_without_a_gpu_are_one_line(bases, accelerator):
-    config = ModelConfig(str(bases("untied")), max_length=64, load_in_4bit=True)
-    with pytest.raises(UserError, match="--load_in_4bit needs a CUDA GPU"):
-        load(accelerator, config, LoraConfig(lora_r=4))
-    with pytest.raises(UserError, match="--load_in_4bit needs --lora_r"):
-        load(accelerator, config)
-
-
-def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
-    bundle = load_model(
-        ModelConfig(str(bases("untied")), max_length=64),
-        LoraConfig(lora_r=4),
-        SomeRows(words()),
-        3,
-        "no",
-    )
-    assert bundle.start["lora"] == {
+def test_the_fingerprint_of_a_run_has_every_setting_of_its_adapter(adapt):
+    start = adapt().start
+    assert start.keys() == {"weights", "lora", "freeze"}
+    assert start["lora"] == {
         "lora_r": 4,
         "lora_alpha": 32,
         "lora_target_modules": ["all-linear"],
@@ -583,242 +504,295 @@ def test_the_identity_of_a_run_holds_every_setting_of_its_adapter(bases):
         "use_rslora": False,
         "lora_modules_to_save": [],
     }
-    assert bundle.start.keys() == {"weights", "lora", "freeze"}
 
 
-def test_an_answer_of_an_adapter_ends_where_its_turns_end(adapt, tmp_path):
-    tokenizer = chatting()
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    bundle = adapt("untied", tokenizer)
-    model, files = bundle.model, bundle.files
-    ending = type(files)(**{**vars(files), "generation": {"eos_token_id": [end]}})
-    write_model(tmp_path / "model", ending, files.export_tensors(model))
-    loaded = TextModel(str(tmp_path / "model"))
-    said = torch.full((1, 2, 259), -100.0)
-    said[..., end] = 100.0
-    loaded.model = Saying(said)
-    assert list(loaded.stream([1, 2], Sampling(max_new_tokens=5))) == []
+# --- where an answer ends
 
 
-class Saying:
-    """A model that always says the same."""
+class ConstantModel:
+    """A model that predicts the same token everywhere."""
 
     device = "cpu"
+    past_key_values = None
+    cache = None
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-        self.past_key_values = self.cache = None
+    def __init__(self, token: int, vocabulary: int) -> None:
+        self.logits = torch.full((1, 1, vocabulary), -100.0)
+        self.logits[..., token] = 100.0
 
-    def __call__(self, *_, **__) -> "Saying":
+    def __call__(self, *arguments: Any, **options: Any) -> "ConstantModel":
         return self
 
 
-# --- an adapter that is trained further
-
-
-def stored(bundle: ModelBundle, folder: Path) -> Path:
-    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
-    return folder
-
-
-def gradients(model: torch.nn.Module, ids: torch.Tensor = IDS) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model.train()(ids, ids).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("untied", {}),
-        ("tied", {"use_dora": True, "lora_alpha": 5}),
-        ("gpt_oss", {}),
-        ("deepseek_v3", {}),
-        ("untied", {"lora_target_modules": ["q_proj", "lm_head"]}),
-    ],
-)
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_an_adapter_goes_on_as_its_run_would(adapt, accelerator, kind, settings, grown, tmp_path):
-    if grown and "lm_head" in str(settings):
-        pytest.skip("a head that has rows of its own to train takes no adapter")
-    tokenizer = chatting() if grown else words()
-    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    bundle = adapt(kind, tokenizer, **settings)
-    train_a_little(bundle.model, ids)
-    folder = stored(bundle, tmp_path / "model")
-
-    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
-    rows = SomeRows(tokenizer, stop_token_ids=(), new_tokens=[])
-    again = place(accelerator, load_model(config, LoraConfig(), rows, 3, "no"))
-    expected = bundle.files.tensors(bundle.model)
-    tensors = again.files.tensors(again.model)
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
-    assert torch.equal(logits(again.model, ids), logits(bundle.model, ids))
-    expected_gradients = gradients(bundle.model, ids)
-    assert gradients(again.model, ids).keys() == expected_gradients.keys()
-    for name, gradient in gradients(again.model, ids).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-6, atol=1e-9)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing was merged"
-
-    train_a_little(again.model, ids)
-    train_a_little(bundle.model, ids)
-    further = stored(again, tmp_path / "further")
-    torch.testing.assert_close(
-        logits(TextModel(str(further)).model, ids), logits(bundle.model, ids), rtol=0, atol=1e-6
-    )
+def stops_at(token: int, folder: Path) -> bool:
+    """Return whether a token ends the answer of a model in a folder."""
+    model = TextModel(str(folder))
+    model.model = ConstantModel(token, len(model.tokenizer))
+    return list(model.stream([1, 2], Sampling(max_new_tokens=5))) == []
 
 
 @pytest.fixture
-def own_peft(bases, tmp_path) -> Callable[..., Path]:
-    """An adapter that stock peft has made and saved alone, with values that are not zero."""
-
-    def save(kind: str = "untied", dtype: torch.dtype = torch.float32, **settings) -> Path:
-        chosen = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-        if settings.get("task_type") == "SEQ_CLS":
-            base = AutoModelForSequenceClassification.from_pretrained(bases(kind), num_labels=1)
-        else:
-            base = AutoModelForCausalLM.from_pretrained(bases(kind))
-        adapted = peft.get_peft_model(base, peft.LoraConfig(**chosen | settings))
-        torch.manual_seed(1)
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-        adapted.to(dtype).save_pretrained(tmp_path / "peft")
-        return tmp_path / "peft"
-
-    return save
+def base_that_stops(bases, tmp_path) -> Path:
+    """Return a base whose answers end at token 70 or 71, sampled at a temperature of 0.6."""
+    folder = shutil.copytree(bases("untied"), tmp_path / "base")
+    settings = {"eos_token_id": [70, 71], "temperature": 0.6, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("generation_config", "stop_token"),
     [
-        ("untied", {"use_rslora": True, "bias": "lora_only"}),
-        ("untied", {"dtype": torch.bfloat16, "rank_pattern": {"1.self_attn.q_proj": 5}}),
-        ("untied", {"modules_to_save": ["lm_head", "embed_tokens"]}),
-        ("tied", {"target_modules": ["q_proj", "lm_head"]}),
-        ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        pytest.param("{}", 71, id="without a stop token"),
+        pytest.param("[", 71, id="not JSON"),
+        pytest.param(None, 71, id="no file"),
+        pytest.param('{"eos_token_id": 80}', 80, id="another stop token"),
     ],
 )
-def test_an_adapter_of_stock_peft_goes_on_and_merges(
-    own_peft, accelerator, kind, settings, tmp_path
+def test_an_adapter_without_stop_tokens_has_those_of_its_base(
+    load, base_that_stops, generation_config, stop_token, tmp_path
 ):
-    folder = own_peft(kind, **settings)
-    expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
-    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
-    bundle = load(accelerator, config)
-    torch.testing.assert_close(logits(bundle.model), expected, rtol=0, atol=1e-6)
-    assert not any(p.requires_grad and p.dtype != torch.float32 for p in bundle.model.parameters())
+    bundle = load(ModelConfig(str(base_that_stops), max_length=64), LoraConfig(lora_r=4))
+    folder = export_model(bundle, tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(generation_config)
+
+    assert stops_at(stop_token, folder)
+    assert not stops_at(90, folder)
+
+
+def test_an_answer_of_an_adapter_ends_at_the_end_of_a_turn(bases, load, tmp_path):
+    tokenizer = chat_tokenizer()
+    end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    bundle = load(
+        ModelConfig(str(bases("untied")), max_length=64),
+        LoraConfig(lora_r=4),
+        tokenizer=tokenizer,
+        new_tokens=NEW_TOKENS,
+        stop_token_ids=(end_of_turn,),
+    )
+    assert stops_at(end_of_turn, export_model(bundle, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("stop_token_ids", "expected"),
+    [
+        pytest.param((), [70, 71], id="no tokens of a template"),
+        pytest.param((70, 258), [70, 71, 258], id="a token of a template"),
+    ],
+)
+def test_generation_settings_of_the_base_stay(load, base_that_stops, stop_token_ids, expected):
+    bundle = load(ModelConfig(str(base_that_stops), max_length=64), stop_token_ids=stop_token_ids)
+    assert bundle.files.generation["eos_token_id"] == expected
+    assert bundle.files.generation["temperature"] == 0.6
+
+
+# --- merging
+
+
+def test_a_run_from_an_adapter_starts_from_its_merged_model(adapt, tmp_path, capsys):
+    bundle = adapt()
+    train_a_little(bundle.model)
+    run = tmp_path / "run"
+    export_model(bundle, run / "model")
+
+    for _ in range(2):  # it is merged once, and then found
+        config = ModelConfig(str(run), max_length=64)
+        config.fit_max_length()
+        assert config.model_name_or_path == str(run / "merged")
+        assert f"merged    {run}/model is an adapter" in capsys.readouterr().out
+
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
+    torch.testing.assert_close(logits(merged), logits(bundle.model), atol=1e-5, rtol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(run / "merged")) == VOCABULARY
+
+
+def test_an_adapter_is_merged_once(adapt, tmp_path):
+    export_model(adapt(), tmp_path / "run" / "model")
+    merged_weights = tmp_path / "run" / "merged" / "model.safetensors"
+    merged_model(tmp_path / "run" / "model")
+    time_of_merge = merged_weights.stat().st_mtime_ns
+
+    merged_model(tmp_path / "run" / "model")
+
+    assert merged_weights.stat().st_mtime_ns == time_of_merge
+
+
+def test_the_merged_model_of_an_earlier_adapter_is_refused(adapt, tmp_path):
+    bundle = adapt()
+    folder = export_model(bundle, tmp_path / "run" / "model")
+    merged_model(folder)
 
     train_a_little(bundle.model)
-    saved = stored(bundle, tmp_path / "saved")
-    words().save_pretrained(folder)
-    for adapter in (folder, saved):
-        expected = logits(AutoPeftModelForCausalLM.from_pretrained(adapter))
-        merged = AutoModelForCausalLM.from_pretrained(merged_model(adapter))
-        torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
-    again = load(accelerator, ModelConfig(str(tmp_path / "saved-merged"), max_length=64))
-    torch.testing.assert_close(logits(again.model), expected, rtol=0, atol=2e-5)
+    export_model(bundle, folder)
+
+    with pytest.raises(UserError, match=r"merged exists and was not merged from .*model; delete"):
+        merged_model(folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "flags", "lora", "message"),
-    [
-        ({}, {}, {"lora_r": 4}, "cannot be combined with --lora_r: the adapter has its own"),
-        ({}, {}, {"lora_alpha": 4}, "cannot be combined with --lora_alpha"),
-        ({}, {"freeze": "norm"}, {}, "cannot be combined with --freeze"),
-        ({"base": "another"}, {}, {}, "is an adapter of other weights than"),
-        ({"base": "deeper"}, {}, {}, "does not fit .*: only one of them has base_model"),
-        ({"base": "wider"}, {}, {}, "could not be loaded: .*: size mismatch for"),
-        ({"init_lora_weights": "pissa"}, {}, {}, "initialised with pissa, which changed"),
-        ({"peft_type": "IA3"}, {}, {}, "is a IA3 adapter, and only LoRA"),
-    ],
-)
-def test_an_adapter_that_cannot_go_on_is_one_line(
-    own_peft, bases, accelerator, change, flags, lora, message
-):
-    folder = own_peft()
-    path = folder / "adapter_config.json"
-    settings = json.loads(path.read_text())
-    if "base" in change:
-        if change["base"] == "another":
-            (folder / "base.json").write_text(json.dumps(origin_of(str(bases("untied")))))
-        change = {"base_model_name_or_path": str(bases(change["base"]))}
-    path.write_text(json.dumps({**settings, **change}))
-    config = ModelConfig(str(folder), max_length=64, continue_adapter=True, **flags)
-    with pytest.raises(UserError, match=message) as caught:
-        load(accelerator, config, LoraConfig(**lora))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_adapter_goes_on_only_if_it_is_one(bases, own_peft, accelerator):
-    with pytest.raises(UserError, match="--continue_adapter needs --model_name_or_path"):
-        ModelConfig(from_config="llama", continue_adapter=True)
-    with pytest.raises(UserError, match=r"is not the folder of an adapter; leave the flag out"):
-        ModelConfig(str(bases("untied")), continue_adapter=True).fit_max_length()
-    with pytest.raises(UserError, match="name its folder: hf download some/adapter --local-dir "):
-        ModelConfig("some/adapter", continue_adapter=True).fit_max_length()
-    config = ModelConfig(str(own_peft()), max_length=64, continue_adapter=True)
-    with pytest.raises(UserError, match="the chat template has tokens that the adapter has no"):
-        load(accelerator, config, tokenizer=chatting())
-
-
-def test_a_merged_reward_model_says_that_it_is_one_and_scores_a_batch(own_peft, tmp_path):
-    folder = own_peft(task_type="SEQ_CLS")
-    words().save_pretrained(folder)
-    write_merged(folder, tmp_path / "merged")
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForSequenceClassification"]
-    assert config["pad_token_id"] is not None
-    scores = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")(IDS).logits
-    assert scores.shape == (len(IDS), 1)
-
-
-def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
-    """As the limit of a state space model's time steps."""
-    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
-    base = AutoModelForCausalLM.from_config(
-        Mamba2Config(**sizes, vocab_size=257, num_hidden_layers=1)
-    )
-    base.save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["in_proj"]))
-    adapted.save_pretrained(tmp_path / "adapter")
-    words().save_pretrained(tmp_path / "adapter")
-    write_merged(tmp_path / "adapter", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert merged.config.time_step_limit == base.config.time_step_limit
-
-
-def test_a_run_does_not_start_from_an_export_in_another_dtype(own_peft):
-    folder = own_peft()
-    words().save_pretrained(folder)
+def test_a_run_does_not_start_from_a_merge_into_another_dtype(peft_adapter):
+    folder = peft_adapter()
     write_merged(folder, merged_folder(folder), "float16")
     with pytest.raises(UserError, match=r"exported with --dtype float16, .*; delete it, or name"):
         merged_model(folder)
 
 
-def test_the_revision_that_peft_recorded_is_that_of_the_base(
-    own_peft, bases, tmp_path, monkeypatch
+@pytest.mark.parametrize("base", ["untied", "deepseek_v3"])
+@with_and_without_new_tokens
+def test_planning_from_an_adapter_writes_nothing(adapt, base, make_tokenizer, tmp_path):
+    run = tmp_path / "run"
+    export_model(adapt(base, make_tokenizer()), run / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("some words of text " * 200)
+    files_before = sorted(tmp_path.rglob("*"))
+
+    flags = f"--model_name_or_path {run} --dataset {text} --max_length 64"
+    planned = build_recipe_model(str(ROOT / FINETUNE), flags.split(), "no")
+
+    assert sorted(tmp_path.rglob("*")) == files_before
+    merged = ModelConfig(merged_model(run / "model"), max_length=64)
+    loaded = load_model(merged, None, SomeRows(make_tokenizer()), 3, "no")
+    assert shapes(planned.model) == shapes(loaded.model)
+
+
+def shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    assert merged_folder(checkpoint / "model") == tmp_path / "run" / "merged-step-00000010"
+    assert merged_folder(tmp_path / "own") == tmp_path / "own-merged"
+
+
+def test_a_merge_into_quantized_weights_is_refused(peft_adapter, bases, tmp_path):
+    folder = peft_adapter()
+    base = shutil.copytree(bases("untied"), tmp_path / "quantized")
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change_json(base / "config.json", quantization_config=quantization)
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
+
+    with pytest.raises(UserError, match=r"round them .*--continue_adapter, .* export .* --merge"):
+        ModelConfig(str(folder), max_length=64).fit_max_length()
+
+
+def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+    config = Mamba2Config(**sizes, vocab_size=VOCABULARY, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert base.config.time_step_limit[1] == float("inf")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["in_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    byte_tokenizer().save_pretrained(tmp_path / "adapter")
+
+    write_merged(tmp_path / "adapter", tmp_path / "merged")
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.time_step_limit == base.config.time_step_limit
+
+
+def test_a_merged_reward_model_is_one_and_scores_a_batch(peft_adapter, tmp_path):
+    folder = peft_adapter(task_type="SEQ_CLS")
+
+    write_merged(folder, tmp_path / "merged")
+
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert config["pad_token_id"] is not None
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged(IDS).logits.shape == (len(IDS), 1)
+
+
+# --- adapters that peft wrote
+
+
+@pytest.fixture
+def peft_adapter(bases, tmp_path) -> Callable[..., Path]:
+    """Write an adapter with peft alone, with matrices that are not zero, and a tokenizer."""
+
+    def write(base: str = "untied", dtype: torch.dtype = torch.float32, **options) -> Path:
+        defaults = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        settings = peft.LoraConfig(**defaults | options)
+        if settings.task_type == "SEQ_CLS":
+            model = AutoModelForSequenceClassification.from_pretrained(bases(base), num_labels=1)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(bases(base))
+
+        adapted = peft.get_peft_model(model, settings)
+        torch.manual_seed(1)
+        for parameter in trained_parameters(adapted).values():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        adapted.to(dtype).save_pretrained(tmp_path / "peft")
+        byte_tokenizer().save_pretrained(tmp_path / "peft")
+        return tmp_path / "peft"
+
+    return write
+
+
+def continuing(folder: Path, **flags: Any) -> ModelConfig:
+    return ModelConfig(str(folder), max_length=64, continue_adapter=True, **flags)
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        pytest.param("untied", {"use_rslora": True, "bias": "lora_only"}, id="biases"),
+        pytest.param(
+            "untied",
+            {"dtype": torch.bfloat16, "rank_pattern": {"1.self_attn.q_proj": 5}},
+            id="bfloat16, two ranks",
+        ),
+        pytest.param(
+            "untied", {"modules_to_save": ["lm_head", "embed_tokens"]}, id="modules in full"
+        ),
+        pytest.param("tied", {"target_modules": ["q_proj", "lm_head"]}, id="tied head"),
+        pytest.param("tied", {"modules_to_save": ["embed_tokens"]}, id="tied embedding in full"),
+    ],
+)
+def test_an_adapter_of_peft_is_trained_further_and_merged(
+    peft_adapter, load, base, options, tmp_path
 ):
-    """Its main branch is another model, whose weights are quantized and not even there."""
+    original = peft_adapter(base, **options)
+
+    bundle = load(continuing(original))
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(original))
+    torch.testing.assert_close(logits(bundle.model), expected, rtol=0, atol=1e-6)
+    dtypes = {parameter.dtype for parameter in trained_parameters(bundle.model).values()}
+    assert dtypes == {torch.float32}
+
+    train_a_little(bundle.model)
+    trained = export_model(bundle, tmp_path / "trained")
+    for folder in (original, trained):
+        expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
+        merged = merged_model(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(merged)
+        torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
+
+    restarted = load(ModelConfig(merged, max_length=64))
+    torch.testing.assert_close(logits(restarted.model), expected, rtol=0, atol=2e-5)
+
+
+def test_the_recorded_revision_of_a_base_is_loaded(peft_adapter, bases, tmp_path, monkeypatch):
+    """On the main branch is another model, which has no files of weights."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repository = tmp_path / "hub" / "models--org--model"
-    for branch, commit in {"main": "a" * 40, "v2": "b" * 40}.items():
+    commits = {"main": "a" * 40, "v2": "b" * 40}
+    (repository / "refs").mkdir(parents=True)
+    for branch, commit in commits.items():
         (repository / "snapshots" / commit).mkdir(parents=True)
-        (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / branch).write_text(commit)
-    shutil.copytree(bases("untied"), repository / "snapshots" / ("b" * 40), dirs_exist_ok=True)
+    shutil.copytree(bases("untied"), repository / "snapshots" / commits["v2"], dirs_exist_ok=True)
     main_config = {"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}
-    (repository / "snapshots" / ("a" * 40) / "config.json").write_text(json.dumps(main_config))
+    main_folder = repository / "snapshots" / commits["main"]
+    (main_folder / "config.json").write_text(json.dumps(main_config))
 
-    folder = own_peft()
-    words().save_pretrained(folder)
+    folder = peft_adapter()
     expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
-    path = folder / "adapter_config.json"
-    names = {"base_model_name_or_path": "org/model", "revision": "v2"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    change_json(folder / "adapter_config.json", base_model_name_or_path="org/model", revision="v2")
+
     merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=2e-5)
     (tmp_path / "outline").mkdir()
@@ -827,58 +801,295 @@ def test_the_revision_that_peft_recorded_is_that_of_the_base(
     assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
 
-def test_a_merge_that_would_round_is_refused(own_peft, bases, tmp_path):
-    folder = own_peft()
-    base = shutil.copytree(bases("untied"), tmp_path / "quantized")
-    settings = json.loads((base / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (base / "config.json").write_text(json.dumps(settings))
-    path = folder / "adapter_config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(base)})
-    )
-    with pytest.raises(UserError, match=r"round them .*--continue_adapter, .* export .* --merge"):
-        ModelConfig(str(folder), max_length=64).fit_max_length()
+# --- an adapter that is trained further
 
 
-# --- modules that are trained in full beside the matrices
+def gradients(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model.train()(ids, ids).backward()
+    parameters = model.named_parameters()
+    return {name: value.grad.clone() for name, value in parameters if value.grad is not None}
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("grown", [False, True], ids=["", "grown"])
-def test_modules_beside_an_adapter_are_trained_from_the_weights_of_its_base(
-    bases, accelerator, precision, grown, tmp_path
+@with_and_without_new_tokens
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        pytest.param("untied", {}, id="untied"),
+        pytest.param("tied", {"use_dora": True, "lora_alpha": 5}, id="tied, dora"),
+        pytest.param("gpt_oss", {}, id="gpt_oss"),
+        pytest.param("deepseek_v3", {}, id="deepseek_v3"),
+    ],
+)
+def test_a_continued_adapter_trains_as_its_run_would(
+    adapt, load, base, flags, make_tokenizer, tmp_path
 ):
-    tokenizer = chatting() if grown else words()
-    ids = torch.cat([IDS, torch.full((4, 2), 258)], dim=1) if grown else IDS
-    names = ["embed_tokens", "lm_head", "model.norm"]
-    lora = LoraConfig(lora_r=4, use_rslora=True, lora_modules_to_save=names)
-    rows = SomeRows(tokenizer, stop_token_ids=(), new_tokens=[257, 258] if grown else [])
-    config = ModelConfig(str(bases("untied")), max_length=64)
-    bundle = place(accelerator, load_model(config, lora, rows, 3, precision))
-    model = bundle.model
-    copies = {name: p for name, p in model.named_parameters() if ".modules_to_save." in name}
-    assert len(copies) == 3
-    for name, parameter in copies.items():
-        original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
-        assert (parameter.dtype, parameter.requires_grad) == (torch.float32, True)
-        assert torch.equal(parameter.to(original.dtype), original)
-        assert not original.requires_grad
-    assert model.head_is_linear
-    if precision == "bf16":
-        return
+    tokenizer = make_tokenizer()
+    bundle = adapt(base, tokenizer, **flags)
+    check_continued_training(bundle, load, ids_for(tokenizer), tmp_path)
 
-    before = {name: parameter.clone() for name, parameter in copies.items()}
-    train_a_little(model, ids)
-    assert not any(torch.equal(parameter, before[name]) for name, parameter in copies.items())
-    expected = logits(model, ids)
-    folder = stored(bundle, tmp_path / "model")
-    keys = load_file(folder / "adapter_model.safetensors").keys()
-    assert {"base_model.model.lm_head.weight", "base_model.model.model.norm.weight"} < keys
-    assert torch.equal(logits(TextModel(str(folder)).model, ids), expected)
-    config = ModelConfig(str(folder), max_length=64, continue_adapter=True)
-    rows = SomeRows(AutoTokenizer.from_pretrained(folder))
-    again = place(accelerator, load_model(config, None, rows, 3, "no"))
-    assert torch.equal(logits(again.model, ids), expected)
-    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
-    torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)
+
+def test_a_continued_adapter_of_the_head_trains_as_its_run_would(adapt, load, tmp_path):
+    bundle = adapt(lora_target_modules=["q_proj", "lm_head"])
+    check_continued_training(bundle, load, IDS, tmp_path)
+
+
+def check_continued_training(
+    bundle: ModelBundle, load: Callable[..., ModelBundle], ids: torch.Tensor, folder: Path
+) -> None:
+    """Check that a run and a run that continues its adapter have the same weights and steps."""
+    train_a_little(bundle.model, ids)
+    exported = export_model(bundle, folder / "model")
+
+    continued = load(continuing(exported), LoraConfig(), tokenizer=bundle.files.tokenizer)
+
+    assert [path.name for path in folder.iterdir()] == ["model"], "nothing was merged"
+    tensors = continued.files.tensors(continued.model)
+    expected_tensors = bundle.files.tensors(bundle.model)
+    torch.testing.assert_close(tensors, expected_tensors, rtol=0, atol=0)
+    assert torch.equal(logits(continued.model, ids), logits(bundle.model, ids))
+    torch.testing.assert_close(
+        gradients(continued.model, ids), gradients(bundle.model, ids), rtol=1e-6, atol=1e-9
+    )
+
+    train_a_little(continued.model, ids)
+    train_a_little(bundle.model, ids)
+    exported = export_model(continued, folder / "continued")
+    torch.testing.assert_close(
+        logits(TextModel(str(exported)).model, ids), logits(bundle.model, ids), rtol=0, atol=1e-6
+    )
+
+
+# --- refusals: each is one line that says what to do
+
+
+@pytest.mark.parametrize(
+    ("base", "flags", "message"),
+    [
+        pytest.param(
+            "untied",
+            {"lora_target_modules": ["no_such_proj"]},
+            "--lora_target_modules no_such_proj: ",
+            id="no target exists",
+        ),
+        pytest.param(
+            "untied",
+            {"lora_target_modules": ["q_proj", "v_porj"]},
+            "no module is called v_porj",
+            id="one target does not exist",
+        ),
+        pytest.param(
+            "untied",
+            {"lora_target_modules": ["all-linear", "q_proj"]},
+            "all-linear already means every module",
+            id="all-linear and a name",
+        ),
+        pytest.param(
+            "untied",
+            {"lora_r": 0, "use_dora": True},
+            "--use_dora needs --lora_r",
+            id="dora without a rank",
+        ),
+        pytest.param(
+            "untied",
+            {"lora_r": 0, "lora_modules_to_save": ["lm_head"]},
+            "to_save needs --lora_r",
+            id="modules to save without a rank",
+        ),
+        pytest.param(
+            "untied",
+            {"lora_modules_to_save": ["lm_hed"]},
+            "to_save: no module is called lm_hed",
+            id="no such module to save",
+        ),
+        pytest.param(
+            "tied",
+            {"lora_modules_to_save": ["embed_tokens"]},
+            "embedding and the head of this model share",
+            id="tied module to save",
+        ),
+        pytest.param(
+            "mixtral",
+            {"lora_dropout": 0.1},
+            "the fused weights of this model's experts take neither",
+            id="dropout on experts",
+        ),
+        pytest.param(
+            "mixtral",
+            {"use_dora": True},
+            "the fused weights of this model's experts take neither",
+            id="dora on experts",
+        ),
+        pytest.param("untied", {"lora_r": -1}, "--lora_r -1", id="rank"),
+        pytest.param("untied", {"lora_dropout": 1.0}, r"--lora_dropout 1\.0", id="dropout"),
+        pytest.param("untied", {"lora_alpha": 0}, "--lora_alpha 0", id="alpha"),
+    ],
+)
+def test_bad_settings_are_refused(adapt, base, flags, message):
+    with pytest.raises(UserError, match=message):
+        adapt(base, **flags)
+
+
+def test_dropout_is_accepted_if_no_expert_is_adapted(adapt):
+    model = adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1).model
+    assert all("q_proj" in name for name in trained_parameters(model))
+
+
+def test_random_weights_get_no_adapter(load):
+    with pytest.raises(UserError, match="--lora_r needs --model_name_or_path"):
+        load(ModelConfig(from_config="llama", max_length=64), LoraConfig(lora_r=4))
+
+
+def test_freezing_and_an_adapter_exclude_each_other(bases, load):
+    config = ModelConfig(str(bases("untied")), max_length=64, freeze="embed")
+    with pytest.raises(UserError, match="--freeze cannot be combined with --lora_r"):
+        load(config, LoraConfig(lora_r=4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can train with 4 bits")
+def test_four_bits_without_a_gpu_are_refused(bases, load):
+    config = ModelConfig(str(bases("untied")), max_length=64, load_in_4bit=True)
+    with pytest.raises(UserError, match="--load_in_4bit needs a CUDA GPU"):
+        load(config, LoraConfig(lora_r=4))
+    with pytest.raises(UserError, match="--load_in_4bit needs --lora_r"):
+        load(config)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_adapter_is_not_a_base(adapt, load, rank, tmp_path):
+    folder = export_model(adapt(), tmp_path / "model")
+    message = r"is an adapter; merge it into its model first: llmtrain export .* --merge"
+    with pytest.raises(UserError, match=message):
+        load(ModelConfig(str(folder), max_length=64), LoraConfig(lora_r=rank))
+
+
+def test_an_adapter_of_other_weights_is_refused(adapt, bases, tmp_path):
+    folder = export_model(adapt(), tmp_path / "model")
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(bases("another")))
+
+    message = r"is an adapter of other weights than .*another\w* holds now"
+    with pytest.raises(UserError, match=message):
+        TextModel(str(folder))
+
+
+def test_a_base_with_another_configuration_is_another_base(bases, load, tmp_path):
+    base = shutil.copytree(bases("untied"), tmp_path / "base")
+    bundle = load(ModelConfig(str(base), max_length=64), LoraConfig(lora_r=4))
+    folder = export_model(bundle, tmp_path / "model")
+    assert TextModel(str(folder))
+
+    change_json(base / "config.json", rms_norm_eps=1e-3)
+
+    with pytest.raises(UserError, match="is an adapter of other weights"):
+        TextModel(str(folder))
+
+
+def test_a_missing_base_is_one_line(adapt, tmp_path):
+    folder = export_model(adapt(), tmp_path / "model")
+    change_json(folder / "adapter_config.json", base_model_name_or_path="/no/such/base")
+
+    with pytest.raises(UserError, match="its adapter could not be loaded") as caught:
+        TextModel(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        pytest.param("adapter_config.json", "{", id="not JSON"),
+        pytest.param(
+            "adapter_config.json",
+            '{"peft_type": "LORA", "base_model_name_or_path": null}',
+            id="no base",
+        ),
+        pytest.param("adapter_model.safetensors", None, id="no weights"),
+    ],
+)
+def test_a_broken_adapter_is_one_line(adapt, tmp_path, file, content):
+    folder = export_model(adapt(), tmp_path / "model")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+
+    with pytest.raises(UserError) as caught:
+        write_merged(folder, tmp_path / "merged")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lora", "message"),
+    [
+        pytest.param(
+            {},
+            {"lora_r": 4},
+            "cannot be combined with --lora_r: the adapter has its own",
+            id="rank",
+        ),
+        pytest.param({}, {"lora_alpha": 4}, "cannot be combined with --lora_alpha", id="alpha"),
+        pytest.param({"freeze": "norm"}, {}, "cannot be combined with --freeze", id="freeze"),
+    ],
+)
+def test_flags_that_contradict_continue_adapter_are_refused(
+    peft_adapter, load, flags, lora, message
+):
+    with pytest.raises(UserError, match=message):
+        load(continuing(peft_adapter(), **flags), LoraConfig(**lora))
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        pytest.param("deeper", "does not fit .*: only one of them has base_model", id="deeper"),
+        pytest.param("wider", "could not be loaded: .*: size mismatch for", id="wider"),
+    ],
+)
+def test_continuing_an_adapter_on_a_base_of_another_shape_is_one_line(
+    peft_adapter, bases, load, base, message
+):
+    folder = peft_adapter()
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(bases(base)))
+
+    with pytest.raises(UserError, match=message) as caught:
+        load(continuing(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_continuing_an_adapter_on_other_weights_is_refused(peft_adapter, bases, load):
+    folder = peft_adapter()
+    (folder / "base.json").write_text(json.dumps(origin_of(str(bases("untied")))))
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(bases("another")))
+
+    with pytest.raises(UserError, match="is an adapter of other weights than"):
+        load(continuing(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(
+            {"init_lora_weights": "pissa"}, "initialised with pissa, which changed", id="pissa"
+        ),
+        pytest.param({"peft_type": "IA3"}, "is a IA3 adapter, and only LoRA", id="ia3"),
+    ],
+)
+def test_continuing_another_kind_of_adapter_is_refused(peft_adapter, load, settings, message):
+    folder = peft_adapter()
+    change_json(folder / "adapter_config.json", **settings)
+
+    with pytest.raises(UserError, match=message):
+        load(continuing(folder))
+
+
+def test_only_the_folder_of_an_adapter_can_be_continued(bases):
+    with pytest.raises(UserError, match="--continue_adapter needs --model_name_or_path"):
+        ModelConfig(from_config="llama", continue_adapter=True)
+    with pytest.raises(UserError, match="is not the folder of an adapter; leave the flag out"):
+        continuing(bases("untied")).fit_max_length()
+    with pytest.raises(UserError, match="name its folder: hf download some/adapter --local-dir "):
+        ModelConfig("some/adapter", continue_adapter=True).fit_max_length()
+
+
+def test_a_chat_template_adds_no_tokens_to_a_continued_adapter(peft_adapter, load):
+    message = "the chat template has tokens that the adapter has no"
+    with pytest.raises(UserError, match=message):
+        load(continuing(peft_adapter()), tokenizer=chat_tokenizer(), new_tokens=NEW_TOKENS)

@@ -1,5 +1,6 @@
-"""The loss that never holds all logits, beside the one that does."""
+"""The loss of a linear head in bounded memory computes what torch computes from all logits."""
 
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -7,77 +8,85 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models import nll_kernels
-from llmtrain.models.loss import linear_nll, summed_nll, target_positions_of
+from llmtrain.models.loss import linear_nll, target_positions_of
 from llmtrain.padded_sizes import padded_size
 
-ROWS = 16  # of the head in a block, in these tests
 WIDTH = 6
-VOCABULARIES = [
-    ROWS - 3,
-    ROWS,
-    ROWS + 1,
-    5 * ROWS - 2,
-]  # fewer than a block, one block, one row more, many
-INCOMING = 0.37
+BLOCK = 16  # tokens of the vocabulary in a block, in these tests
+VOCABULARY = 5 * BLOCK - 2
+BLOCKS = math.ceil(VOCABULARY / BLOCK)
+INCOMING_GRADIENT = 0.37
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # up to the order of float64 sums
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+def change_limits(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
     limits = nll_kernels.LOGIT_LIMITS
-    monkeypatch.setitem(limits, "cpu", limits["cpu"]._replace(**changed))
+    monkeypatch.setitem(limits, "cpu", limits["cpu"]._replace(**changes))
 
 
-@pytest.fixture(autouse=True, params=["in place", "in place, a GPU's", "blockwise"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the ways to compute the loss, the one that the test takes."""
-    in_place = -1 if request.param == "blockwise" else 10**9
-    limit(monkeypatch, block=1, in_place=in_place, tile=7)
-    if request.param == "in place, a GPU's":
-        limit(monkeypatch, tile=10**9)
+@pytest.fixture(autouse=True, params=["in place", "in place, fused", "blockwise"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make the loss be computed in one of its ways: all tests run with each of them.
+
+    The fused kernel is the one that a GPU compiles. Here it runs uncompiled.
+    """
+    in_place_limit = -1 if request.param == "blockwise" else 10**9
+    change_limits(monkeypatch, block=1, in_place=in_place_limit, tile=7)
+    monkeypatch.setattr(nll_kernels, "_BLOCK_MULTIPLE", BLOCK)
+    if request.param == "in place, fused":
+        change_limits(monkeypatch, tile=10**9)
         monkeypatch.setattr(nll_kernels, "_nll_and_gradient", nll_kernels._FusedKernel())
-    monkeypatch.setattr(nll_kernels, "_BLOCK_MULTIPLE", ROWS)
-    return str(request.param).partition(",")[0]
+    return request.param
 
 
-class Case(NamedTuple):
+class Example(NamedTuple):
+    """Arguments of the loss.
+
+    Attributes:
+        hidden: hidden states [B, T, C].
+        weight: of the head [V, C].
+        targets: tokens or IGNORED [B, T].
+        bias: of the head [V].
+    """
+
     hidden: torch.Tensor
     weight: torch.Tensor
     targets: torch.Tensor
     bias: torch.Tensor | None
 
-    def to(self, dtype: torch.dtype) -> "Case":
-        """The same numbers, as leaves of another dtype."""
-        hidden, weight, bias = (
-            None if x is None else x.detach().to(dtype, copy=True) for x in self._floats()
-        )
-        return case_of(hidden, weight, self.targets, bias)
+    @property
+    def differentiable(self) -> dict[str, torch.Tensor]:
+        tensors = {"hidden": self.hidden, "weight": self.weight}
+        return tensors if self.bias is None else {**tensors, "bias": self.bias}
 
-    def _floats(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        return self.hidden, self.weight, self.bias
+    def to(self, dtype: torch.dtype) -> "Example":
+        """Return the same numbers in another dtype."""
+        tensors = self.differentiable.items()
+        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors}
+        return self._replace(**copies).requiring_grad()
 
-
-def case_of(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None
-) -> Case:
-    for tensor in (hidden, weight, bias):
-        if tensor is not None:
+    def requiring_grad(self) -> "Example":
+        for tensor in self.differentiable.values():
             tensor.requires_grad_()
-    return Case(hidden, weight, targets, bias)
+        return self
 
 
-def case(
-    vocabulary: int = VOCABULARIES[-1],
+def make_example(
+    vocabulary: int = VOCABULARY,
+    *,
     bias: bool = False,
     ignored: float = 0.3,
     rows: int = 3,
     width: int = WIDTH,
-) -> Case:
-    """Confident and doubtful predictions, in float64; each row of the head is somewhere the target."""
+) -> Example:
+    """Return confident and doubtful predictions, in float64, of every token of the vocabulary."""
     generator = torch.Generator().manual_seed(vocabulary)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -85,376 +94,482 @@ def case(
 
     targets = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(rows)])
     targets[torch.rand(targets.shape, generator=generator) < ignored] = IGNORED
-    hidden, weight = 2 * normal(*targets.shape, width), normal(vocabulary, width)
-    return case_of(hidden, weight, targets, normal(vocabulary) if bias else None)
+    example = Example(
+        hidden=2 * normal(*targets.shape, width),
+        weight=normal(vocabulary, width),
+        targets=targets,
+        bias=normal(vocabulary) if bias else None,
+    )
+    return example.requiring_grad()
 
 
-def whole_logits(
+def torch_nll(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
+    """Compute the loss with torch from all logits, as a model of transformers does."""
     logits = F.linear(hidden, weight, bias)
-    return summed_nll(
-        logits if softcap is None else softcap * torch.tanh(logits / softcap), targets
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 
-def autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same with its products in bfloat16; backward is run outside, as loops do."""
-    return torch.autocast("cpu", torch.bfloat16)(function)
+def loss_and_gradients(
+    function: Callable[..., torch.Tensor], example: Example, *options: Any
+) -> dict[str, torch.Tensor]:
+    """Return the loss, and the gradients that it causes, for an incoming gradient other than 1."""
+    for tensor in example.differentiable.values():
+        tensor.grad = None
+    nll = function(*example, *options)
+    nll.backward(nll.new_tensor(INCOMING_GRADIENT))
+
+    tensors = example.differentiable.items()
+    gradients = {name: tensor.grad for name, tensor in tensors if tensor.grad is not None}
+    return {"loss": nll.detach(), **gradients}
 
 
-def outcome(
-    function: Callable[..., torch.Tensor], case: Case, *more: Any
-) -> list[torch.Tensor | None]:
-    """The loss and the gradients of hidden, weight and bias, for an incoming gradient that is not one."""
-    for tensor in (case.hidden, case.weight, case.bias):
-        if tensor is not None:
-            tensor.grad = None
-    nll = function(*case, *more)
-    nll.backward(nll.new_tensor(INCOMING))
-    return [
-        nll.detach(),
-        case.hidden.grad,
-        case.weight.grad,
-        None if case.bias is None else case.bias.grad,
-    ]
+def relative_errors(
+    results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return the error of each result, relative to its norm."""
+    assert results.keys() == exact.keys()
+    return {
+        name: float((result.double() - exact[name]).norm() / exact[name].norm())
+        for name, result in results.items()
+    }
 
 
-def distance(found: list[torch.Tensor | None], exact: list[torch.Tensor | None]) -> list[float]:
-    """Relative to the norm of each."""
-    pairs = [(a, b) for a, b in zip(found, exact, strict=True) if a is not None and b is not None]
-    return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+def check_as_accurate(errors: dict[str, float], errors_of_torch: dict[str, float]) -> None:
+    """Check that the gradients are about as accurate as torch's.
+
+    The loss is a single number, in which roundings may cancel, so it has a limit of its own.
+    """
+    assert errors["loss"] < 5e-4
+    for name in errors.keys() - {"loss"}:
+        assert errors[name] < 1.1 * errors_of_torch[name], name
 
 
-def assert_as_near(ours: list[float], theirs: list[float]) -> None:
-    """Of gradients, where many roundings make a norm; the loss is one number, and they may cancel."""
-    assert ours[0] < 5e-4
-    assert all(a < 1.1 * b for a, b in zip(ours[1:], theirs[1:], strict=True)), (ours, theirs)
+class RecordedOperations(TorchDispatchMode):
+    """Records the operations of torch that run inside.
 
-
-class Operations(TorchDispatchMode):
-    """Records what is run inside: the largest tensor that comes out, and the dtypes that matrix products take."""
+    Attributes:
+        largest: the number of elements of the largest result.
+        product_dtypes: the dtype of each matrix product.
+        operations: the operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.products, self.packets = 0, list[torch.dtype](), set[Any]()
+        self.largest = 0
+        self.product_dtypes: list[torch.dtype] = []
+        self.operations: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        sizes = [
-            result.numel() for result in tree_leaves(results) if isinstance(result, torch.Tensor)
-        ]
-        self.largest = max([self.largest, *sizes])
-        self.packets.add(func.overloadpacket)
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self.largest = max(self.largest, result.numel())
+        self.operations.add(func.overloadpacket)
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.products.append(args[-1].dtype)
+            self.product_dtypes.append(args[-1].dtype)
         return results
 
 
-@pytest.mark.parametrize("way", ["in place", "in place, a GPU's"], indirect=True)
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_head_that_is_filled_up_has_the_same_loss_and_gradients(
-    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exact = case(501, bias)
-    expected = outcome(whole_logits, exact, softcap)
-    monkeypatch.setattr(nll_kernels, "_rows_of_products", lambda *_: 512)
-    operations = Operations()
-    with operations:
-        padded = outcome(linear_nll, exact, softcap)
-    assert operations.largest % 512 == 0
-    torch.testing.assert_close(padded, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(50_257, 50_304), (50_304, 50_304), (50_264, 50_264), (257, 384)]
+with_and_without_softcap = pytest.mark.parametrize(
+    "softcap", [pytest.param(None, id="no softcap"), pytest.param(1.5, id="softcap")]
 )
-def test_a_head_on_a_gpu_is_filled_up_if_its_rows_of_logits_are_not_aligned(
-    vocabulary: int, rows: int
-) -> None:
-    on_gpu: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
-    assert nll_kernels._rows_of_products(on_gpu, vocabulary) == rows
-    assert nll_kernels._rows_of_products(torch.zeros(1), vocabulary) == vocabulary
+with_and_without_bias = pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_loss_and_gradients_are_those_of_the_whole_logits(
+# --- the loss and its gradients are torch's
+
+
+@with_and_without_softcap
+@with_and_without_bias
+@pytest.mark.parametrize(
+    "vocabulary",
+    [
+        pytest.param(BLOCK - 3, id="less than a block"),
+        pytest.param(BLOCK, id="a block"),
+        pytest.param(BLOCK + 1, id="a block and a token"),
+        pytest.param(VOCABULARY, id="many blocks"),
+    ],
+)
+def test_loss_and_gradients_are_those_of_torch(
     vocabulary: int, bias: bool, softcap: float | None
 ) -> None:
-    exact = case(vocabulary, bias)
-    expected = outcome(whole_logits, exact, softcap)
-    found = outcome(linear_nll, exact, softcap)
-    assert found[0].dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    example = make_example(vocabulary, bias=bias)
+    expected = loss_and_gradients(torch_nll, example, softcap)
 
-    single = outcome(linear_nll, exact.to(torch.float32), softcap)
-    assert single[0].dtype == torch.float32
-    torch.testing.assert_close(single, outcome(whole_logits, exact.to(torch.float32), softcap))
-    assert max(distance(single, expected)) < 1e-6
+    results = loss_and_gradients(linear_nll, example, softcap)
+    assert_close(results, expected, **EXACT)
 
-
-@pytest.mark.parametrize("way", ["in place", "blockwise"], indirect=True)
-def test_only_few_logits_are_held(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = case()
-    limit(monkeypatch, in_place=some.targets.numel() * len(some.weight) - (way == "blockwise"))
-    with Operations() as operations:
-        linear_nll(*some)
-    assert len(operations.products) == (1 if way == "in place" else -(-VOCABULARIES[-1] // ROWS))
+    float32_example = example.to(torch.float32)
+    float32_results = loss_and_gradients(linear_nll, float32_example, softcap)
+    assert_close(float32_results, loss_and_gradients(torch_nll, float32_example, softcap))
+    assert max(relative_errors(float32_results, expected).values()) < 1e-6
 
 
-def test_as_many_rows_of_the_head_at_a_time_as_make_a_block_of_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limit(monkeypatch, block=10 * 4 * ROWS)
-    tokens = {count: torch.empty(count, 1, dtype=torch.int8) for count in (0, 1, 10, 17, 10**6)}
-    sizes = {
-        count: [s.stop - s.start for s in nll_kernels._blocks(6 * ROWS + 1, some)]
-        for count, some in tokens.items()
-    }
-    assert sizes[0] == sizes[1] == [6 * ROWS + 1]
-    assert sizes[10] == [4 * ROWS, 2 * ROWS + 1]
-    assert sizes[17] == [2 * ROWS] * 3 + [1]  # never more than a block
-    assert sizes[10**6] == [ROWS] * 6 + [1]  # nor less than some rows
-    found, expected = (outcome(function, case()) for function in (linear_nll, whole_logits))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_what_is_ignored_never_meets_the_head() -> None:
-    some = case()
-    ignored = some.targets == IGNORED
-    expected = outcome(whole_logits, some)
-    with torch.no_grad():
-        some.hidden[ignored] = torch.nan
-    positions = target_positions_of(F.pad(some.targets, (1, 0)))
-    found = outcome(lambda *arguments: linear_nll(*arguments, target_positions=positions), some)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert float(found[1][ignored].abs().max()) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_without_a_target_there_are_gradients_and_they_are_zero(
-    softcap: float | None, dtype: torch.dtype
-) -> None:
-    none = case(bias=True, ignored=1.1).to(dtype)
-    for found, like in zip(
-        outcome(linear_nll, none, softcap), [None, *none._floats()], strict=True
-    ):
-        assert found is not None
-        assert float(found.abs().max()) == 0
-        assert like is None or (found.shape, found.dtype) == (like.shape, like.dtype)
-
-
-@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
-def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str, way: str) -> None:
-    every = case(bias=True)
-    expected = dict(
-        zip(("loss", "hidden", "weight", "bias"), outcome(whole_logits, every), strict=True)
-    )
-    for name in ("hidden", "weight", "bias"):
-        getattr(every, name).requires_grad_(name == trained).grad = None
-    with Operations() as operations:
-        linear_nll(*every).backward(torch.tensor(INCOMING, dtype=torch.float64))
-    torch.testing.assert_close(
-        getattr(every, trained).grad, expected[trained], rtol=1e-12, atol=1e-12
-    )
-    assert all(
-        getattr(every, name).grad is None
-        for name in ("hidden", "weight", "bias")
-        if name != trained
-    )
-    blocks = -(-VOCABULARIES[-1] // ROWS)
-    logits = 1 if way == "in place" else 2 * blocks  # twice in blocks
-    assert len(operations.products) == logits + (trained != "bias") * (
-        1 if way == "in place" else blocks
-    )
-
-
-def test_a_tied_head_gets_both_gradients() -> None:
-    ids = torch.randint(VOCABULARIES[-1], (3, 11), generator=torch.Generator().manual_seed(0))
-    targets = torch.roll(ids, -1, 1)
-    embedding = case().weight
-    gradients = []
-    for function in (whole_logits, linear_nll):
-        embedding.grad = None
-        function(torch.tanh(F.embedding(ids, embedding)), embedding, targets).backward()
-        gradients.append(embedding.grad)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
-    head_alone = outcome(
-        linear_nll, case_of(F.embedding(ids, embedding).detach().tanh(), embedding, targets, None)
-    )[2]
-    assert not torch.allclose(gradients[1], head_alone / INCOMING)
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_autocast_is_as_near_to_the_truth_as_with_the_whole_logits(softcap: float | None) -> None:
-    exact = case(
-        40 * ROWS, bias=True, rows=1, width=64
-    )  # sums over many blocks, where their rounding would show
-    expected = outcome(whole_logits, exact, softcap)
-    single = exact.to(torch.float32)
-    plain = distance(outcome(autocast(whole_logits), single, softcap), expected)
-    with Operations() as operations:
-        found = outcome(autocast(linear_nll), single, softcap)
-    assert {tensor.dtype for tensor in found} == {torch.float32}
-    assert set(operations.products) == {torch.bfloat16}
-    assert_as_near(distance(found, expected), plain)
-    assert min(plain[1:]) > 1e-3  # it was bf16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_is_as_near_to_the_truth_as_with_the_whole_logits(
-    dtype: torch.dtype,
-) -> None:
-    half = case(40 * ROWS, bias=True, rows=1, width=64).to(dtype)
-    expected = outcome(whole_logits, half.to(torch.float64))
-    found = outcome(linear_nll, half)
-    assert [tensor.dtype for tensor in found] == [torch.float32, dtype, dtype, dtype]
-    assert_as_near(distance(found, expected), distance(outcome(whole_logits, half), expected))
-
-
-def test_the_loss_scale_of_fp16_comes_in_before_gradients_are_rounded() -> None:
-    hidden = torch.ones(1, 4, WIDTH)
-    weight = torch.zeros(ROWS + 1, WIDTH)
-    weight[-1] = -18 / WIDTH  # a probability of 2e-9, of which half precision makes zero
-    small = case_of(hidden, weight, torch.zeros(1, 4, dtype=torch.int64), None)
-    exact = small.to(torch.float64)
-    whole_logits(*exact).backward()
-    with torch.autocast("cpu", torch.float16):
-        nll = linear_nll(*small)
-    (nll * 2**14).backward()
-    torch.testing.assert_close(
-        small.weight.grad.double() / 2**14, exact.weight.grad, rtol=1e-2, atol=0
-    )
-    assert float(small.weight.grad[-1].abs().min()) > 0
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_the_gradients_are_those_of_finite_differences(softcap: float | None) -> None:
-    hidden, weight, targets, bias = case(ROWS + 1, bias=True, rows=1)
+@with_and_without_softcap
+def test_gradients_are_those_of_finite_differences(softcap: float | None) -> None:
+    hidden, weight, targets, bias = make_example(BLOCK + 1, bias=True, rows=1)
     assert torch.autograd.gradcheck(
         lambda h, w, b: linear_nll(h, w, targets, b, softcap), (hidden, weight, bias)
     )
 
 
-def test_evaluation_does_no_gradient_work(way: str) -> None:
-    some = case()
-    expected = outcome(linear_nll, some)[0]
-    with torch.no_grad(), Operations() as operations:
-        found = linear_nll(*some)
-    assert not found.requires_grad
-    assert torch.equal(found, expected)
-    assert len(operations.products) == (1 if way == "in place" else -(-VOCABULARIES[-1] // ROWS))
-    assert torch.ops.aten.scatter_add_ not in operations.packets
+def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
+    ids = torch.randint(VOCABULARY, (3, 11), generator=torch.Generator().manual_seed(0))
+    targets = torch.roll(ids, -1, 1)
+    embedding = make_example().weight
+
+    gradients = {}
+    for nll in (torch_nll, linear_nll):
+        embedding.grad = None
+        hidden = torch.tanh(F.embedding(ids, embedding))
+        nll(hidden, embedding, targets).backward()
+        gradients[nll] = embedding.grad
+    assert_close(gradients[linear_nll], gradients[torch_nll], **EXACT)
+
+    embedding.grad = None
+    linear_nll(hidden.detach(), embedding, targets).backward()
+    assert not torch.allclose(embedding.grad, gradients[linear_nll]), "the gradient of the head"
 
 
-def test_the_same_bits_each_time() -> None:
-    single = case(bias=True).to(torch.float32)
-    first = [tensor.clone() for tensor in outcome(linear_nll, single, 1.5)]
-    assert all(
-        torch.equal(a, b) for a, b in zip(first, outcome(linear_nll, single, 1.5), strict=True)
-    )
+@with_and_without_softcap
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_without_a_target_the_gradients_are_zero(softcap: float | None, dtype: torch.dtype) -> None:
+    example = make_example(bias=True, ignored=1.1).to(dtype)
+
+    results = loss_and_gradients(linear_nll, example, softcap)
+
+    assert results.keys() == {"loss", "hidden", "weight", "bias"}
+    assert results["loss"] == 0
+    for name, tensor in example.differentiable.items():
+        assert_close(results[name], torch.zeros_like(tensor), rtol=0, atol=0)
 
 
-def test_backward_can_be_repeated_and_recomputed() -> None:
-    some = case(bias=True)
-    once = outcome(linear_nll, some)
-    recomputed = outcome(
-        lambda *tensors: checkpoint(linear_nll, *tensors, use_reentrant=False), some
-    )
-    assert all(torch.equal(a, b) for a, b in zip(once, recomputed, strict=True))
-    some.weight.grad = None
-    nll = linear_nll(*some)
-    for _ in range(2):
-        nll.backward(nll.new_tensor(INCOMING), retain_graph=True)
-    torch.testing.assert_close(some.weight.grad, 2 * once[2])
+@pytest.mark.parametrize("no_token", [-1, VOCABULARY], ids=["negative", "too large"])
+def test_a_target_outside_the_vocabulary_makes_the_loss_nan(no_token: int) -> None:
+    hidden, weight, targets, _ = make_example()
+    targets[:, 3] = no_token
+    assert linear_nll(hidden, weight, targets).isnan()
 
 
-@pytest.mark.parametrize("way", ["blockwise"], indirect=True)
-@pytest.mark.parametrize(
-    "wrapper", [lambda function: function, autocast], ids=["float32", "autocast"]
-)
-def test_all_logits_never_exist(wrapper: Callable[..., Any]) -> None:
-    some = case(14 * ROWS, bias=True).to(torch.float32)
-    logits = some.targets.numel() * len(some.weight)
-    largest = {}
-    for function in (linear_nll, whole_logits):
-        with Operations() as forward:
-            nll = wrapper(function)(*some, 1.5)
-        with Operations() as backward:
-            nll.backward()
-        largest[function] = forward.largest, backward.largest
-    assert min(largest[whole_logits]) == logits  # what is not there can be seen
-    assert max(largest[linear_nll]) <= some.targets.numel() * ROWS < logits / 10
-
-
-@pytest.mark.parametrize("wrong", [-1, 5 * ROWS - 2])
-def test_a_target_that_is_no_token_shows(wrong: int) -> None:
-    hidden, weight, targets, _ = case()
-    assert linear_nll(hidden, weight, targets.index_fill(1, torch.tensor([3]), wrong)).isnan()
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_positions_that_are_not_trained_need_not_meet_the_head(
-    softcap: float | None, padded: bool
-) -> None:
-    some = case(bias=True)
-    labels = F.pad(some.targets, (1, 0))
-    positions = target_positions_of(labels, padded)
-    trained = int((some.targets != IGNORED).sum())
-    assert len(positions) == (padded_size(trained) if padded else trained) < some.targets.numel()
-
-    def there(*arguments: Any) -> torch.Tensor:
-        return linear_nll(*arguments, target_positions=positions)
-
-    for found, expected in zip(
-        outcome(there, some, softcap), outcome(linear_nll, some, softcap), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_numbers_of_positions_recur() -> None:
-    sizes = [padded_size(count) for count in range(5000)]
-    assert all(count <= size <= max(64, 1.13 * count) for count, size in enumerate(sizes))
-    assert len(set(sizes)) < 60
-
-
-def test_targets_must_be_one_a_position() -> None:
-    hidden, weight, targets, _ = case()
-    with pytest.raises(IndexError):
+def test_there_must_be_one_target_for_each_position() -> None:
+    hidden, weight, targets, _ = make_example()
+    with pytest.raises(IndexError, match="one target for each position"):
         linear_nll(hidden, weight, targets[:, 1:])
 
 
+def test_the_bits_are_the_same_each_time() -> None:
+    example = make_example(bias=True).to(torch.float32)
+    first = loss_and_gradients(linear_nll, example, 1.5)
+    second = loss_and_gradients(linear_nll, example, 1.5)
+    assert_close(second, first, rtol=0, atol=0)
+
+
+def test_backward_can_be_repeated() -> None:
+    example = make_example(bias=True)
+    expected = loss_and_gradients(linear_nll, example)
+
+    example.weight.grad = None
+    nll = linear_nll(*example)
+    for _ in range(2):
+        nll.backward(nll.new_tensor(INCOMING_GRADIENT), retain_graph=True)
+
+    assert_close(example.weight.grad, 2 * expected["weight"])
+
+
+def test_recomputation_changes_no_bit() -> None:
+    example = make_example(bias=True)
+    expected = loss_and_gradients(linear_nll, example)
+    recomputed = loss_and_gradients(
+        lambda *tensors: checkpoint(linear_nll, *tensors, use_reentrant=False), example
+    )
+    assert_close(recomputed, expected, rtol=0, atol=0)
+
+
+# --- positions without a target
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+@with_and_without_softcap
+def test_positions_without_a_target_need_not_meet_the_head(
+    softcap: float | None, padded: bool
+) -> None:
+    example = make_example(bias=True)
+    expected = loss_and_gradients(linear_nll, example, softcap)
+
+    labels = F.pad(example.targets, (1, 0))
+    positions = target_positions_of(labels, padded)
+    count = int((example.targets != IGNORED).sum())
+    assert len(positions) == (padded_size(count) if padded else count)
+    assert len(positions) < example.targets.numel()
+
+    results = loss_and_gradients(linear_nll, example, softcap, positions)
+    assert_close(results, expected, **EXACT)
+
+
+def test_ignored_positions_never_meet_the_head() -> None:
+    example = make_example()
+    expected = loss_and_gradients(torch_nll, example)
+    is_ignored = example.targets == IGNORED
+    with torch.no_grad():
+        example.hidden[is_ignored] = torch.nan
+
+    positions = target_positions_of(F.pad(example.targets, (1, 0)))
+    results = loss_and_gradients(linear_nll, example, None, positions)
+
+    assert_close(results, expected, **EXACT)
+    assert not results["hidden"][is_ignored].any()
+
+
+@pytest.mark.parametrize("method", ["in place"], indirect=True)
+def test_padded_numbers_of_positions_are_few_and_little_larger(method: str) -> None:
+    counts = range(5000)
+    sizes = [padded_size(count) for count in counts]
+    for count, size in zip(counts, sizes, strict=True):
+        assert count <= size <= max(64, 1.13 * count)
+    assert len(set(sizes)) < 60
+
+
+# --- lower precision is as accurate as with all logits
+
+
+def autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Run a function with products in bfloat16. Backward runs outside, as in a training loop."""
+    return torch.autocast("cpu", torch.bfloat16)(function)
+
+
+def many_blocks() -> Example:
+    """Return an example with sums over many blocks, whose roundings would show."""
+    return make_example(40 * BLOCK, bias=True, rows=1, width=64)
+
+
+@pytest.mark.parametrize(
+    "softcap", [pytest.param(None, id="no softcap"), pytest.param(20.0, id="softcap")]
+)
+def test_autocast_is_as_accurate_as_with_all_logits(softcap: float | None) -> None:
+    example = many_blocks()
+    exact = loss_and_gradients(torch_nll, example, softcap)
+    float32_example = example.to(torch.float32)
+    results_of_torch = loss_and_gradients(autocast(torch_nll), float32_example, softcap)
+    errors_of_torch = relative_errors(results_of_torch, exact)
+
+    with RecordedOperations() as recorded:
+        results = loss_and_gradients(autocast(linear_nll), float32_example, softcap)
+
+    assert {tensor.dtype for tensor in results.values()} == {torch.float32}
+    assert set(recorded.product_dtypes) == {torch.bfloat16}
+    check_as_accurate(relative_errors(results, exact), errors_of_torch)
+    assert min(errors_of_torch[name] for name in ("hidden", "weight", "bias")) > 1e-3, (
+        "these are the errors of bfloat16"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_half_precision_is_as_accurate_as_with_all_logits(dtype: torch.dtype) -> None:
+    example = many_blocks().to(dtype)
+    exact = loss_and_gradients(torch_nll, example.to(torch.float64))
+    errors_of_torch = relative_errors(loss_and_gradients(torch_nll, example), exact)
+
+    results = loss_and_gradients(linear_nll, example)
+
+    dtypes = {name: result.dtype for name, result in results.items()}
+    assert dtypes == {"loss": torch.float32, "hidden": dtype, "weight": dtype, "bias": dtype}
+    check_as_accurate(relative_errors(results, exact), errors_of_torch)
+
+
+def test_the_loss_scale_of_fp16_is_applied_before_gradients_are_rounded() -> None:
+    loss_scale = 2**14
+    weight = torch.zeros(BLOCK + 1, WIDTH)
+    # The last token has a probability of 2e-9, which is 0 in half precision.
+    weight[-1] = -18 / WIDTH
+    example = Example(
+        hidden=torch.ones(1, 4, WIDTH),
+        weight=weight,
+        targets=torch.zeros(1, 4, dtype=torch.int64),
+        bias=None,
+    ).requiring_grad()
+    exact = example.to(torch.float64)
+    torch_nll(*exact).backward()
+
+    with torch.autocast("cpu", torch.float16):
+        nll = linear_nll(*example)
+    (nll * loss_scale).backward()
+
+    gradient = example.weight.grad.double() / loss_scale
+    assert_close(gradient, exact.weight.grad, rtol=1e-2, atol=0)
+    assert gradient[-1].all()
+
+
+# --- how many logits are in memory, and how much is computed
+
+
+@pytest.mark.parametrize("method", ["in place"], indirect=True)
+@pytest.mark.parametrize(
+    ("excess", "products"),
+    [pytest.param(0, 1, id="at the limit"), pytest.param(1, BLOCKS, id="above the limit")],
+)
+def test_more_logits_than_the_limit_are_computed_in_blocks(
+    excess: int, products: int, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    example = make_example()
+    change_limits(monkeypatch, in_place=example.targets.numel() * VOCABULARY - excess)
+
+    with RecordedOperations() as recorded:
+        linear_nll(*example)
+
+    assert len(recorded.product_dtypes) == products
+
+
+@pytest.mark.parametrize("method", ["blockwise"], indirect=True)
+@pytest.mark.parametrize(
+    ("tokens", "expected_sizes"),
+    [
+        pytest.param(0, [6 * BLOCK + 1], id="no token"),
+        pytest.param(1, [6 * BLOCK + 1], id="few tokens: the whole vocabulary"),
+        pytest.param(10, [4 * BLOCK, 2 * BLOCK + 1], id="exactly the limit"),
+        pytest.param(17, [2 * BLOCK, 2 * BLOCK, 2 * BLOCK, 1], id="below the limit"),
+        pytest.param(10**6, [BLOCK] * 6 + [1], id="many tokens: the smallest blocks"),
+    ],
+)
+def test_a_block_has_as_many_tokens_as_the_limit_of_logits_allows(
+    tokens: int, expected_sizes: list[int], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    change_limits(monkeypatch, block=10 * 4 * BLOCK)
+    hidden = torch.empty(tokens, 1, dtype=torch.int8)
+    blocks = nll_kernels._blocks(6 * BLOCK + 1, hidden)
+    assert [block.stop - block.start for block in blocks] == expected_sizes
+
+
+@pytest.mark.parametrize("method", ["blockwise"], indirect=True)
+def test_blocks_of_several_sizes_give_the_same_loss(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    example = make_example()
+    change_limits(monkeypatch, block=2 * BLOCK * example.targets.numel())
+    results = loss_and_gradients(linear_nll, example)
+    assert_close(results, loss_and_gradients(torch_nll, example), **EXACT)
+
+
+@pytest.mark.parametrize("method", ["blockwise"], indirect=True)
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+def test_blockwise_never_holds_all_logits(precision: str, method: str) -> None:
+    example = make_example(14 * BLOCK, bias=True).to(torch.float32)
+    positions = example.targets.numel()
+    logits = positions * len(example.weight)
+
+    largest = {}
+    for nll in (torch_nll, linear_nll):
+        function = autocast(nll) if precision == "autocast" else nll
+        with RecordedOperations() as forward:
+            loss = function(*example, 1.5)
+        with RecordedOperations() as backward:
+            loss.backward()
+        largest[nll] = (forward.largest, backward.largest)
+
+    assert largest[torch_nll] == (logits, logits)
+    assert max(largest[linear_nll]) <= positions * BLOCK < logits / 10
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
+def test_a_frozen_tensor_gets_no_gradient_and_costs_no_product(trained: str, method: str) -> None:
+    example = make_example(bias=True)
+    expected = loss_and_gradients(torch_nll, example)
+    for name, tensor in example.differentiable.items():
+        tensor.requires_grad_(name == trained)
+
+    with RecordedOperations() as recorded:
+        results = loss_and_gradients(linear_nll, example)
+
+    assert results.keys() == {"loss", trained}
+    assert_close(results[trained], expected[trained], **EXACT)
+    # Blockwise, backward computes the logits again.
+    logit_products = 2 * BLOCKS if method == "blockwise" else 1
+    gradient_products = BLOCKS if method == "blockwise" else 1
+    if trained == "bias":  # its gradient is a sum
+        gradient_products = 0
+    assert len(recorded.product_dtypes) == logit_products + gradient_products
+
+
+def test_evaluation_computes_no_gradient(method: str) -> None:
+    example = make_example()
+    expected = loss_and_gradients(linear_nll, example)
+
+    with torch.no_grad(), RecordedOperations() as recorded:
+        loss = linear_nll(*example)
+
+    assert not loss.requires_grad
+    assert torch.equal(loss, expected["loss"])
+    assert len(recorded.product_dtypes) == (BLOCKS if method == "blockwise" else 1)
+    assert torch.ops.aten.scatter_add_ not in recorded.operations
+
+
+# --- heads on a GPU
+
+
+@pytest.mark.parametrize("method", ["in place", "in place, fused"], indirect=True)
+@with_and_without_softcap
+@with_and_without_bias
+def test_a_padded_head_has_the_same_loss_and_gradients(
+    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    example = make_example(501, bias=bias)
+    expected = loss_and_gradients(torch_nll, example, softcap)
+
+    monkeypatch.setattr(nll_kernels, "_rows_of_products", lambda *_: 512)
+    with RecordedOperations() as recorded:
+        results = loss_and_gradients(linear_nll, example, softcap)
+
+    assert recorded.largest % 512 == 0
+    assert_close(results, expected, **EXACT)
+
+
+@pytest.mark.parametrize("method", ["in place"], indirect=True)
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"),
+    [
+        pytest.param(50_257, 50_304, id="odd"),
+        pytest.param(50_304, 50_304, id="a multiple of 128"),
+        pytest.param(50_264, 50_264, id="a multiple of 8: 16 bytes"),
+        pytest.param(257, 384, id="small"),
+    ],
+)
+def test_a_gpu_pads_a_head_whose_rows_of_logits_are_not_aligned(
+    vocabulary: int, rows: int, method: str
+) -> None:
+    bfloat16_on_gpu: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+    assert nll_kernels._rows_of_products(bfloat16_on_gpu, vocabulary) == rows
+    assert nll_kernels._rows_of_products(torch.zeros(1), vocabulary) == vocabulary
+
+
 @pytest.fixture
-def gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A compiler that pretends to find a GPU; what it compiles says so."""
-
-    def pretend_to_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *_, **__: f"compiled {function}"
-
+def working_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the compiler work for a GPU on this machine. It returns functions as they are."""
     real_zeros = torch.zeros
 
-    def zeros_on_the_host(*shape: int, device: str) -> torch.Tensor:
+    def zeros_on_cpu(*shape: int, device: str) -> torch.Tensor:
         return real_zeros(*shape)
 
-    monkeypatch.setattr(torch, "compile", pretend_to_compile)
-    monkeypatch.setattr(torch, "zeros", zeros_on_the_host)
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "zeros", zeros_on_cpu)
     nll_kernels._compile_for_gpu.cache_clear()
     yield
     nll_kernels._compile_for_gpu.cache_clear()
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("gpu_compiler")
-def test_a_deterministic_run_has_no_compiled_kernel_though_an_earlier_run_compiled_one() -> None:
+@pytest.mark.usefixtures("working_compiler")
+@pytest.mark.parametrize("method", ["in place"], indirect=True)
+def test_a_deterministic_run_compiles_no_kernel_even_after_another_run(method: str) -> None:
     for _ in range(2):
         torch.use_deterministic_algorithms(False)
         assert nll_kernels._compiled_kernel() is not None

@@ -1,4 +1,4 @@
-"""The table of preference losses, a sum of several, and a recipe's own."""
+"""The table of preference losses, sums of them, and losses that a recipe adds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,74 +17,79 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from recipes import preference
 
 ROWS = AnswerRows(answers_per_row=2, are_packed=True, share_prompts=True, are_scored=False)
-PAPERS = ("arXiv:", "Bradley and Terry 1952")
+PAIRS = 5
 
 
-def squared(answers: lt.Answers, config: Any) -> Tensor:
-    """Return the squared distance of each margin from a target."""
-    margins = answers.log_ratios[..., 0] - answers.log_ratios[..., 1]
-    return (margins - config.target_margin) ** 2
+# --- the table
 
 
-@dataclass
-class OwnLosses(lt.PreferenceConfig):
-    """The losses of the package, and one more with a parameter."""
-
-    losses: ClassVar[Mapping[str, lt.PreferenceLoss]] = {
-        **lt.PreferenceConfig.losses,
-        "squared": lt.PreferenceLoss(squared, "squared margin", parameters=("target_margin",)),
-    }
-
-    target_margin: float = lt.flag(1.0, "squared: the margin to reach")
-
-
-def own_config(*argv: str) -> Any:
-    defaults = dataclasses.replace(preference.DEFAULTS, preference=OwnLosses())
-    return lt.parse(defaults, list(argv)).preference
-
-
-def some_answers() -> lt.Answers:
+def random_answers() -> lt.Answers:
     torch.manual_seed(0)
-    logps = -60 * torch.rand(5, 2)
-    reference = -60 * torch.rand(5, 2)
-    tokens = torch.randint(1, 20, (5, 2)).float()
-    answers = lt.Answers(logps, tokens, reference, torch.rand(5) > 0.5)
+    answers = lt.Answers(
+        logps=-60 * torch.rand(PAIRS, 2),
+        reference=-60 * torch.rand(PAIRS, 2),
+        tokens=torch.randint(1, 20, (PAIRS, 2)).float(),
+        desirable=torch.rand(PAIRS) > 0.5,
+    )
     return answers._replace(all_pairs=answers)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_a_loss_names_its_paper_and_has_the_name_of_its_function(name: str) -> None:
+def test_a_loss_has_the_name_of_its_function_which_names_the_paper(name: str) -> None:
     formula = PREFERENCE_LOSSES[name].formula
     assert formula.__name__ == name
-    assert any(paper in str(formula.__doc__) for paper in PAPERS)
+    docstring = str(formula.__doc__)
+    assert "arXiv:" in docstring or "Bradley and Terry 1952" in docstring
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_a_loss_is_one_number_for_each_pair(name: str) -> None:
-    smoothing = 1e-3 if name == "exo_pair" else 0.0
-    config = lt.PreferenceConfig(loss_type=[name], label_smoothing=smoothing)
-    answers = some_answers()
-    assert PREFERENCE_LOSSES[name].formula(answers, config).shape == (5,)
-    assert PREFERENCE_LOSSES[name].rewards(answers, config).shape == (5, 2)
+def test_a_loss_has_a_value_for_each_pair_and_a_reward_for_each_answer(name: str) -> None:
+    parameters = {"label_smoothing": 1e-3} if name == "exo_pair" else {}
+    config = lt.PreferenceConfig(loss_type=[name], **parameters)
+    answers = random_answers()
+    assert PREFERENCE_LOSSES[name].formula(answers, config).shape == (PAIRS,)
+    assert PREFERENCE_LOSSES[name].rewards(answers, config).shape == (PAIRS, 2)
 
 
-def test_a_parameter_counts_only_for_the_losses_that_list_it() -> None:
-    """A formula that reads an unlisted parameter would refuse the flag that it needs."""
-    fields = {field.name: field for field in dataclasses.fields(lt.PreferenceConfig)}
-    listed = {name for loss in PREFERENCE_LOSSES.values() for name in loss.parameters}
-    answers = some_answers()
-    for name, loss in PREFERENCE_LOSSES.items():
-        config = lt.PreferenceConfig(loss_type=["exo_pair"], label_smoothing=0.1)
-        before = loss.formula(answers, config)
-        for parameter in listed:
-            changed = dataclasses.replace(config)
-            setattr(changed, parameter, 0.3)
-            is_used = not torch.equal(loss.formula(answers, changed), before)
-            assert is_used == (parameter in loss.parameters), (name, parameter)
-    assert listed < fields.keys()
+PARAMETERS = (
+    "label_smoothing",
+    "desirable_weight",
+    "undesirable_weight",
+    "simpo_gamma",
+    "discopop_tau",
+)
 
 
-def test_a_sum_has_the_rewards_of_its_first_loss_and_what_any_of_them_needs() -> None:
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_a_loss_lists_the_parameters_that_its_formula_reads(name: str) -> None:
+    """The flags of other parameters are refused."""
+    loss = PREFERENCE_LOSSES[name]
+    answers = random_answers()
+    # All formulas accept these settings.
+    config = lt.PreferenceConfig(loss_type=["exo_pair"], label_smoothing=0.1)
+    value = loss.formula(answers, config)
+
+    parameters_read = []
+    for parameter in PARAMETERS:
+        changed = dataclasses.replace(config)
+        setattr(changed, parameter, 0.3)
+        if not torch.equal(loss.formula(answers, changed), value):
+            parameters_read.append(parameter)
+
+    assert sorted(parameters_read) == sorted(loss.parameters)
+
+
+def test_the_table_lists_no_other_parameters() -> None:
+    listed: set[str] = set()
+    for loss in PREFERENCE_LOSSES.values():
+        listed.update(loss.parameters)
+    assert listed == set(PARAMETERS)
+
+
+# --- sums of losses, and defaults
+
+
+def test_a_sum_needs_the_statistics_of_all_its_losses() -> None:
     config = lt.PreferenceConfig(loss_type=["sft", "aot"], loss_weights=[0.5, 2.0])
     assert config.uses_reference
     assert config.needs_statistic("all_pairs")
@@ -94,34 +99,66 @@ def test_a_sum_has_the_rewards_of_its_first_loss_and_what_any_of_them_needs() ->
     assert config.weights == [0.5, 2.0]
 
 
-@pytest.mark.parametrize(("loss", "rate"), [("ipo", 1e-6), ("reward", 1e-5)])
-def test_the_default_learning_rate_is_that_of_the_loss(loss: str, rate: float) -> None:
+@pytest.mark.parametrize(("loss", "learning_rate"), [("ipo", 1e-6), ("reward", 1e-5)])
+def test_the_default_learning_rate_is_that_of_the_loss_or_of_adapters(
+    loss: str, learning_rate: float
+) -> None:
     config = lt.PreferenceConfig(loss_type=[loss])
-    assert config.default_learning_rate(has_adapter=False) == rate
+    assert config.default_learning_rate(has_adapter=False) == learning_rate
     assert config.default_learning_rate(has_adapter=True) == 1e-5
 
 
-def test_a_loss_of_a_recipe_s_own_is_a_choice_of_the_flag() -> None:
-    config = own_config("--loss_type", "squared", "sft", "--target_margin", "3")
+# --- a loss that a recipe adds
+
+
+def squared(answers: lt.Answers, config: Any) -> Tensor:
+    """Return the squared distance of each margin from a target."""
+    margins = answers.log_ratios[..., 0] - answers.log_ratios[..., 1]
+    return (margins - config.target_margin) ** 2
+
+
+@dataclass
+class RecipeLosses(lt.PreferenceConfig):
+    """The losses of the package, and another one with a parameter."""
+
+    losses: ClassVar[Mapping[str, lt.PreferenceLoss]] = {
+        **lt.PreferenceConfig.losses,
+        "squared": lt.PreferenceLoss(squared, "squared margin", parameters=("target_margin",)),
+    }
+
+    target_margin: float = lt.flag(1.0, "squared: the margin to reach")
+
+
+def parse(flags: str) -> Any:
+    defaults = dataclasses.replace(preference.DEFAULTS, preference=RecipeLosses())
+    return lt.parse(defaults, flags.split()).preference
+
+
+def test_a_loss_of_a_recipe_is_a_choice_of_the_flag() -> None:
+    config = parse("--loss_type squared sft --target_margin 3")
     assert config.selected_losses[0].formula is squared
+    assert config.target_margin == 3
     assert config.loss_name == "squared margin + SFT (`--loss_type squared sft`)"
+
+
+def test_the_choices_of_the_flag_are_those_of_the_recipe() -> None:
     with pytest.raises(UserError, match=r"invalid choice: 'cubed'.*, reward, squared"):
-        own_config("--loss_type", "cubed")
+        parse("--loss_type cubed")
     with pytest.raises(UserError, match="invalid choice: 'squared'"):
         lt.parse(preference.DEFAULTS, ["--loss_type", "squared"])
 
 
-def test_a_parameter_of_a_recipe_s_own_is_a_flag_that_others_refuse() -> None:
+def test_a_parameter_of_a_recipe_is_refused_for_other_losses() -> None:
     message = "--target_margin is for --loss_type squared; leave it out."
     with pytest.raises(UserError, match=message):
-        own_config("--target_margin", "3")
+        parse("--target_margin 3")
 
 
-def test_another_parameter_or_formula_is_another_fingerprint() -> None:
-    def fingerprint(*argv: str) -> Any:
-        return PreferenceObjective(own_config(*argv), ROWS).fingerprint
+def test_formulas_and_parameters_are_in_the_fingerprint() -> None:
+    def fingerprint(flags: str) -> Any:
+        return PreferenceObjective(parse(flags), ROWS).fingerprint
 
-    squared_margin = fingerprint("--loss_type", "squared")
-    assert squared_margin == fingerprint("--loss_type", "squared", "--target_margin", "1")
-    assert squared_margin != fingerprint("--loss_type", "squared", "--target_margin", "2")
-    assert squared_margin["formulas"] == ["squared"]
+    by_default = fingerprint("--loss_type squared")
+    assert by_default["formulas"] == ["squared"]
+    assert fingerprint("--loss_type squared --target_margin 1") == by_default
+    assert fingerprint("--loss_type squared --target_margin 2") != by_default

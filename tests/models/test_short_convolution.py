@@ -1,17 +1,19 @@
-"""LFM2 computes a packed document as it computes the document alone: its convolutions stop at the border."""
+"""LFM2 computes packed documents as in separate rows: its convolutions stop at their borders."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import short_convolution
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
@@ -22,6 +24,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe
 from llmtrain.parallel.placement import place
 from llmtrain.training import compiling
+from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
 SIZES: dict[str, Any] = {
@@ -44,261 +47,295 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
 }
-# Lengths of documents in each row. One is shorter than the convolution, which has three taps.
-LENGTHS = ((7, 1, 2, 10), (13, 7))
+ROW_LENGTH = 20
+# Lengths of the documents in each row. Some are shorter than the filters, which have three taps.
+DOCUMENT_LENGTHS = ((7, 1, 2, 10), (13, 7))
 
 
-def stock(family: str = "lfm2", **changes: Any) -> PreTrainedModel:
+def stock_model(family: str = "lfm2", **changes: Any) -> PreTrainedModel:
+    """Return a model of transformers in float64, with weights so large that neighbours matter."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)  # larger than usual, so that neighbours matter
+        nn.init.normal_(parameter, std=0.3)
     return model.double().eval()
 
 
-def trained(family: str = "lfm2", **changes: Any) -> CausalLM:
-    model = make_causal_lm(stock(family, **changes), row_length=20)
+def trainable_model(
+    family: str = "lfm2", *, shares_prompts: bool = False, **changes: Any
+) -> CausalLM:
+    """Return the same model as it is trained."""
+    stock = stock_model(family, **changes)
+    model = make_causal_lm(stock, row_length=ROW_LENGTH, shares_prompts=shares_prompts)
     probe(model)
     return model
 
 
 def packed_batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 250, (len(LENGTHS), sum(LENGTHS[0])), generator=generator)
-    positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS]
-    position_ids = torch.stack(positions)
+    ids = torch.randint(1, 250, (len(DOCUMENT_LENGTHS), ROW_LENGTH), generator=generator)
+    rows_of_positions = []
+    for lengths in DOCUMENT_LENGTHS:
+        rows_of_positions.append(torch.cat([torch.arange(length) for length in lengths]))
+    position_ids = torch.stack(rows_of_positions)
     labels = torch.where(position_ids == 0, IGNORED, ids)
     return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
 
 
-def documents_of(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each document of a batch, [1, n]."""
-    found = []
-    for row, lengths in enumerate(LENGTHS):
-        parts = zip(
-            batch["input_ids"][row].split(lengths), batch["labels"][row].split(lengths), strict=True
-        )
-        found += [(ids[None], labels[None]) for ids, labels in parts]
-    return found
+def documents_in(batch: Batch) -> list[Tensor]:
+    """Return the tokens of each document of a batch, [1, n]. All but the first are targets."""
+    documents = []
+    for ids, lengths in zip(batch["input_ids"], DOCUMENT_LENGTHS, strict=True):
+        documents += [document[None] for document in ids.split(lengths)]
+    return documents
 
 
-def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of the documents of a batch, each in a row of its own."""
-    rows = [row for row in documents_of(batch) if row[0].shape[1] > 1]
-    return torch.stack([model(ids, labels) for ids, labels in rows]).sum()
+def loss_of_separate_rows(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed loss of the documents, each in a row of its own."""
+    documents = [ids for ids in documents_in(batch) if ids.shape[1] > 1]
+    return torch.stack([model(ids, ids) for ids in documents]).sum()
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    assert ours.keys() == expected.keys()
+def check_gradients(
+    results: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float
+) -> None:
+    """Check each gradient, with a tolerance relative to its largest element."""
+    assert results.keys() == expected.keys()
     for name, gradient in expected.items():
-        # Norms compute in float32, whatever the model is in.
-        atol = limit * float(gradient.abs().max())
-        torch.testing.assert_close(ours[name], gradient, atol=atol, rtol=0, msg=name)
+        atol = tolerance * float(gradient.abs().max())
+        torch.testing.assert_close(results[name], gradient, atol=atol, rtol=0, msg=name)
+
+
+# --- packed rows. Norms compute in float32 in any model, so results agree to about 1e-6.
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_documents_have_the_loss_and_the_gradients_that_transformers_has_for_each_alone(
+def test_packed_documents_have_the_loss_and_gradients_of_transformers_for_each(
     family: str, implementation: str
 ) -> None:
     batch = packed_batch()
-    model = trained(family, attn_implementation=implementation)
-    assert (model.config._attn_implementation == ATTENTION_NAME) == (implementation == "sdpa")
+    model = trainable_model(family, attn_implementation=implementation)
+    uses_package_attention = model.config._attn_implementation == ATTENTION_NAME
+    assert uses_package_attention == (implementation == "sdpa")
     loss = model(**batch, **model.prepare_batch(batch))
-    ours = gradients(model, loss)
 
-    reference = stock(family)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, labels in documents_of(batch):
-        logits = reference(ids, use_cache=False).logits[:, :-1].double()
-        total = total + nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", ignore_index=IGNORED
-        )
-    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
-    assert_same(ours, gradients(reference, total), limit=2e-6)
+    stock = stock_model(family)
+    losses = []
+    for ids in documents_in(batch):
+        logits = stock(ids, use_cache=False).logits[0, :-1].double()
+        losses.append(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    expected = torch.stack(losses).sum()
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    check_gradients(gradients(model, loss), gradients(stock, expected), tolerance=2e-6)
 
 
-def test_packed_rows_compute_what_unpacked_rows_compute() -> None:
+def test_packed_rows_have_the_loss_and_gradients_of_separate_rows() -> None:
     batch = packed_batch()
-    model = trained()
-    packed = model(**batch)
-    ours = gradients(model, packed)
-    unpacked = summed_loss(model, batch)
-    assert packed.item() == pytest.approx(unpacked.item(), rel=1e-6)
-    assert_same(ours, gradients(model, unpacked), limit=2e-6)
+    model = trainable_model()
+
+    loss = model(**batch)
+    packed_gradients = gradients(model, loss)
+    expected = loss_of_separate_rows(model, batch)
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    check_gradients(packed_gradients, gradients(model, expected), tolerance=2e-6)
+
+
+def test_packed_rows_have_the_logits_of_separate_rows() -> None:
+    batch = packed_batch()
+    model = trainable_model()
     logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits
-    alone = torch.cat([model(ids).logits[0] for ids, _ in documents_of(batch)])
-    torch.testing.assert_close(logits.flatten(0, 1), alone, atol=1e-5, rtol=1e-5)
+    expected = torch.cat([model(ids).logits[0] for ids in documents_in(batch)])
+    torch.testing.assert_close(logits.flatten(0, 1), expected, atol=1e-5, rtol=1e-5)
 
 
-def blind(x: Tensor, *, weight: Tensor, bias: Tensor | None, documents: Documents) -> Tensor:
-    """A convolution that sees no borders, as that of transformers."""
-    whole = Documents(starts=torch.zeros_like(documents.starts))  # type: ignore[arg-type]
-    return _convolve(x, weight=weight, bias=bias, documents=whole)
-
-
-_convolve = short_convolution._convolve
+def test_rows_of_one_document_have_the_bits_of_transformers() -> None:
+    model = trainable_model()
+    stock = stock_model()
+    ids = packed_batch()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+    assert [*model.state_dict()] == [*stock.state_dict()]
 
 
 def test_a_convolution_that_ignores_borders_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not leaks(trained())
-    monkeypatch.setattr(short_convolution, "_convolve", blind)
-    assert leaks(trained())
+    assert not leaks(trainable_model())
+    convolve = short_convolution._convolve
+
+    def convolve_whole_rows(x: Tensor, *, documents: Documents, **options: Any) -> Tensor:
+        one_document = Documents(starts=torch.zeros_like(documents.starts))  # type: ignore[arg-type]
+        return convolve(x, documents=one_document, **options)
+
+    monkeypatch.setattr(short_convolution, "_convolve", convolve_whole_rows)
+    assert leaks(trainable_model())
 
 
-def test_the_second_answer_follows_the_prompt_and_not_the_first_answer() -> None:
-    """A prompt of five tokens and answers of three: the second begins with a copy of token 4."""
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2]])
-    codes = torch.tensor([[0] * 8 + [1] * 4 + [4] * 3])
-    documents = Documents.of(positions, answers=codes)
+# --- the tokens before a position
+
+
+# Two answers to one prompt, then another document. The prompt has five tokens, 0 to 4, and the
+# answers have three. The second answer begins with a copy of token 4, at its position.
+SHARED_PROMPT = Documents.of(
+    torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 0, 1, 2]]),
+    answers=torch.tensor([[0] * 8 + [1] * 4 + [4] * 3]),
+)
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        (1, [0, 1, 2, 3, 4, 5, 6, 7, 4, 9, 10, 11, 0, 13, 14]),
+        (2, [0, 0, 1, 2, 3, 4, 5, 6, 3, 4, 9, 10, 0, 0, 13]),
+    ],
+)
+def test_the_second_answer_follows_the_prompt_and_not_the_first_answer(
+    distance: int, expected: list[int]
+) -> None:
     x = torch.arange(1.0, 16.0, dtype=torch.float64)[None, :, None]
-    x.requires_grad_()
-    one = documents.preceding(x, 1)[0, :, 0].tolist()
-    two = documents.preceding(x, 2)[0, :, 0].tolist()
-    assert one == [0, 1, 2, 3, 4, 5, 6, 7, 4, 9, 10, 11, 0, 13, 14]
-    assert two == [0, 0, 1, 2, 3, 4, 5, 6, 3, 4, 9, 10, 0, 0, 13]
-    torch.autograd.gradcheck(lambda each: documents.preceding(each, 2), [x])
+    assert SHARED_PROMPT.preceding(x, distance)[0, :, 0].tolist() == expected
+
+    flat = SHARED_PROMPT.laid_end_to_end()
+    assert torch.equal(flat.preceding(x, distance), SHARED_PROMPT.preceding(x, distance))
+
+
+def test_preceding_positions_have_gradients() -> None:
+    x = torch.randn(1, 15, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: SHARED_PROMPT.preceding(x, 2), [x])
+
+
+def test_rows_laid_end_to_end_keep_their_documents() -> None:
+    """Flash attention takes rows in this form."""
+    documents = Documents.of(packed_batch()["position_ids"])
     flat = documents.laid_end_to_end()
-    assert torch.equal(flat.preceding(x, 2), documents.preceding(x, 2))
+
+    x = torch.randn(2, ROW_LENGTH, 3)
+    preceding = flat.preceding(x.view(1, 2 * ROW_LENGTH, 3), 2)
+    assert torch.equal(preceding.view_as(x), documents.preceding(x, 2))
+
+    first_row = [0] * 7 + [1] * 1 + [2] * 2 + [3] * 10
+    assert documents.numbers().tolist() == [first_row, [0] * 13 + [1] * 7]
+    assert flat.numbers().tolist() == [first_row + [4] * 13 + [5] * 7]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_answers_to_one_prompt_have_the_logits_of_two_rows(family: str) -> None:
-    model = make_causal_lm(stock(family), row_length=20, shares_prompts=True)
-    probe(model)
+def test_two_answers_to_a_shared_prompt_have_the_logits_of_two_rows(family: str) -> None:
+    model = trainable_model(family, shares_prompts=True)
+    stock = stock_model(family)
     generator = torch.Generator().manual_seed(3)
-    prompt, first, second = (
-        torch.randint(1, 250, (n,), generator=generator).tolist() for n in (5, 6, 4)
-    )
-    row = torch.tensor([prompt + first + prompt[-1:] + second])
+    prompt = torch.randint(1, 250, (5,), generator=generator).tolist()
+    first = torch.randint(1, 250, (6,), generator=generator).tolist()
+    second = torch.randint(1, 250, (4,), generator=generator).tolist()
+
+    ids = torch.tensor([prompt + first + prompt[-1:] + second])
     positions = torch.tensor([[*range(11), *range(4, 9)]])
     codes = torch.tensor([[0] * 11 + [1] * 5])
     documents = Documents.of(positions, answers=codes)
     with torch.no_grad():
-        shared = model(**own_arguments(model, row, positions, documents)).logits[0]
-        for answer, start in ((first, 4), (second, 11)):
-            alone = stock(family)(torch.tensor([prompt + answer])).logits[0, 4:]
-            ours = shared[start : start + len(answer) + 1]
-            torch.testing.assert_close(ours, alone, atol=1e-5, rtol=1e-5)
+        logits = model(**own_arguments(model, ids, positions, documents)).logits[0]
+        expected_first = stock(torch.tensor([prompt + first])).logits[0, 4:]
+        expected_second = stock(torch.tensor([prompt + second])).logits[0, 4:]
+
+    torch.testing.assert_close(logits[4:11], expected_first, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[11:], expected_second, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_lie_end_to_end_keep_their_documents() -> None:
-    """As flash attention takes them."""
-    documents = Documents.of(packed_batch()["position_ids"])
-    x = torch.randn(2, 20, 3)
-    flat = documents.laid_end_to_end()
-    assert torch.equal(
-        flat.preceding(x.view(1, 40, 3), 2), documents.preceding(x, 2).view(1, 40, 3)
-    )
-    assert documents.numbers().tolist() == [
-        [0] * 7 + [1] + [2] * 2 + [3] * 10,
-        [0] * 13 + [1] * 7,
-    ]
-    assert flat.numbers()[0, 20:].tolist() == [4] * 13 + [5] * 7
-
-
-def test_the_convolution_itself_is_checked_for_rows_without_documents() -> None:
-    model, reference = trained(), stock()
-    ids = packed_batch()["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, reference(ids).logits)
-    assert [*model.state_dict()] == [*reference.state_dict()]
-
-
-def loaded(words: Any, precision: str = "no", **settings: Any) -> Any:
-    sizes = ",".join(f"{key}={value}" for key, value in SIZES.items() if key != "vocab_size")
-    config = ModelConfig(
-        from_config="lfm2", config_overrides=sizes.replace("'", ""), max_length=20, **settings
-    )
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    return place(
-        accelerator, load_model(config, None, SomeRows(words, is_packed=True), 3, precision)
-    )
-
-
-@pytest.fixture(scope="module")
-def words() -> Any:
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 20)
+# --- models as a run loads them
 
 
 @pytest.fixture
-def fresh_state() -> Any:
+def load() -> Iterator[Callable[..., ModelBundle]]:
+    """Load a model for packed rows, in any precision."""
+
+    def load(
+        config: ModelConfig, lora: LoraConfig | None = None, precision: str = "no"
+    ) -> ModelBundle:
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        rows = SomeRows(byte_tokenizer(ROW_LENGTH), is_packed=True)
+        return place(accelerator, load_model(config, lora, rows, 3, precision))
+
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield
+    yield load
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.usefixtures("fresh_state")
-def test_activations_computed_again_give_the_same_gradients(words: Any) -> None:
-    batch = packed_batch()
-    models = [loaded(words, gradient_checkpointing=again).model.train() for again in (False, True)]
-    first, second = (gradients(model, model(**batch)) for model in models)
-    assert all(torch.equal(second[name], gradient) for name, gradient in first.items())
+def lfm2_config(**flags: Any) -> ModelConfig:
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    overrides = ",".join(f"{key}={value}" for key, value in sizes.items()).replace("'", "")
+    return ModelConfig(
+        from_config="lfm2", config_overrides=overrides, max_length=ROW_LENGTH, **flags
+    )
 
 
-@pytest.mark.usefixtures("fresh_state")
-def test_autocast_packs_to_the_rounding_of_bfloat16(words: Any) -> None:
+def test_recomputed_activations_give_the_same_gradients(load) -> None:
     batch = packed_batch()
-    model = loaded(words, "bf16").model.eval()
+    model = load(lfm2_config()).model.train()
+    recomputing_model = load(lfm2_config(gradient_checkpointing=True)).model.train()
+    expected = gradients(model, model(**batch))
+    results = gradients(recomputing_model, recomputing_model(**batch))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+
+
+def test_packed_rows_agree_with_separate_rows_in_autocast(load) -> None:
+    batch = packed_batch()
+    model = load(lfm2_config(), precision="bf16").model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        packed = model(**batch)
-        unpacked = summed_loss(model, batch)
-    assert packed.item() == pytest.approx(unpacked.item(), rel=2e-3)
-
-
-@pytest.mark.usefixtures("fresh_state")
-def test_blocks_are_compiled_once_wherever_documents_begin(words: Any) -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    bundle = loaded(words)
-    model = bundle.model.train()
-    expected = [model(**batch_with_border(border)).item() for border in range(3, 12)]
-    compiling._compile(model, backend)
-    kinds = len({*SIZES["layer_types"]})
-    for border, loss in zip(range(3, 12), expected, strict=True):
-        batch = batch_with_border(border)
-        assert model(**batch, **bundle.prepare_batch(batch)).item() == pytest.approx(loss, rel=1e-5)
-    assert len(graphs) == kinds
-    torch._dynamo.reset()
+        loss = model(**batch)
+        expected = loss_of_separate_rows(model, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
 
 
 def batch_with_border(border: int) -> Batch:
     ids = packed_batch()["input_ids"]
-    positions = torch.cat([torch.arange(border), torch.arange(20 - border)]).expand(2, -1)
-    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+    positions = torch.cat([torch.arange(border), torch.arange(ROW_LENGTH - border)])
+    return {"input_ids": ids, "labels": ids, "position_ids": positions.expand(2, -1)}
 
 
-@pytest.mark.usefixtures("fresh_state")
-def test_an_adapter_of_the_convolutions_is_trained_on_packed_rows(
-    words: Any, tmp_path: Path
-) -> None:
-    stock().float().save_pretrained(tmp_path / "base")
-    lora = LoraConfig(lora_r=4)
-    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), max_length=20)
-    rows = SomeRows(words, is_packed=True)
-    model = place(Accelerator(cpu=True), load_model(config, lora, rows, 3, "no")).model.eval()
+def test_blocks_are_compiled_once_for_all_borders(load) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    bundle = load(lfm2_config())
+    model = bundle.model.train()
+    batches = [batch_with_border(border) for border in range(3, 12)]
+    expected = [model(**batch).item() for batch in batches]
+
+    compiling._compile(model, backend)
+    losses = [model(**batch, **bundle.prepare_batch(batch)).item() for batch in batches]
+
+    assert losses == pytest.approx(expected, rel=1e-5)
+    kinds_of_layers = set(SIZES["layer_types"])
+    assert len(graphs) == len(kinds_of_layers)
+    torch._dynamo.reset()
+
+
+def test_an_adapter_of_the_convolutions_is_trained_on_packed_rows(load, tmp_path: Path) -> None:
+    stock_model().float().save_pretrained(tmp_path / "base")
+    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), max_length=ROW_LENGTH)
+    model = load(config, LoraConfig(lora_r=4)).model.eval()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
 
     batch = packed_batch()
-    packed = model(**batch)
-    ours = gradients(model, packed)
-    assert any("conv.in_proj.lora_A" in name for name in ours)
-    unpacked = summed_loss(model, batch)
-    assert packed.item() == pytest.approx(unpacked.item(), rel=1e-5)
-    assert_same(ours, gradients(model, unpacked), limit=1e-4)
+    loss = model(**batch)
+    packed_gradients = gradients(model, loss)
+    expected = loss_of_separate_rows(model, batch)
+
+    assert any("conv.in_proj.lora_A" in name for name in packed_gradients)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    check_gradients(packed_gradients, gradients(model, expected), tolerance=1e-4)
