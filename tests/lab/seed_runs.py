@@ -1,4 +1,4 @@
-"""Made-up run folders of one setting with several seeds, whose true loss and noise are known."""
+"""Writes run folders of one setting with several seeds, whose true loss and noise are known."""
 
 import json
 import random
@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.recorded_settings import recorded
 
-BEGAN = 1_767_225_600  # 2026-01-01, in seconds since 1970
+START_TIME = 1_767_225_600  # 2026-01-01, in seconds since 1970
 STEPS = (0, 10, 20, 30, 40)
-SEED_NOISE = 0.03  # deviation that all settings share for the same seed
-OWN_NOISE = 0.01  # deviation of one run
+SEED_NOISE = 0.03  # standard deviation of the noise that all settings share for the same seed
+OWN_NOISE = 0.01  # standard deviation of the noise of a single run
 
 
 def write_run(
@@ -24,11 +24,22 @@ def write_run(
     data: str = "da7a",
     **settings: Any,
 ) -> Path:
-    """Write a run that took a second for each step, with eval losses by step."""
+    """Write a run that took a second for each step.
+
+    Args:
+        folder: the run folder.
+        seed: the seed; ``None`` for a run without one.
+        losses: the training loss and eval loss, by step.
+        state: the state in status.json.
+        code: the hash of its code.
+        data: the hash of its data.
+        settings: further settings.
+    """
     folder.mkdir(parents=True)
-    values = {"output_dir": str(folder), "seed": seed, **settings}
-    if seed is None:
-        del values["seed"]
+    values = {"output_dir": str(folder), **settings}
+    if seed is not None:
+        values["seed"] = seed
+
     command = ["recipes/gpt.py", "--seed", str(seed), "--output_dir", str(folder)]
     start = {
         "time": "2026-01-01T00:00:00+0000",
@@ -45,17 +56,14 @@ def write_run(
         "starts": [start],
     }
     (folder / "run.json").write_text(json.dumps(record))
-    (folder / "status.json").write_text(
-        json.dumps({"state": state, "step": max(losses, default=0)})
-    )
+    status = {"state": state, "step": max(losses, default=0)}
+    (folder / "status.json").write_text(json.dumps(status))
+
     entries = []
     for step, loss in losses.items():
-        entries.append(
-            {"step": step, "tokens": 100 * step, "train/loss": loss, "time": BEGAN + step}
-        )
-        entries.append(
-            {"step": step, "tokens": 100 * step, "eval/loss": loss, "time": BEGAN + step}
-        )
+        counters = {"step": step, "tokens": 100 * step, "time": START_TIME + step}
+        entries.append(counters | {"train/loss": loss})
+        entries.append(counters | {"eval/loss": loss})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return folder
 
@@ -63,7 +71,15 @@ def write_run(
 def write_setting(
     folder: Path, seeds: Iterable[int], mean: float, noise_seed: int = 0, **settings: Any
 ) -> list[Path]:
-    """Write a run for each seed, in FOLDER-seed-0 and so on, whose final losses have this mean."""
+    """Write a run for each seed, and return their folders.
+
+    Args:
+        folder: the folder of seed 0 is FOLDER-seed-0, and so on.
+        seeds: the seeds.
+        mean: the true mean of the final losses.
+        noise_seed: chooses the noise.
+        settings: the settings of all runs.
+    """
     own_noise = random.Random(f"{folder.name} {noise_seed}")
     paths = []
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""What `llmtrain diff` calls rounding, and when it expects the same bits."""
+"""`llmtrain diff` tells rounding errors from other differences, and knows when bits must agree."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from tests.lab.seed_runs import write_run
 from tests.launching import read_json
 
 START = {
+    "step": 0,
     "device": "cpu",
     "host": "node",
     "processes": 1,
@@ -24,93 +25,126 @@ START = {
 
 
 def history(
-    folder: Path, losses: dict[int, float], *starts: dict[str, Any], **settings: Any
+    folder: Path, losses: dict[int, float], starts: list[dict[str, Any]], **settings: Any
 ) -> History:
-    """Return a run with these losses, whose starts differ from ``START`` in these keys."""
-    write_run(folder, 0, dict(losses), **settings)
+    """Write a run, and read it.
+
+    Args:
+        folder: the run folder.
+        losses: the losses by step.
+        starts: for each start of the run, the keys in which it differs from ``START``.
+        settings: the settings of the run.
+    """
+    write_run(folder, seed=0, losses={**losses}, **settings)
     record = read_json(folder / "run.json")
-    record["starts"] = [{"step": 0, **START, **start} for start in starts or ({},)]
+    record["starts"] = [START | start for start in starts]
     (folder / "run.json").write_text(json.dumps(record))
     return History.of_run(folder)
 
 
-def compared(tmp_path: Path, relative: dict[int, float]) -> RunDifference:
-    """Compare a run with one on two processes, whose losses are off by these factors."""
-    a = history(tmp_path / "a", dict.fromkeys(relative, 2.0))
-    losses = {step: 2.0 * (1 - off) for step, off in relative.items()}
-    b = history(tmp_path / "b", losses, {"processes": 2})
-    return diff_runs(a, b)
+def differing_runs(tmp_path: Path, relative_differences: dict[int, float]) -> RunDifference:
+    """Compare a run with one on two processes, whose losses differ by these factors, by step."""
+    losses = dict.fromkeys(relative_differences, 2.0)
+    other_losses = {step: 2.0 * (1 - factor) for step, factor in relative_differences.items()}
+    run = history(tmp_path / "a", losses, starts=[{}])
+    other = history(tmp_path / "b", other_losses, starts=[{"processes": 2}])
+    return diff_runs(run, other)
 
 
-def test_nothing_above_the_tolerance_is_called_rounding(tmp_path: Path) -> None:
-    comparison = compared(tmp_path, {1: 1e-6, 2: 1e-5, 3: 1.2e-5, 4: 2e-5, 5: 0.5})
-    text = "\n".join(diff_lines(comparison, "a", "b"))
-    assert comparison.first is not None, text
+def text_of(comparison: RunDifference) -> str:
+    return "\n".join(diff_lines(comparison, "a", "b"))
+
+
+def test_a_difference_that_has_grown_slowly_may_come_from_rounding(tmp_path: Path) -> None:
+    comparison = differing_runs(tmp_path, {1: 1e-6, 2: 1e-5, 3: 1.2e-5, 4: 2e-5, 5: 0.5})
+
+    assert comparison.first is not None
     assert comparison.first.step == 3
-    assert "differs   at step 3: loss" in text
-    assert "rounding explains" not in text
-    # The layout may be the cause of a difference that has grown slowly.
     assert comparison.causes == [
         "processes: 1 and 2",
         "rounding errors may have grown: at the log entry before, the runs agree within 1e-05",
     ]
+    text = text_of(comparison)
+    assert "differs   at step 3: loss" in text
+    assert "rounding explains" not in text, "it is above the tolerance"
 
 
-def test_a_jump_has_not_grown_from_rounding(tmp_path: Path) -> None:
-    comparison = compared(tmp_path, {1: 1e-6, 2: 1e-6, 3: 0.5})
+def test_a_jump_does_not_come_from_rounding(tmp_path: Path) -> None:
+    comparison = differing_runs(tmp_path, {1: 1e-6, 2: 1e-6, 3: 0.5})
+
     assert comparison.first is not None
     assert comparison.first.step == 3
     assert comparison.other_differences == ["processes: 1 and 2"]
     assert not any("rounding" in cause for cause in comparison.causes)
 
 
-def test_a_setting_is_named_once(tmp_path: Path) -> None:
-    a = history(tmp_path / "a", {1: 2.0}, tokenizer="byte")
-    b = history(tmp_path / "b", {1: 1.0}, tokenizer="char")
-    text = "\n".join(diff_lines(diff_runs(a, b), "a", "b"))
+def test_a_setting_that_differs_is_named_once(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], tokenizer="byte")
+    other = history(tmp_path / "b", {1: 1.0}, starts=[{}], tokenizer="char")
+
+    text = text_of(diff_runs(run, other))
+
     assert text.count("--tokenizer byte and char") == 1, text
 
 
 @pytest.mark.parametrize(
-    ("settings", "changed", "start", "may_differ"),
+    ("settings", "other_settings", "other_start", "may_differ"),
     [
-        ({}, {}, {}, False),
-        ({}, {"ddp_timeout": 60, "learning_rate": 0.5}, {}, False),
-        ({}, {"per_device_train_batch_size": 2}, {}, True),
-        ({}, {"ddp_bucket_cap_mb": 1.0}, {}, True),
-        ({}, {}, {"processes": 2}, True),
-        ({}, {}, {"threads": 2}, True),
-        ({}, {}, {"host": "another"}, True),
-        ({}, {}, {"mixed_precision": "bf16"}, True),
-        ({"bitwise": True}, {}, {"processes": 2}, False),
-        ({"bitwise": True}, {}, {"threads": 2}, True),
-        ({"bitwise": True}, {"per_device_train_batch_size": 2}, {}, True),
-        ({}, {"bitwise": True}, {}, True),
+        pytest.param({}, {}, {}, False, id="equal"),
+        pytest.param(
+            {},
+            {"ddp_timeout": 60, "learning_rate": 0.5},
+            {},
+            False,
+            id="settings besides the layout",
+        ),
+        pytest.param({}, {"per_device_train_batch_size": 2}, {}, True, id="micro-batch"),
+        pytest.param({}, {"ddp_bucket_cap_mb": 1.0}, {}, True, id="buckets"),
+        pytest.param({}, {}, {"processes": 2}, True, id="processes"),
+        pytest.param({}, {}, {"threads": 2}, True, id="threads"),
+        pytest.param({}, {}, {"host": "another"}, True, id="host"),
+        pytest.param({}, {}, {"mixed_precision": "bf16"}, True, id="precision"),
+        pytest.param({}, {"bitwise": True}, {}, True, id="only one is bitwise"),
+        pytest.param({"bitwise": True}, {}, {"processes": 2}, False, id="bitwise, processes"),
+        pytest.param({"bitwise": True}, {}, {"threads": 2}, True, id="bitwise, threads"),
+        pytest.param(
+            {"bitwise": True},
+            {"per_device_train_batch_size": 2},
+            {},
+            True,
+            id="bitwise, micro-batch",
+        ),
     ],
 )
-def test_bits_may_differ_with_the_layout_and_with_bitwise_with_less(
+def test_bits_may_differ_with_the_layout_but_not_with_processes_if_bitwise(
     settings: dict[str, Any],
-    changed: dict[str, Any],
-    start: dict[str, Any],
+    other_settings: dict[str, Any],
+    other_start: dict[str, Any],
     may_differ: bool,
     tmp_path: Path,
 ) -> None:
-    a = history(tmp_path / "a", {1: 2.0}, **settings)
-    b = history(tmp_path / "b", {1: 2.0}, {}, start, **(settings | changed))
-    assert may_bits_differ(a, b) == may_bits_differ(b, a) == may_differ
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], **settings)
+    other = history(
+        tmp_path / "b", {1: 2.0}, starts=[{}, other_start], **(settings | other_settings)
+    )
+
+    assert may_bits_differ(run, other) == may_differ
+    assert may_bits_differ(other, run) == may_differ
 
 
-def test_a_run_that_went_on_in_a_lower_precision_is_compared_with_its_tolerance(
-    tmp_path: Path,
+@pytest.mark.parametrize(("settings", "may_differ"), [({}, True), ({"bitwise": True}, False)])
+def test_two_runs_on_gpus_must_agree_only_if_they_are_bitwise(
+    settings: dict[str, Any], may_differ: bool, tmp_path: Path
 ) -> None:
-    a = history(tmp_path / "a", {1: 2.0})
-    b = history(tmp_path / "b", {1: 2.0}, {}, {"mixed_precision": "bf16"})
-    assert tolerance_between(a, b) == tolerance_between(b, a) == tolerance_of("bf16")
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{"device": "cuda"}], **settings)
+    other = history(tmp_path / "b", {1: 2.0}, starts=[{"device": "cuda"}], **settings)
+
+    assert may_bits_differ(run, other) == may_differ
 
 
-def test_a_gpu_repeats_its_bits_only_with_bitwise(tmp_path: Path) -> None:
-    gpu = {"device": "cuda"}
-    plain = [history(tmp_path / name, {1: 2.0}, gpu) for name in ("a", "b")]
-    exact = [history(tmp_path / name, {1: 2.0}, gpu, bitwise=True) for name in ("c", "d")]
-    assert may_bits_differ(*plain)
-    assert not may_bits_differ(*exact)
+def test_the_lowest_precision_of_all_starts_sets_the_tolerance(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}])
+    other = history(tmp_path / "b", {1: 2.0}, starts=[{}, {"mixed_precision": "bf16"}])
+
+    assert tolerance_between(run, other) == tolerance_of("bf16")
+    assert tolerance_between(other, run) == tolerance_of("bf16")

@@ -1,4 +1,4 @@
-"""`llmtrain diff` of two data sets shows the first row that differs, and its file."""
+"""`llmtrain diff` of runs on different data shows the first row that differs, and its file."""
 
 import json
 from dataclasses import asdict
@@ -15,55 +15,80 @@ from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
 
-WORDS = [f"document {number}: the kernel waits for {number * number}\n" for number in range(40)]
+LINES = [f"document {number}: the kernel waits for {number * number}\n" for number in range(40)]
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[History, History]:
-    """Two runs on two files; one word of the second file was changed in between."""
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    names = [str(tmp_path / "first.txt"), str(tmp_path / "second.txt")]
-    (tmp_path / "first.txt").write_text("".join(WORDS))
-    histories = []
-    for word in ("kernel", "bucket"):
-        (tmp_path / "second.txt").write_text("".join(WORDS[::-1]).replace("kernel", word, 1))
-        config = DataConfig(dataset=names, tokenizer="byte", eval_fraction=0.0)
-        rows = tokenize(config, max_length=32)
-        folder = write_run(tmp_path / word, 0, {1: 2.0}, dataset=names)
-        record = read_json(folder / "run.json") | asdict(rows.metadata)
-        (folder / "run.json").write_text(json.dumps(record))
-        histories.append(History.of_run(folder))
-    return histories[0], histories[1]
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(cache))
+    return cache
+
+
+def run_on(dataset: list[Path], folder: Path) -> History:
+    """Tokenize files, and write a run folder that describes their rows."""
+    paths = [str(path) for path in dataset]
+    config = DataConfig(dataset=paths, tokenizer="byte", eval_fraction=0.0)
+    rows = tokenize(config, max_length=32)
+
+    write_run(folder, seed=0, losses={1: 2.0}, dataset=paths)
+    record = read_json(folder / "run.json") | asdict(rows.metadata)
+    (folder / "run.json").write_text(json.dumps(record))
+    return History.of_run(folder)
+
+
+@pytest.fixture
+def runs(cache: Path, tmp_path: Path) -> tuple[History, History]:
+    """Two runs on two files. In between, a word of the second file was changed."""
+    first_file = tmp_path / "first.txt"
+    second_file = tmp_path / "second.txt"
+    first_file.write_text("".join(LINES))
+    second_file.write_text("".join(LINES[::-1]))
+    before = run_on([first_file, second_file], folder=tmp_path / "before")
+
+    text = second_file.read_text()
+    second_file.write_text(text.replace("kernel", "bucket", 1))
+    after = run_on([first_file, second_file], folder=tmp_path / "after")
+    return before, after
 
 
 def test_the_first_row_that_differs_is_shown_with_its_file(
     runs: tuple[History, History], tmp_path: Path
 ) -> None:
-    (difference,) = metadata_differences(*runs)
-    first_rows = runs[0].record["source_rows"][0]
+    before, after = runs
+    (difference,) = metadata_differences(before, after)
+
     assert difference.groups == ("data",)
     assert difference.text.startswith("rows: 1 of ")
-    assert f"train rows differ; the first is row {first_rows} (of {tmp_path}/second.txt)" in (
-        difference.text
-    )
+    first_row_of_second_file = before.record["source_rows"][0]
+    position = f"row {first_row_of_second_file} (of {tmp_path}/second.txt)"
+    assert f"train rows differ; the first is {position}" in difference.text
+
     _, _, texts = difference.text.partition("second.txt): ")
-    text_a, text_b = texts.split(" and ")
-    assert text_a.startswith('"kernel')
-    assert text_b.startswith('"bucket')
+    text_before, text_after = texts.split(" and ")
+    assert text_before.startswith('"kernel')
+    assert text_after.startswith('"bucket')
 
 
-def test_without_the_cache_the_hashes_are_compared(
-    runs: tuple[History, History], tmp_path: Path
+def test_hashes_are_compared_if_the_rows_are_not_in_the_cache(
+    runs: tuple[History, History], cache: Path
 ) -> None:
-    (tmp_path / "cache").rename(tmp_path / "gone")
+    cache.rename(cache.with_name("elsewhere"))
+
     (difference,) = metadata_differences(*runs)
+
     assert difference.text.startswith("content of the data: ")
 
 
-@pytest.mark.parametrize("content", [None, "{"], ids=["absent", "damaged"])
-def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [pytest.param(None, id="absent"), pytest.param("{", id="damaged")]
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_a_user_error(
+    content: str | None, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
     with pytest.raises(UserError, match="tokenizer"):
         load_tokenizer(tmp_path)

@@ -1,5 +1,6 @@
-"""An x-ray's arithmetic, on times made by hand; that its pictures hold what it says."""
+"""The figures and pictures of an x-ray, for a recording with known times."""
 
+import itertools
 import json
 import re
 from html.parser import HTMLParser
@@ -13,180 +14,218 @@ from llmtrain.phase_names import PHASES
 MS = 1e-3
 
 
-def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
-    """Return the recording of two processes and two steps of 100 ms.
+# The phases of each step: their first and last millisecond.
+PHASE_TIMES = {
+    "data": (0, 5),
+    "count": (5, 10),
+    "forward": (10, 20),
+    "backward": (20, 60),
+    "exchange": (60, 75),
+    "norm": (75, 78),
+    "optimizer": (78, 95),
+    "other": (95, 100),
+}
+STEPS = (6, 7)
+RANKS = (0, 1)
 
-    Backward is from 20 to 60 ms. Bucket 0 is full at 30, on rank 1 ``wait`` later, and travels until
-    50. Bucket 1 travels from 60 to 75.
+
+def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
+    """Make the recording of two processes and two steps of 100 ms.
+
+    Bucket 0 is filled at 30 ms, and its transfer ends at 50 ms. That of bucket 1 takes from 60 to
+    75 ms. Backward takes from 20 to 60 ms.
+
+    Args:
+        wait: milliseconds by which rank 1 fills bucket 0 later.
+        blocked: milliseconds for which sending bucket 0 blocks the backward pass.
     """
+    assert [*PHASE_TIMES] == [*PHASES]
     spans = []
     transfers = []
-    for step in (6, 7):
-        zero = (step - 6) * 100 * MS
-        for rank in (0, 1):
-            edges = {
-                "data": (0, 5),
-                "count": (5, 10),
-                "forward": (10, 20),
-                "backward": (20, 60),
-                "exchange": (60, 75),
-                "norm": (75, 78),
-                "optimizer": (78, 95),
-                "other": (95, 100),
-            }
-            assert [*edges] == [*PHASES]
-            for phase, (start, end) in edges.items():
-                spans.append(
-                    Span(
-                        rank=rank,
-                        step=step,
-                        micro_batch=-1 if phase in ("data", "count") else 0,
-                        phase=phase,
-                        start=zero + start * MS,
-                        end=zero + end * MS,
-                    )
-                )
-            transfers.append(
-                Transfer(
-                    rank=rank,
-                    step=step,
-                    micro_batch=0,
-                    bucket=0,
-                    sent_bytes=4 << 20,
-                    ready=zero + (30 + wait * rank) * MS,
-                    blocked=blocked * MS,
-                    end=zero + 50 * MS,
-                )
+    for step, rank in itertools.product(STEPS, RANKS):
+        start_of_step = (step - STEPS[0]) * 100 * MS
+        for phase, (start, end) in PHASE_TIMES.items():
+            span = Span(
+                rank=rank,
+                step=step,
+                micro_batch=-1 if phase in ("data", "count") else 0,
+                phase=phase,
+                start=start_of_step + start * MS,
+                end=start_of_step + end * MS,
             )
-            transfers.append(
-                Transfer(
-                    rank=rank,
-                    step=step,
-                    micro_batch=0,
-                    bucket=1,
-                    sent_bytes=1 << 20,
-                    ready=zero + 60 * MS,
-                    blocked=0.0,
-                    end=zero + 75 * MS,
-                )
-            )
-    buckets = {0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])}
+            spans.append(span)
+
+        first_transfer = Transfer(
+            rank=rank,
+            step=step,
+            micro_batch=0,
+            bucket=0,
+            sent_bytes=4 << 20,
+            ready=start_of_step + (30 + wait * rank) * MS,
+            blocked=blocked * MS,
+            end=start_of_step + 50 * MS,
+        )
+        second_transfer = Transfer(
+            rank=rank,
+            step=step,
+            micro_batch=0,
+            bucket=1,
+            sent_bytes=1 << 20,
+            ready=start_of_step + 60 * MS,
+            blocked=0.0,
+            end=start_of_step + 75 * MS,
+        )
+        transfers += [first_transfer, second_transfer]
+
     return Recording(
-        processes=2,
+        processes=len(RANKS),
         spans=spans,
         transfers=transfers,
-        buckets=buckets,
+        buckets={0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])},
         counted_bytes=21 << 20,
         cost=0.5 * MS,
     )
 
 
-def page_of(recorded: Recording, title: str) -> str:
-    return as_html(recorded, as_trace(recorded), as_lines(summary(recorded)), title)
+def text_of(recorded: Recording) -> str:
+    return "\n".join(as_lines(summary(recorded)))
 
 
-def test_what_travels_while_the_backward_pass_computes_is_hidden_and_the_rest_exposed() -> None:
-    moved = recording().communication()
-    assert moved == pytest.approx((20 * MS, 15 * MS, 0.0))
-    assert moved.hidden_share == pytest.approx(20 / 35)
+def page_of(recorded: Recording, title: str = "x-ray") -> str:
+    lines = as_lines(summary(recorded))
+    return as_html(recorded, trace=as_trace(recorded), lines=lines, title=title)
 
 
-def test_a_bucket_begins_to_travel_when_every_process_has_filled_it() -> None:
+# Communication: seconds hidden, exposed and waiting
+
+
+def test_transfers_during_the_backward_pass_are_hidden_and_others_are_exposed() -> None:
+    communication = recording().communication()
+
+    assert communication == pytest.approx((20 * MS, 15 * MS, 0.0))
+    assert communication.hidden_share == pytest.approx(20 / 35)
+
+
+def test_a_transfer_begins_when_every_process_has_filled_the_bucket() -> None:
     late = recording(wait=12.0)
+
     starts = [
         transfer.start for transfer in late.transfers if transfer.bucket == 0 and transfer.step == 6
     ]
-    assert starts == [pytest.approx(42 * MS)] * 2
+    assert starts == [pytest.approx(42 * MS)] * len(RANKS)
     assert late.communication() == pytest.approx((8 * MS, 15 * MS, 0.0))
     assert late.last_rank() == (1, pytest.approx(12 * MS))
 
 
 def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
-    assert recording(blocked=6.0).communication() == pytest.approx((14 * MS, 21 * MS, 0.0))
+    communication = recording(blocked=6.0).communication()
+
+    assert communication == pytest.approx((14 * MS, 21 * MS, 0.0))
 
 
-def test_waiting_for_another_process_is_not_travelling() -> None:
-    waiting = recording()
-    for i, transfer in enumerate(waiting.transfers):
+def test_waiting_for_another_process_is_no_transfer() -> None:
+    recorded = recording()
+    for index, transfer in enumerate(recorded.transfers):
         if transfer.bucket == 1:
-            waiting.transfers[i] = transfer._replace(start=transfer.start + 10 * MS)
-    assert waiting.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
+            later = transfer._replace(start=transfer.start + 10 * MS)
+            recorded.transfers[index] = later
+
+    assert recorded.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
 
 
-def test_bytes_are_compared_with_what_a_ring_sends() -> None:
+# The table
+
+
+def test_sent_bytes_are_compared_with_those_of_a_ring() -> None:
     numbers = summary(recording())
+
     assert numbers["sent_bytes"] == 5 << 20
-    assert numbers["ring_bytes"] == 5 << 20  # 2 (N - 1) / N is 1 for two processes
+    ring_factor = 2 * (len(RANKS) - 1) / len(RANKS)
+    assert numbers["ring_bytes"] == ring_factor * (5 << 20)
     assert (
         "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total; "
         "the network devices sent 10.50 MiB, 1.05 of that"
-    ) in "\n".join(as_lines(summary(recording())))
+    ) in text_of(recording())
 
 
 def test_the_table_says_how_often_gradients_were_sent() -> None:
     regular = recording()
     assert regular.collectives() == [[2], [2]]
-    lines = "\n".join(as_lines(summary(regular)))
-    assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in lines
+    assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in text_of(regular)
 
     irregular = recording()
     irregular.transfers[0] = irregular.transfers[0]._replace(step=7)
-    assert "differ between steps" in "\n".join(as_lines(summary(irregular)))
+    assert "differ between steps" in text_of(irregular)
 
 
-def test_the_trace_is_in_microseconds_by_rank_and_names_the_parameters() -> None:
+# The trace
+
+
+def test_the_trace_has_phases_in_microseconds_and_the_parameters_of_buckets() -> None:
     events = json.loads(json.dumps(as_trace(recording())))["traceEvents"]
+
     backward = [event for event in events if event["name"] == "backward" and event["pid"] == 1]
-    assert [(event["ph"], event["ts"], event["dur"]) for event in backward] == [
-        ("X", 20e3, 40e3),
-        ("X", 120e3, 40e3),
-    ]
+    assert [event["ph"] for event in backward] == ["X", "X"]
+    assert [event["ts"] for event in backward] == [20e3, 120e3]
+    assert [event["dur"] for event in backward] == [40e3, 40e3]
+
     bucket = next(event for event in events if event["name"] == "bucket 0")
     assert bucket["args"]["parameters"] == ["h.1.w", "h.1.b"]
     assert bucket["args"]["sent_bytes"] == 4 << 20
 
 
-class Boxes(HTMLParser):
-    def __init__(self) -> None:
+# The page
+
+
+class PageReader(HTMLParser):
+    """Collects the rectangles of a page, the colors of its legend, and what it would load."""
+
+    def __init__(self, page: str) -> None:
         super().__init__()
-        self.found: list[dict[str, str | None]] = []
-        self.legend: list[str] = []  # colours
-        self.links: list[str] = []
+        self.rectangles: list[dict[str, str | None]] = []
+        self.legend_colors: list[str] = []
+        self.resources: list[str] = []
+        self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
         if tag == "rect":
-            self.found.append(dict(attributes))
+            self.rectangles.append(values)
         if tag == "i":
-            self.legend.append(str(dict(attributes)["style"]).removeprefix("background:"))
-        self.links += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href")] + [
-            tag
-        ] * (tag == "script")
+            self.legend_colors.append(str(values["style"]).removeprefix("background:"))
+        if tag == "script" or "src" in values or "href" in values:
+            self.resources.append(tag)
 
 
-def test_the_page_needs_nothing_else_and_draws_every_phase_and_bucket() -> None:
-    page = page_of(recording(wait=12.0), "<x-ray>")
-    drawn = Boxes()
-    drawn.feed(page)
-    assert not drawn.links
-    steps, ranks, boxes_of_buckets = 2, 2, 2 * 2
-    assert len(drawn.found) == steps * ranks * (len(PHASES) + boxes_of_buckets)
-    assert all(
-        0 <= float(box["x"] or -1) <= 1200.01 and float(box["width"] or -1) > 0
-        for box in drawn.found
-    )
+def test_the_page_loads_nothing() -> None:
+    assert PageReader(page_of(recording())).resources == []
+
+
+def test_the_page_draws_every_phase_and_bucket() -> None:
+    page = page_of(recording(wait=12.0), title="<x-ray>")
+    rectangles = PageReader(page).rectangles
+
+    rectangles_of_buckets = 2 * 2  # each of two buckets waits, then travels
+    rectangles_per_rank = len(PHASES) + rectangles_of_buckets
+    assert len(rectangles) == len(STEPS) * len(RANKS) * rectangles_per_rank
+    for rectangle in rectangles:
+        assert 0 <= float(rectangle["x"] or -1) <= 1200.01
+        assert float(rectangle["width"] or -1) > 0
     assert "&lt;x-ray&gt;" in page
     assert "h.1.w, h.1.b" in page
 
 
-def test_every_phase_and_bucket_has_a_colour_of_its_own_which_the_legend_shows() -> None:
-    drawn = Boxes()
-    drawn.feed(page_of(recording(wait=12.0), "x-ray"))
-    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in drawn.legend)
-    assert len({*drawn.legend}) == len(PHASES) + 2  # a bucket that travels, and one that waits
-    assert {box["fill"] for box in drawn.found} == {*drawn.legend}
+def test_every_phase_and_state_of_a_bucket_has_a_color_in_the_legend() -> None:
+    page = PageReader(page_of(recording(wait=12.0)))
+
+    assert all(re.fullmatch("#[0-9a-f]{6}", color) for color in page.legend_colors)
+    states_of_buckets = 2
+    assert len({*page.legend_colors}) == len(PHASES) + states_of_buckets
+    assert {rectangle["fill"] for rectangle in page.rectangles} == {*page.legend_colors}
 
 
-def test_every_picture_has_the_number_of_its_step_as_a_heading() -> None:
-    page = page_of(recording(), "x-ray")
+def test_the_picture_of_each_step_has_a_heading_and_a_label() -> None:
+    page = page_of(recording())
+
     assert re.findall("<h2>(.*)</h2>", page) == ["Step 6", "Step 7", "Table"]
     assert re.findall('aria-label="(.*)"', page) == ["timeline of step 6", "timeline of step 7"]

@@ -1,4 +1,4 @@
-"""The loss curve in the terminal has round ticks."""
+"""The loss curve in the terminal has round ticks, and shows all evaluations."""
 
 import itertools
 import math
@@ -9,15 +9,31 @@ import pytest
 from llmtrain.observe.curve import loss_curve, round_tick
 
 
-def entries(last_step: int, first_loss: float, last_loss: float) -> list[dict]:
-    losses = [first_loss + (last_loss - first_loss) * i / 10 for i in range(11)]
-    return [{"step": last_step * i // 10, "train/loss": losses[i]} for i in range(11)]
+def entries(last_step: int, first_loss: float, last_loss: float) -> list[dict[str, float]]:
+    """Return log entries at eleven steps, between which the loss changes linearly."""
+    entries = []
+    for tenth in range(11):
+        loss = first_loss + (last_loss - first_loss) * tenth / 10
+        entries.append({"step": last_step * tenth // 10, "train/loss": loss})
+    return entries
 
 
-def is_round(tick: float) -> bool:
-    """Whether a step from one tick to the next is 1, 2 or 5 times a power of ten."""
-    mantissa = tick / 10.0 ** math.floor(math.log10(tick) + 1e-9)
+def is_round(distance: float) -> bool:
+    """Whether a distance between ticks is 1, 2 or 5 times a power of ten."""
+    mantissa = distance / 10.0 ** math.floor(math.log10(distance) + 1e-9)
     return any(math.isclose(mantissa, factor) for factor in (1, 2, 5))
+
+
+def ticks_of_losses(lines: list[str]) -> list[float]:
+    """Read the labels of the vertical axis, from the top down."""
+    matches = [re.match(r" *([-\d.e]+) \|", line) for line in lines]
+    return [float(match[1]) for match in matches if match]
+
+
+def ticks_of_steps(lines: list[str]) -> list[float]:
+    """Read the labels of the horizontal axis."""
+    (axis,) = [line for line in lines if re.match(r" +\| 0 ", line)]
+    return [float(label) for label in axis.split()[1:]]
 
 
 @pytest.mark.parametrize(
@@ -30,35 +46,44 @@ def is_round(tick: float) -> bool:
         (1, 3.0, 3.0),
     ],
 )
-def test_ticks_are_round(last_step: int, first_loss: float, last_loss: float) -> None:
+def test_the_distances_between_ticks_are_round(
+    last_step: int, first_loss: float, last_loss: float
+) -> None:
     lines = loss_curve(entries(last_step, first_loss, last_loss)).splitlines()
+    assert max(len(line) for line in lines) <= 100
 
-    losses = [float(match[1]) for line in lines if (match := re.match(r" *([-\d.e]+) \|", line))]
+    losses = ticks_of_losses(lines)
     assert len(losses) >= 2
     assert max(losses) >= first_loss
     assert min(losses) <= last_loss
     for upper, lower in itertools.pairwise(losses):
         assert is_round(upper - lower)
 
-    (axis,) = [line for line in lines if re.match(r" +\| 0 ", line)]
-    steps = [float(word) for word in axis.split()[1:]]
+    steps = ticks_of_steps(lines)
     assert steps[0] == 0
-    assert all(is_round(second - first) for first, second in itertools.pairwise(steps))
-    assert all(step == int(step) for step in steps)
-    assert max(len(line) for line in lines) <= 100
+    assert all(step.is_integer() for step in steps)
+    for step, next_step in itertools.pairwise(steps):
+        assert is_round(next_step - step)
 
 
 @pytest.mark.parametrize("last_step", [1, 7, 100, 120])
 def test_the_first_and_the_last_evaluation_are_drawn(last_step: int) -> None:
-    evaluations = [{"step": step, "eval/loss": 5.0 - step / last_step} for step in (0, last_step)]
-    drawn = loss_curve(evaluations).split("Legend")[0]
-    assert sum(line.partition(" | ")[2].count("o") for line in drawn.splitlines()) == 2
+    evaluations = [{"step": 0, "eval/loss": 5.0}, {"step": last_step, "eval/loss": 4.0}]
+
+    drawing, _, _ = loss_curve(evaluations).partition("Legend")
+
+    points = [line.partition(" | ")[2].count("o") for line in drawing.splitlines()]
+    assert sum(points) == 2
 
 
-def test_a_run_without_a_loss_is_drawn_without_an_error() -> None:
+def test_a_run_without_a_loss_has_an_empty_curve() -> None:
     assert "step" in loss_curve([{"step": 0, "train/weight_norm": 1.0}])
 
 
-@pytest.mark.parametrize(("length", "tick"), [(100, 20), (8, 1), (9, 2), (0.03, 0.005), (41, 10)])
-def test_the_smallest_round_tick_is_chosen(length: float, tick: float) -> None:
-    assert round_tick(length, 8) == pytest.approx(tick)
+@pytest.mark.parametrize(
+    ("length", "expected"), [(100, 20), (8, 1), (9, 2), (0.03, 0.005), (41, 10)]
+)
+def test_at_most_eight_ticks_have_the_smallest_round_distance(
+    length: float, expected: float
+) -> None:
+    assert round_tick(length, most=8) == pytest.approx(expected)

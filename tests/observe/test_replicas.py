@@ -1,112 +1,141 @@
+"""Replicas whose weights differ in a single bit are noticed and named."""
+
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.observe import replicas
 from llmtrain.observe.replicas import check_built_weights, check_replicas, weight_checksums
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
+INTEGER_TYPES = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.bfloat16: torch.int16,
+}
 
-class TwoRanks(TrainingAccelerator):
-    """An accelerator whose other rank holds ``other``."""
 
-    num_processes = 2
+class FakeAccelerator(TrainingAccelerator):
+    """Stands for the accelerator of several ranks. This one is rank 0.
+
+    Args:
+        models: for each rank, its model, or its shards of a model.
+        sharding: the parallel layout.
+    """
+
     device = torch.device("cpu")
 
-    def __init__(self, other: nn.Module) -> None:
-        self.sharding = Sharding(replicas=2, shards=1)
-        self.other = other
+    def __init__(self, models: list[nn.Module], sharding: Sharding) -> None:
+        self.models = models
+        self.sharding = sharding
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.models)
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.cat([mine, weight_checksums(self.other)[None]])
+    def gather(self, local_checksums: torch.Tensor) -> torch.Tensor:
+        checksums = torch.stack([weight_checksums(model) for model in self.models])
+        assert torch.equal(local_checksums, checksums[:1])
+        return checksums
 
 
-def model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
+def two_replicas(first: nn.Module, second: nn.Module) -> Ranks:
+    return Ranks(FakeAccelerator([first, second], Sharding(replicas=2, shards=1)))
+
+
+def new_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_last_bit_of_one_weight_is_noticed_and_named(dtype: torch.dtype) -> None:
-    other = model(dtype)
-    check_replicas(Ranks(TwoRanks(other)), model(dtype))
-    integers = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
-    with torch.no_grad():
-        other[1].weight.view(integers[dtype])[2, 5] ^= 1
-    with pytest.raises(UserError, match=r"1\.weight of rank 1 differs from rank 0's"):
-        check_replicas(Ranks(TwoRanks(other)), model(dtype))
+def flip_a_bit(model: nn.Module) -> None:
+    weight = model.get_parameter("1.weight").data
+    weight.view(INTEGER_TYPES[weight.dtype])[2, 5] ^= 1
 
 
-def test_two_weights_that_change_places_are_noticed() -> None:
-    other = model()
-    with torch.no_grad():
-        other[0].bias[:2] = other[0].bias[:2].flip(0)
-    with pytest.raises(UserError, match=r"0\.bias"):
-        check_replicas(Ranks(TwoRanks(other)), model())
+def swap_two_values(model: nn.Module) -> None:
+    """Their sum stays the same."""
+    bias = model.get_parameter("0.bias").data
+    bias[:2] = bias[:2].flip(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_two_flipped_signs_do_not_cancel_out(dtype: torch.dtype) -> None:
-    other = model(dtype)
-    with torch.no_grad():
-        other[0].bias[:2] *= -1
-    with pytest.raises(UserError, match=r"0\.bias"):
-        check_replicas(Ranks(TwoRanks(other)), model(dtype))
+def flip_two_signs(model: nn.Module) -> None:
+    """The sum of their bits stays the same, modulo 2**64."""
+    model.get_parameter("0.bias").data[:2] *= -1
 
 
-def test_a_sum_of_values_would_not_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: lazier checksums pass drifted weights."""
-    other = model()
-    with torch.no_grad():
-        other[0].bias[:2] = other[0].bias[:2].flip(0)
-    lazy = lambda module: torch.stack([p.double().sum() for p in module.parameters()])  # noqa: E731
-    monkeypatch.setattr(replicas, "weight_checksums", lazy)
-    monkeypatch.setitem(globals(), "weight_checksums", lazy)
-    check_replicas(Ranks(TwoRanks(other)), model())
+@pytest.mark.parametrize("dtype", INTEGER_TYPES, ids=str)
+def test_equal_replicas_pass(dtype: torch.dtype) -> None:
+    model = new_model(dtype)
+
+    check_replicas(two_replicas(model, new_model(dtype)), model)
 
 
-def test_an_empty_shard_is_like_another() -> None:
+@pytest.mark.parametrize("dtype", INTEGER_TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [(flip_a_bit, "1.weight"), (swap_two_values, "0.bias"), (flip_two_signs, "0.bias")],
+)
+def test_the_first_parameter_that_differs_is_named(
+    change: Callable[[nn.Module], None], parameter: str, dtype: torch.dtype
+) -> None:
+    model = new_model(dtype)
+    other = new_model(dtype)
+    change(other)
+
+    with pytest.raises(UserError, match=f"{parameter} of rank 1 differs from rank 0's"):
+        check_replicas(two_replicas(model, other), model)
+
+
+def test_empty_shards_are_equal() -> None:
     empty = nn.Linear(8, 0)
-    check_replicas(Ranks(TwoRanks(empty)), empty)
+
+    check_replicas(two_replicas(empty, empty), empty)
 
 
-class TwoReplicasOfTwo(TrainingAccelerator):
-    """An accelerator of four ranks: 0 and 2 hold one half of a model, 1 and 3 the other."""
-
-    num_processes = 4
-    device = torch.device("cpu")
-
-    def __init__(self, *halves: nn.Module) -> None:
-        self.halves = halves
-        self.sharding = Sharding(replicas=2, shards=2)
-
-    def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
-        return model
-
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return torch.stack([weight_checksums(half) for half in self.halves])
+# Ranks 0 and 2 hold the first half of a model, and ranks 1 and 3 hold the second half.
+FOUR_RANKS = Sharding(replicas=2, shards=2)
 
 
-def test_replicas_of_sharded_models_are_compared_shard_by_shard() -> None:
-    one, two, drifted = model(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), model()
-    check_replicas(Ranks(TwoReplicasOfTwo(one, two, one, two)), one)
-    with torch.no_grad():
-        drifted[1].weight.view(torch.int32)[2, 5] ^= 1
-    with pytest.raises(UserError, match=r"1\.weight of rank 2 differs from rank 0's"):
-        check_replicas(Ranks(TwoReplicasOfTwo(one, two, drifted, two)), one)
-    with pytest.raises(UserError, match=r"of rank 3 differs from rank 1's"):
-        check_replicas(Ranks(TwoReplicasOfTwo(one, two, one, one)), one)
+def test_replicas_of_a_sharded_model_pass_if_all_shards_are_equal() -> None:
+    first = new_model(seed=0)
+    second = new_model(seed=1)
+
+    check_replicas(Ranks(FakeAccelerator([first, second, first, second], FOUR_RANKS)), first)
 
 
-def test_ranks_that_built_other_weights_are_named_before_the_first_step() -> None:
-    check_built_weights(Ranks(TwoRanks(model())), model())
-    unseeded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
-    with pytest.raises(
-        UserError, match=r"different initial weights, such as 0\.weight of rank 1\."
-    ):
-        check_built_weights(Ranks(TwoRanks(unseeded)), model())
+@pytest.mark.parametrize(
+    ("differing_rank", "message"),
+    [
+        pytest.param(2, r"1\.weight of rank 2 differs from rank 0's", id="first shard"),
+        pytest.param(3, r"1\.weight of rank 3 differs from rank 1's", id="second shard"),
+    ],
+)
+def test_each_shard_is_compared_with_that_of_the_first_replica(
+    differing_rank: int, message: str
+) -> None:
+    models = [new_model(seed=rank % 2) for rank in range(4)]
+    flip_a_bit(models[differing_rank])
+
+    with pytest.raises(UserError, match=message):
+        check_replicas(Ranks(FakeAccelerator(models, FOUR_RANKS)), models[0])
+
+
+def test_ranks_that_build_equal_weights_pass_before_the_first_step() -> None:
+    model = new_model()
+
+    check_built_weights(two_replicas(model, new_model()), model)
+
+
+def test_ranks_that_build_different_weights_are_named_before_the_first_step() -> None:
+    model = new_model(seed=0)
+
+    message = r"different initial weights, such as 0\.weight of rank 1\."
+    with pytest.raises(UserError, match=message):
+        check_built_weights(two_replicas(model, new_model(seed=1)), model)

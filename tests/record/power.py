@@ -1,8 +1,10 @@
-"""The content of a disk after the power went: a model for test_crashes.py.
+"""A model of a disk, which tells what is left on it after a power cut. Used by test_crashes.py.
 
-A file keeps the bytes that its last fsync saw; a name survives if its folder was synced after it was made. Whatever was
-not synced may be there or not, so two extremes are played: ``lost``, where nothing unsynced survives, and ``eager``,
-where every name reached the disk before the bytes that it should hold.
+A file keeps the bytes that it had at its last fsync. A name survives if its folder was synced after
+the name was made. The disk may have written more than that, so two extremes are tried:
+
+- ``lost``: nothing survives that was not synced.
+- ``eager``: every name is on the disk, but files have only their synced bytes.
 """
 
 import contextlib
@@ -12,87 +14,105 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-_NAMES = ("rename", "replace", "mkdir", "unlink", "rmdir")
+_NAME_CHANGES = ("rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 class Disk:
+    """The synced state of all files and folders below a root. What is there now counts as synced."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.bytes: dict[int, bytes] = {}  # of each file (by inode) at its last fsync
-        self.names: dict[int, dict[str, int]] = {}  # of each folder at its last fsync
-        # As long as it is open, nothing else gets the inode of a deleted file.
+        self.synced_bytes: dict[int, bytes] = {}  # of each file, by inode
+        self.synced_names: dict[int, dict[str, int]] = {}  # of each folder: names and inodes
+        # An open handle keeps the inode of a deleted file from being used again.
         self.handles: dict[int, int] = {}
-        for path in [root, *root.rglob("*")]:  # what is there now has been for long
-            self.synced(path)
+
+        for path in [root, *root.rglob("*")]:
+            self.note_sync(path)
 
     def __del__(self) -> None:
         for handle in self.handles.values():
             os.close(handle)
 
-    def synced(self, path: Path) -> None:
+    def note_sync(self, path: Path) -> None:
+        """Take over the content of a file or folder that is being synced."""
         inode = path.stat().st_ino
         if inode not in self.handles:
             self.handles[inode] = os.open(path, os.O_RDONLY)
+
         if path.is_dir():
-            self.names[inode] = {child.name: child.stat().st_ino for child in path.iterdir()}
+            self.synced_names[inode] = inodes_in(path)
         else:
-            self.bytes[inode] = path.read_bytes()
+            self.synced_bytes[inode] = path.read_bytes()
 
     def after_power_cut(self, target: Path, eager: bool) -> Path:
-        """Make ``target`` what a restart could find."""
+        """Fill the folder ``target`` with the files that a restart would find, and return it."""
         shutil.rmtree(target, ignore_errors=True)
         live = {path.stat().st_ino: path for path in [self.root, *self.root.rglob("*")]}
-        self._restore(self.root.stat().st_ino, target, live, eager)
+        self._restore(inode=self.root.stat().st_ino, target=target, live=live, eager=eager)
         return target
 
-    def _restore(self, inode: int, target: Path, live: dict[int, Path], eager: bool) -> None:
-        is_folder = live[inode].is_dir() if inode in live else inode in self.names
+    def _restore(self, *, inode: int, target: Path, live: dict[int, Path], eager: bool) -> None:
+        is_folder = live[inode].is_dir() if inode in live else inode in self.synced_names
         if not is_folder:
-            target.write_bytes(self.bytes.get(inode, b""))
+            target.write_bytes(self.synced_bytes.get(inode, b""))
             return
+
         target.mkdir()
-        names = dict(self.names.get(inode, {}))
         if eager and inode in live:
-            names = {child.name: child.stat().st_ino for child in live[inode].iterdir()}
+            names = inodes_in(live[inode])
+        else:
+            names = self.synced_names.get(inode, {})
         for name, child in names.items():
-            self._restore(child, target / name, live, eager)
+            self._restore(inode=child, target=target / name, live=live, eager=eager)
+
+
+def inodes_in(folder: Path) -> dict[str, int]:
+    """Return the inode of each entry of a folder, by its name."""
+    return {child.name: child.stat().st_ino for child in folder.iterdir()}
 
 
 @contextlib.contextmanager
 def watched(disk: Disk, before_each: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Call ``before_each`` before every fsync and every change of a name, and let ``disk`` know what was synced.
+    """Call ``before_each`` before every fsync and every change of a name.
 
-    Yields a function that calls it at other moments.
+    ``disk`` takes note of every fsync.
+
+    Yields:
+        A function that calls ``before_each``, for use at other moments.
     """
-    fsync, looking = os.fsync, False
+    real_fsync = os.fsync
+    is_in_callback = False
 
-    def look(what: str) -> None:
-        nonlocal looking
-        if not looking:  # what is done while looking is not the process's own doing
-            looking = True
-            try:
-                before_each(what)
-            finally:
-                looking = False
+    def call_back(operation: str) -> None:
+        nonlocal is_in_callback
+        if is_in_callback:  # the callback's own operations do not count
+            return
+
+        is_in_callback = True
+        try:
+            before_each(operation)
+        finally:
+            is_in_callback = False
 
     def watched_fsync(handle: int) -> None:
-        look("fsync")
-        fsync(handle)
+        call_back("fsync")
+        real_fsync(handle)
         path = Path(f"/proc/self/fd/{handle}").readlink()
         if path.is_relative_to(disk.root):
-            disk.synced(path)
+            disk.note_sync(path)
 
     def watch(name: str) -> Callable[..., object]:
         original = getattr(os, name)
 
-        def call(*words: object, **more: object) -> object:
-            look(name)
-            return original(*words, **more)
+        def watched_operation(*args: object, **kwargs: object) -> object:
+            call_back(name)
+            return original(*args, **kwargs)
 
-        return call
+        return watched_operation
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(os, "fsync", watched_fsync))
-        for name in _NAMES:
+        for name in _NAME_CHANGES:
             patches.enter_context(mock.patch.object(os, name, watch(name)))
-        yield look
+        yield call_back

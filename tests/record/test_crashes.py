@@ -1,5 +1,6 @@
-"""A crash at any instant leaves every checkpoint whole and loses none that was said to be saved."""
+"""After a crash at any instant, every checkpoint is intact, and none is lost that was reported."""
 
+import hashlib
 import os
 import random
 import shutil
@@ -16,8 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain import files
-from llmtrain.record import checkpoint, saver
-from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid
+from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, read_state
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from tests.launching import ROOT, bound
@@ -29,299 +29,400 @@ KILLS = int(os.environ.get("LLMTRAIN_WRITER_KILLS", "20"))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-class CrashError(BaseException):
-    """The process ends here."""
-
-
-def save(writer: Saver, step: int) -> None:
+def save(saver: Saver, step: int) -> None:
     weights = {"w": torch.full((500,), float(step))}
-    writer.save(
-        step,
-        weights,
-        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
-        {"step": step},
-    )
+    moments = {"w.exp_avg": weights["w"] * 2}
+    states = {"optimizer": FlatState({}, moments)}
+    saver.save(step=step, weights=weights, states=states, state={"step": step})
 
 
-def faults(folder: Path, at_least: int) -> list[str]:
-    """Return what a restart would suffer from: a checkpoint that is not whole, or the loss of one that counts."""
-    wrong = [f"{path.name}: {fault}" for path in checkpoints(folder) if (fault := find_fault(path))]
-    steps = [
-        checkpoint.read_state(path)["step"] for path in checkpoints(folder) if not find_fault(path)
-    ]
-    return wrong + (
-        [] if max(steps, default=0) >= at_least else [f"step {at_least} is lost; there are {steps}"]
-    )
+def faults_at_restart(folder: Path, reported_step: int) -> list[str]:
+    """Return which checkpoints are damaged, and whether there is none of the reported step or later."""
+    faults = []
+    intact_steps = []
+    for path in checkpoints(folder):
+        fault = find_fault(path)
+        if fault:
+            faults.append(f"{path.name}: {fault}")
+        else:
+            intact_steps.append(read_state(path)["step"])
+
+    if max(intact_steps, default=0) < reported_step:
+        faults.append(f"step {reported_step} is lost; there are {intact_steps}")
+    return faults
 
 
-def power_cuts(tmp_path: Path) -> tuple[int, list[str]]:
-    """Cut the power before each operation of two saves; the number of cuts, and what went wrong in them."""
-    root = tmp_path / "checkpoints"
-    writer = Saver(root, Files(), keep=2)
+# Power cuts
+
+
+def cut_power_at_each_operation(tmp_path: Path) -> dict[str, list[str]]:
+    """Save twice, and cut the power before each operation; return the faults after each cut."""
+    folder = tmp_path / "checkpoints"
+    saver = Saver(folder, Files(), keep=2)
     for step in (10, 20):
-        save(writer, step)
-    disk, found, acknowledged, cuts = Disk(root), [], 20, 0
+        save(saver, step)
 
-    def cut(what: str) -> None:
-        nonlocal cuts
+    disk = Disk(folder)
+    reported_step = 20
+    faults_by_cut: dict[str, list[str]] = {}
+
+    def cut_power(operation: str) -> None:
         for eager in (False, True):
-            cuts += 1
-            wrong = faults(disk.after_power_cut(tmp_path / "after", eager), acknowledged)
-            found.extend(
-                f"before {what}, {'eager' if eager else 'lost'}: {fault}" for fault in wrong
-            )
+            remains = disk.after_power_cut(tmp_path / "after", eager)
+            cut = f"cut {len(faults_by_cut)}, before {operation}, eager={eager}"
+            faults_by_cut[cut] = faults_at_restart(remains, reported_step)
 
-    with watched(disk, cut) as look:
+    with watched(disk, cut_power) as call_back:
         for step in (30, 40):
-            save(writer, step)
-            acknowledged = step
-            look("the next step")
-    return cuts, found
+            save(saver, step)
+            reported_step = step
+            call_back("the next step")
+    return faults_by_cut
 
 
 @linux
-def test_the_power_may_go_at_any_operation(tmp_path: Path, score: Callable[[str], None]) -> None:
-    cuts, found = power_cuts(tmp_path)
-    assert not found
-    assert cuts > 60
-    score(
-        f"power: checkpoints lost or broken in cuts at every operation: {bound(len(found), cuts)}"
-    )
-
-
-@linux
-@pytest.mark.parametrize("forgotten", ["the files", "the folders", "the commit"])
-def test_without_one_kind_of_fsync_a_power_cut_would_show(
-    forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_checkpoint_is_lost_whenever_the_power_is_cut(
+    tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    if forgotten == "the files":
-        monkeypatch.setattr(files.os, "fsync", lambda handle: None)
+    faults_by_cut = cut_power_at_each_operation(tmp_path)
+
+    faulty_cuts = {cut: faults for cut, faults in faults_by_cut.items() if faults}
+    assert not faulty_cuts
+    assert len(faults_by_cut) > 60
+    count = bound(len(faulty_cuts), len(faults_by_cut))
+    score(f"power: checkpoints lost or broken in cuts at every operation: {count}")
+
+
+@linux
+@pytest.mark.parametrize("not_synced", ["files", "folders", "commit"])
+def test_power_cuts_lose_checkpoints_if_something_is_not_synced(
+    not_synced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above would notice a missing fsync."""
+    if not_synced == "files":
+        monkeypatch.setattr(os, "fsync", lambda handle: None)
         monkeypatch.setattr(files, "sync_file", lambda path: None)
-    elif forgotten == "the folders":
+    elif not_synced == "folders":
         monkeypatch.setattr(files, "sync_folder", lambda path: None)
     else:
-        monkeypatch.setattr(saver, "sync_folder", lambda path: None)
-    _, found = power_cuts(tmp_path)
-    assert found
+        monkeypatch.setattr("llmtrain.record.saver.sync_folder", lambda path: None)
+
+    faults_by_cut = cut_power_at_each_operation(tmp_path)
+
+    assert any(faults_by_cut.values())
 
 
-def crash_at_each_operation(tmp_path: Path) -> tuple[int, list[str]]:
-    """End the process before its k-th operation, writes included, for every k; what stands then, a restart finds."""
-    found: list[str] = []
-    k = 0
+# Crashes of the process
+
+
+class CrashError(BaseException):
+    """Stands for the end of the process."""
+
+
+class CrashAfter:
+    """Raises CrashError before every operation, except for the first ones.
+
+    Later operations fail, too: a process that has ended does not clean up.
+    """
+
+    def __init__(self, operations: int) -> None:
+        self.remaining = operations
+
+    def __call__(self, operation: str) -> None:
+        if self.remaining == 0:
+            raise CrashError(operation)
+        self.remaining -= 1
+
+
+def crash_in_save(folder: Path, crash: CrashAfter) -> str | None:
+    """Save, and return the operation before which it crashed, or None if it did not."""
+    real_rmtree = shutil.rmtree
+    real_sha256 = hashlib.sha256
+
+    def rmtree(path: Path, **options: object) -> None:
+        crash("rmtree")
+        real_rmtree(path, **options)
+
+    def sha256(*data: bytes) -> object:
+        crash("write")  # a hash is made for each file that is written or read
+        return real_sha256(*data)
+
+    saver = Saver(folder, Files(), keep=2)
+    with pytest.MonkeyPatch.context() as patch, watched(Disk(folder), crash):
+        patch.setattr(shutil, "rmtree", rmtree)
+        patch.setattr(hashlib, "sha256", sha256)
+        try:
+            save(saver, 30)
+        except CrashError as error:
+            return str(error)
+    return None
+
+
+def test_no_checkpoint_is_lost_if_the_process_ends_at_any_operation(
+    tmp_path: Path, score: Callable[[str], None]
+) -> None:
+    faults = []
+    operations = 0
     while True:
-        root = tmp_path / str(k)
+        folder = tmp_path / str(operations)
         for step in (10, 20):
-            save(Saver(root, Files(), keep=2), step)
-        left = k
+            save(Saver(folder, Files(), keep=2), step)
 
-        def count(what: str) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise CrashError(what)
+        crash = crash_in_save(folder, CrashAfter(operations))
+        if crash is None:
+            break
+        for fault in faults_at_restart(folder, reported_step=20):
+            faults.append(f"before operation {operations}, {crash}: {fault}")
+        operations += 1
 
-        def counted(*words: bytes, honest: Callable = files.hashlib.sha256) -> object:
-            count("write")  # one is made for each file that is written or read
-            return honest(*words)
-
-        crashed = True
-        with pytest.MonkeyPatch.context() as patch:
-            # after a crash nobody tidies up
-            patch.setattr(
-                files.shutil,
-                "rmtree",
-                lambda path, **more: count("rmtree") or shutil_rmtree(path, **more),
-            )
-            patch.setattr(files.hashlib, "sha256", counted)
-            with watched(Disk(root), count):
-                try:
-                    save(Saver(root, Files(), keep=2), 30)
-                    crashed = False
-                except CrashError as crash:
-                    where = str(crash)
-        if not crashed:
-            return k, found
-        found += [f"at operation {k}, {where}: {fault}" for fault in faults(root, 20)]
-        shutil_rmtree(root)
-        k += 1
-
-
-shutil_rmtree = shutil.rmtree
-
-
-def test_lines_of_a_ledger_that_are_no_readings_are_dropped(tmp_path: Path) -> None:
-    ledger = tmp_path / "metrics.jsonl"
-    ledger.write_bytes(
-        b'{"step": 1}\n7\n[1]\n{"step": null}\n{"loss": 2}\n\xff\n{"step": 2}\n{"step": 3}\n{"ste'
-    )
-    files.drop_lines_after(ledger, 2)
-    assert ledger.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_the_process_may_end_at_any_operation(tmp_path: Path, score: Callable[[str], None]) -> None:
-    operations, found = crash_at_each_operation(tmp_path)
-    assert not found
+    assert not faults
     assert operations > 20
     score(
-        f"crash: checkpoints lost or broken by an end at each operation of a save: {len(found)} of {operations}"
+        "crash: checkpoints lost or broken by an end at each operation of a save: "
+        f"{len(faults)} of {operations}"
     )
+
+
+def test_damaged_lines_of_a_log_are_dropped_with_those_after_the_step(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    not_objects = b"7\n[1]\n"
+    without_step = b'{"step": null}\n{"loss": 2}\n'
+    not_text = b"\xff\n"
+    half_a_line = b'{"ste'
+    log.write_bytes(
+        b'{"step": 1}\n'
+        + not_objects
+        + without_step
+        + not_text
+        + b'{"step": 2}\n{"step": 3}\n'
+        + half_a_line
+    )
+
+    files.drop_lines_after(log, step=2)
+
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+# Kills of the process
 
 
 class WriterEndedError(Exception):
-    """A writer ended before it was killed; the message is what it wrote to stderr."""
+    """A writer ended before it was killed. The message is its stderr."""
 
 
 class Writers:
-    """Writers that are killed, one after the other."""
+    """Processes that save until they are killed, one after the other; see writer.py."""
 
-    def __init__(self, folder: Path, how: str) -> None:
+    def __init__(self, folder: Path, writer: str) -> None:
         self.folder = folder
         self.errors = folder.with_name("errors.txt")
-        command = [sys.executable, "-m", "tests.record.writer", str(folder), how]
-        pipes = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "text": True,
-            "bufsize": 1,
-        }
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, start_new_session=True, stderr=errors, **pipes
+                [sys.executable, "-m", "tests.record.writer", str(folder), writer],
+                cwd=ROOT,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
             )
 
-    def kill_one(self, first_step: int, wait: Callable[[int], None]) -> int:
-        """Start a writer and kill it; return the last step that it said to be saved.
+    def start_and_kill(self, first_step: int, before_kill: Callable[[psutil.Process], None]) -> int:
+        """Start a writer and kill it.
 
         Args:
             first_step: the step of its first save.
-            wait: called with its process id after its first save. It returns when to kill it.
+            before_kill: called after its first save. The writer is killed when this returns.
+
+        Returns:
+            The last step that it reported as saved.
         """
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(f"{first_step}\n")
-        pid, said, killed = None, 0, False
-        for line in stdout:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{first_step}\n")
+        writer = None
+        reported_step = 0
+        while writer is None or not reported_step:
+            line = self._read_line()
             if line.startswith("pid"):
-                pid = int(line.split()[1])
-            elif line == "ended\n":
-                return said
+                writer = psutil.Process(int(line.split()[1]))
             else:
-                said = int(line)
-            if pid is not None and said and not killed:
-                wait(pid)
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    while stdout.readline() not in ("ended\n", ""):
-                        pass
-                    raise WriterEndedError(self.errors.read_text()) from None
-                killed = True
-        raise AssertionError("the writers ended")
+                reported_step = int(line)
+
+        before_kill(writer)
+        try:
+            os.kill(writer.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise WriterEndedError(self.errors.read_text()) from None
+
+        while (line := self._read_line()) != "ended":
+            reported_step = int(line)
+        return reported_step
+
+    def _read_line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise WriterEndedError(self.errors.read_text())
+        return line.rstrip("\n")
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+            assert pipe is not None
+            pipe.close()
+
+
+def stop_inside_save(writer: psutil.Process, is_inside_save: Callable[[], bool]) -> None:
+    """Suspend a writer in the middle of a save, however fast or slow the machine is."""
+    while True:
+        wait_until(is_inside_save, seconds=60)  # the writer goes on meanwhile
+        writer.suspend()
+        wait_until(lambda: writer.status() == psutil.STATUS_STOPPED, seconds=60)
+        if is_inside_save():
+            return
+        writer.resume()
 
 
 @pytest.fixture
 def writers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Writers]:
-    made = Writers(tmp_path / "checkpoints", request.param)
-    yield made
-    made.close()
+    writers = Writers(tmp_path / "checkpoints", request.param)
+    yield writers
+    writers.close()
 
 
 @pytest.mark.timeout(120 + KILLS)
-@pytest.mark.parametrize("writers", ["ours"], indirect=True)
-def test_a_writer_may_be_killed_at_any_instant(
+@pytest.mark.parametrize("writers", ["saver"], indirect=True)
+def test_no_checkpoint_is_lost_if_the_process_is_killed(
     writers: Writers, score: Callable[[str], None]
 ) -> None:
-    draw, saved, inside, found = random.Random(KILLS), 0, 0, []
-    for _ in range(KILLS):
-        saved = writers.kill_one(saved + 1, lambda _: time.sleep(draw.uniform(0, 0.03)))
-        inside += bool(list(writers.folder.glob(".tmp-step-*")))
-        found += faults(writers.folder, saved)
+    """Every second kill comes at a random instant, the others in the middle of a save."""
+    draw = random.Random(KILLS)
+    step = 0
+    kills_inside_save = 0
+    faults: list[str] = []
+
+    def unfinished_saves() -> list[Path]:
+        return [*writers.folder.glob(".tmp-step-*")]
+
+    def wait_for_random_instant(writer: psutil.Process) -> None:
+        time.sleep(draw.uniform(0, 0.03))
+
+    def wait_for_save(writer: psutil.Process) -> None:
+        stop_inside_save(writer, is_inside_save=lambda: bool(unfinished_saves()))
+
+    for kill in range(KILLS):
+        before_kill = wait_for_save if kill % 2 else wait_for_random_instant
+        reported_step = writers.start_and_kill(step + 1, before_kill)
+
+        faults += faults_at_restart(writers.folder, reported_step)
         newest = newest_valid(writers.folder)
         assert newest is not None
-        saved = checkpoint.read_state(newest)["step"]
-        assert float(load_file(newest / "model/model.safetensors")["w"][0]) == saved
+        step = read_state(newest)["step"]
+        assert load_file(newest / "model/model.safetensors")["w"][0].item() == step
+
+        # A restart removes what an unfinished save has left.
+        kills_inside_save += bool(unfinished_saves())
+        for unfinished in unfinished_saves():
+            shutil.rmtree(unfinished)
+
     score(
-        f"writer: checkpoints lost or broken by kills: {bound(len(found), KILLS)}; {inside} were inside a write"
+        f"writer: checkpoints lost or broken by kills: {bound(len(faults), KILLS)}; "
+        f"{kills_inside_save} were inside a write"
     )
-    assert not found
-    assert inside, "no kill fell into a write: the test is too slow to mean anything"
+    assert not faults
+    assert kills_inside_save >= KILLS // 2
 
 
-def save_state_faults(folder: Path, at_least: int) -> list[str]:
-    """Ask the same of the folders of `accelerator.save_state`: is the newest one whole, none lost."""
-    wrong, good = [], []
-    for path in sorted(
-        folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])
-    ):
-        try:
-            assert float(load_file(path / "model.safetensors")["weight"][0, 0]) == int(
-                path.name.split("_")[1]
-            )
-            assert list(path.glob("random_states_*"))  # the last file that it writes
-            good.append(int(path.name.split("_")[1]))
-        except Exception as error:
-            wrong.append(f"{path.name}: {type(error).__name__}")
-    return wrong + (
-        [] if max(good, default=-1) >= at_least else [f"step {at_least} is lost; there are {good}"]
-    )
+def save_state_folders(folder: Path) -> dict[int, Path]:
+    """Return the folders that ``accelerator.save_state`` has made, by number, oldest first."""
+    paths = folder.glob("checkpoints/checkpoint_*")
+    by_number = {int(path.name.removeprefix("checkpoint_")): path for path in paths}
+    return dict(sorted(by_number.items()))
 
 
-def is_inside_save_state(folder: Path) -> bool:
-    """Return whether the newest folder lacks the last file that ``accelerator.save_state`` writes."""
-    newest = max(
-        folder.glob("checkpoints/checkpoint_*"), key=lambda path: int(path.name.split("_")[1])
-    )
-    return not list(newest.glob("random_states_*"))
+def is_complete(path: Path, step: int) -> bool:
+    """Whether a folder of ``accelerator.save_state`` has its weights, and the file written last."""
+    try:
+        weights = load_file(path / "model.safetensors")
+    except Exception:  # whatever safetensors raises for half a file
+        return False
+    return weights["weight"][0, 0].item() == step and has_last_file(path)
+
+
+def has_last_file(path: Path) -> bool:
+    return bool([*path.glob("random_states_*")])
 
 
 @linux
-@pytest.mark.parametrize("writers", ["plain"], indirect=True)
-def test_a_kill_inside_a_save_breaks_what_save_state_writes(writers: Writers) -> None:
-    """The harness can fail."""
+@pytest.mark.parametrize("writers", ["save_state"], indirect=True)
+def test_a_kill_inside_accelerate_save_state_leaves_a_broken_folder(writers: Writers) -> None:
+    """The test above would notice a checkpoint that is written without a commit."""
 
-    def stop_inside_a_save(pid: int) -> None:
-        writer = psutil.Process(pid)
-        while True:
-            writer.suspend()
-            wait_until(lambda: writer.status() == psutil.STATUS_STOPPED)
-            if is_inside_save_state(writers.folder):
-                return
-            writer.resume()
+    def is_inside_save() -> bool:
+        newest = [*save_state_folders(writers.folder).values()][-1]
+        return not has_last_file(newest)
 
-    said = writers.kill_one(1, stop_inside_a_save)
-    assert save_state_faults(writers.folder, said)
+    writers.start_and_kill(
+        first_step=1,
+        before_kill=lambda writer: stop_inside_save(writer, is_inside_save),
+    )
+
+    folders = save_state_folders(writers.folder)
+    assert not all(is_complete(path, step) for step, path in folders.items())
 
 
-def test_saving_in_the_background_is_of_the_moment_and_tells_its_errors_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Saving in the background
+
+
+@pytest.fixture
+def background_saver(tmp_path: Path) -> Saver:
+    return Saver(tmp_path, Files(), keep=2, in_background=True)
+
+
+def test_a_background_save_writes_the_tensors_of_the_moment_it_began(
+    background_saver: Saver, tmp_path: Path
 ) -> None:
-    writer, values, done = Saver(tmp_path, Files(), 2, in_background=True), torch.ones(1000), []
-    weights = {"w": values}
-    states = {"optimizer": FlatState({}, {"w.exp_avg": values})}
+    weights = {"w": torch.ones(1000)}
+    states = {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})}
+    committed = []
     for step in (1, 2):
-        writer.save(step, weights, states, {"step": step}, lambda step=step: done.append(step))
-        values += 1  # training goes on
-    writer.wait()
-    assert done == [1, 2]
-    assert [
-        float(load_file(path / "model/model.safetensors")["w"][7]) for path in checkpoints(tmp_path)
-    ] == [1, 2]
+        background_saver.save(
+            step=step,
+            weights=weights,
+            states=states,
+            state={"step": step},
+            on_commit=lambda step=step: committed.append(step),
+        )
+        weights["w"] += 1  # training goes on
+    background_saver.wait()
 
-    def full(*_: object) -> None:
+    assert committed == [1, 2]
+    for step, path in zip((1, 2), checkpoints(tmp_path), strict=True):
+        for name in ("model/model.safetensors", "optimizer/state.safetensors"):
+            (tensor,) = load_file(path / name).values()
+            assert tensor.unique().tolist() == [step]
+
+
+def test_the_error_of_a_background_save_is_raised_by_the_next_wait(
+    background_saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver, "write_tensors", full)
-    writer.save(3, weights, states, {"step": 3}, lambda: done.append(3))
+    monkeypatch.setattr("llmtrain.record.saver.write_tensors", fail_to_write)
+    committed = []
+
+    background_saver.save(
+        step=3,
+        weights={"w": torch.ones(1000)},
+        states={},
+        state={"step": 3},
+        on_commit=lambda: committed.append(3),
+    )
+
     with pytest.raises(files.UserError, match="could not be written"):
-        writer.wait()
-    assert not writer.failed
-    assert done == [1, 2]
+        background_saver.wait()
+    assert not background_saver.failed
+    assert committed == []

@@ -1,4 +1,4 @@
-"""Files of a newer format are refused in one line, and nothing in their folder changes."""
+"""Files in a newer format are refused with one line, and nothing in their folder changes."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ CHECKPOINT = "checkpoints/step-00000020"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Make an unfinished run with two checkpoints."""
+    """An unfinished run with two checkpoints."""
     folder = tmp_path / "run"
     for step in (10, 20):
         save(folder / "checkpoints", step, fingerprint=digest(FINGERPRINT))
@@ -44,27 +44,32 @@ def start(folder: Path, resume: str) -> None:
 
 def write_newer_version(path: Path) -> None:
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "format_version": 2}))
+    content["format_version"] = 2
+    path.write_text(json.dumps(content))
 
 
 def write_newer_state(checkpoint: Path) -> None:
     """Write the newer version into state.json, and its new hash into the manifest."""
     state = checkpoint / "state.json"
     write_newer_version(state)
-    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
-    raw = state.read_bytes()
-    hashed = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    manifest.get("files", manifest)["state.json"] = hashed
-    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
 
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every file below a folder; ``None`` stands for a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-        if path.name != ".lock"
+    manifest = checkpoint / "MANIFEST.json"
+    content = json.loads(manifest.read_text())
+    data = state.read_bytes()
+    content["files"]["state.json"] = {
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
     }
+    manifest.write_text(json.dumps(content))
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """Return the content of every file below a folder, and ``None`` for every folder."""
+    by_path: dict[Path, bytes | None] = {}
+    for path in folder.rglob("*"):
+        if path.name != ".lock":
+            by_path[path] = path.read_bytes() if path.is_file() else None
+    return by_path
 
 
 def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> None:
@@ -93,9 +98,9 @@ def test_a_run_of_a_newer_format_is_refused(read: Callable[[Path], object], run:
     assert_refused(lambda: read(run), run / "run.json", run)
 
 
-@pytest.mark.parametrize("words", [["runs", "check", "."], ["report", "."], ["diff", ".", "."]])
+@pytest.mark.parametrize("command", ["runs check .", "report .", "diff . ."])
 def test_commands_refuse_a_run_of_a_newer_format(
-    words: list[str],
+    command: str,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
@@ -104,27 +109,28 @@ def test_commands_refuse_a_run_of_a_newer_format(
     before = contents(run)
     monkeypatch.chdir(run)
 
-    status, out, err = ended(capsys, *words)
+    status, out, err = ended(capsys, *command.split())
 
-    assert (status, out) == (2, "")
+    assert status == 2
+    assert out == ""
     assert "run.json has format version 2" in err
     assert err.count("\n") == 1
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("words", [["report", "."], ["diff", ".", "."], ["replay", "."]])
+@pytest.mark.parametrize("command", ["report .", "diff . .", "replay . --step 1"])
 def test_a_run_without_a_format_version_is_refused_in_one_line(
-    words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    command: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     record = json.loads((run / "run.json").read_text())
     del record["format_version"]
     (run / "run.json").write_text(json.dumps(record))
     monkeypatch.chdir(run)
 
-    more = ["--step", "1"] if words[0] == "replay" else []
-    status, out, err = ended(capsys, *words, *more)
+    status, out, err = ended(capsys, *command.split())
 
-    assert (status, out) == (2, "")
+    assert status == 2
+    assert out == ""
     assert "run.json was written by an earlier llmtrain" in err
     assert err.count("\n") == 1
 
@@ -132,8 +138,9 @@ def test_a_run_without_a_format_version_is_refused_in_one_line(
 def test_a_run_of_a_newer_format_does_not_hide_the_other_runs_of_a_list(
     run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    shutil.copytree(run, run.with_name("newer"))
-    write_newer_version(run.with_name("newer") / "run.json")
+    newer = run.with_name("newer")
+    shutil.copytree(run, newer)
+    write_newer_version(newer / "run.json")
 
     status, out, err = ended(capsys, "runs", str(run.parent))
 
@@ -153,43 +160,49 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_checkpoint_whose_manifest_has_a_newer_format_is_refused_and_not_set_aside(
-    name: str, run: Path
-) -> None:
-    manifest = run / CHECKPOINT / "MANIFEST.json"
-    write_newer_version(manifest)
-    assert_refused(lambda: READERS[name](run), manifest, run)
+def write_newer_manifest(checkpoint: Path) -> None:
+    write_newer_version(checkpoint / "MANIFEST.json")
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_checkpoint_whose_state_has_a_newer_format_is_refused_and_not_set_aside(
-    name: str, run: Path
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("write_newer", "file"),
+    [
+        pytest.param(write_newer_manifest, "MANIFEST.json", id="manifest"),
+        pytest.param(write_newer_state, "state.json", id="state"),
+    ],
+)
+def test_a_checkpoint_of_a_newer_format_is_refused_and_not_set_aside(
+    write_newer: Callable[[Path], None], file: str, reader: str, run: Path
 ) -> None:
-    write_newer_state(run / CHECKPOINT)
-    assert_refused(lambda: READERS[name](run), run / CHECKPOINT / "state.json", run)
+    write_newer(run / CHECKPOINT)
+
+    assert_refused(lambda: READERS[reader](run), run / CHECKPOINT / file, run)
 
 
 def test_the_state_of_a_newer_format_is_not_read(run: Path) -> None:
     write_newer_state(run / CHECKPOINT)
     state = run / CHECKPOINT / "state.json"
+
     assert_refused(lambda: read_state(run / CHECKPOINT), state, run)
 
 
 def test_a_newer_version_that_differs_from_its_hash_is_damage(run: Path) -> None:
     write_newer_version(run / CHECKPOINT / "state.json")
+
     assert find_fault(run / CHECKPOINT) == "state.json differs from its hash"
 
 
 @pytest.mark.parametrize("version", [None, 0, "1", True])
-def test_a_manifest_without_a_version_that_is_known_is_damage(version: object, run: Path) -> None:
+def test_a_manifest_with_an_unknown_version_is_damage(version: object, run: Path) -> None:
     manifest = run / CHECKPOINT / "MANIFEST.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "format_version": version}))
+    content["format_version"] = version
+    manifest.write_text(json.dumps(content))
 
     assert find_fault(run / CHECKPOINT) == f"MANIFEST.json has format version {version}, not 1"
 
 
-def test_a_checkpoint_bears_the_version_in_both_of_its_files(run: Path) -> None:
-    for name in ("state.json", "MANIFEST.json"):
-        assert json.loads((run / CHECKPOINT / name).read_text())["format_version"] == 1
+@pytest.mark.parametrize("name", ["state.json", "MANIFEST.json"])
+def test_the_files_of_a_checkpoint_have_the_format_version(name: str, run: Path) -> None:
+    assert json.loads((run / CHECKPOINT / name).read_text())["format_version"] == 1

@@ -1,4 +1,4 @@
-"""Without a model, preference training takes that of the newest fine-tuning run next to its own."""
+"""Preference training without a model continues from the newest fine-tuned one next to its run."""
 
 import json
 import os
@@ -11,47 +11,69 @@ from llmtrain.record.resume import newest_model
 
 
 def make_run(
-    folder: Path, age: float, task: str, state: str = "finished", **settings: object
+    folder: Path, *, finished: int, task: str, state: str = "finished", **settings: object
 ) -> Path:
+    """Make a run folder.
+
+    Args:
+        folder: the folder.
+        finished: the day on which the model was written.
+        task: the task that the run's record names.
+        state: the state in status.json.
+        settings: the settings in the run's record.
+    """
     (folder / "model").mkdir(parents=True)
-    record = {"task": task, "settings": {name: {"value": settings[name]} for name in settings}}
+    settings_of_record = {name: {"value": value} for name, value in settings.items()}
+    record = {"task": task, "settings": settings_of_record}
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "status.json").write_text(json.dumps({"state": state}))
-    os.utime(folder / "model", (1e9 - age, 1e9 - age))
+
+    seconds = finished * 86_400
+    os.utime(folder / "model", (seconds, seconds))
     return folder
 
 
-def test_the_newest_finished_fine_tuning_run_is_taken(tmp_path: Path, capsys) -> None:
-    make_run(tmp_path / "older", 30, "conversations")
-    newest = make_run(tmp_path / "my-chats", 20, "conversations")
-    make_run(tmp_path / "pretrained", 10, "text", n_layer=2)
-    make_run(tmp_path / "pref", 9, "preferences", model_name_or_path="m")
-    make_run(tmp_path / "stopped", 8, "conversations", state="preempted")
+def test_the_model_of_the_newest_finished_fine_tuning_run_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    make_run(tmp_path / "older", finished=1, task="conversations")
+    newest = make_run(tmp_path / "my-chats", finished=2, task="conversations")
+    make_run(tmp_path / "pretrained", finished=3, task="text", n_layer=2)
+    make_run(tmp_path / "pref", finished=4, task="preferences", model_name_or_path="m")
+    make_run(tmp_path / "stopped", finished=5, task="conversations", state="preempted")
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "file").write_text("")
 
+    model = newest_model(str(tmp_path / "pref"), "fine-tune")
+
+    assert model == str(newest / "model")
+    assert capsys.readouterr().out == (
+        f"model     {newest}/model (of the newest finished fine-tuning run in {tmp_path})\n"
+    )
+
+
+def test_a_run_that_pretrained_an_existing_model_further_counts(tmp_path: Path) -> None:
+    make_run(tmp_path / "chats", finished=1, task="conversations")
+    newest = make_run(tmp_path / "books", finished=2, task="text", model_name_or_path="m")
+
     assert newest_model(str(tmp_path / "pref"), "fine-tune") == str(newest / "model")
-    line = f"model     {newest}/model (of the newest finished fine-tuning run in {tmp_path})\n"
-    assert capsys.readouterr().out == line
 
 
-def test_further_pretraining_of_a_given_model_counts(tmp_path: Path) -> None:
-    make_run(tmp_path / "chats", 30, "conversations")
-    newest = make_run(tmp_path / "books", 20, "text", model_name_or_path="m")
-    assert newest_model(str(tmp_path / "pref"), "fine-tune") == str(newest / "model")
-
-
-def test_a_relative_folder_gives_a_relative_model(
+def test_the_model_of_a_relative_run_folder_has_a_relative_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_run(tmp_path / "chats", 30, "conversations")
+    make_run(tmp_path / "chats", finished=1, task="conversations")
     monkeypatch.chdir(tmp_path)
+
     assert newest_model("pref", "fine-tune") == "chats/model"
 
 
-def test_without_such_a_run_there_is_one_line(tmp_path: Path) -> None:
-    make_run(tmp_path / "pref", 9, "preferences")
-    with pytest.raises(UserError, match=rf"no fine-tuning run in {tmp_path} has finished: run x"):
-        newest_model(str(tmp_path / "pref"), "x")
-    with pytest.raises(UserError, match="no fine-tuning run"):
-        newest_model(str(tmp_path / "absent" / "pref"), "x")
+@pytest.mark.parametrize("folder", ["pref", "absent/pref"])
+def test_the_error_without_a_fine_tuned_model_says_which_command_makes_one(
+    folder: str, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "pref", finished=1, task="preferences")
+    run = tmp_path / folder
+
+    with pytest.raises(UserError, match=f"no fine-tuning run in {run.parent} has finished: run x"):
+        newest_model(str(run), "x")

@@ -1,6 +1,7 @@
-"""The finished model on the hub: in a private repository, and a note where that does not work."""
+"""The finished model is uploaded to the hub, or a note says why not."""
 
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -8,52 +9,66 @@ import pytest
 from llmtrain.record.publish import publish
 
 
-class Hub:
-    """A hub that keeps what was asked of it, and may refuse."""
+class FakeHub:
+    """Stands for `HfApi`: keeps the calls, and refuses to create a repository if told to."""
 
-    def __init__(self, calls: list[tuple[str, dict]], refusal: Exception | None = None) -> None:
-        self.calls, self.refusal = calls, refusal
+    def __init__(self) -> None:
+        self.created: dict[str, dict[str, Any]] = {}
+        self.uploads: list[dict[str, Any]] = []
+        self.refusal: Exception | None = None
 
-    def create_repo(self, repository: str, **settings) -> None:
-        self.calls.append((f"create {repository}", settings))
+    def create_repo(self, repository: str, **options: Any) -> None:
         if self.refusal:
             raise self.refusal
+        self.created[repository] = options
 
-    def upload_folder(self, **settings) -> None:
-        self.calls.append(("upload", settings))
+    def upload_folder(self, **options: Any) -> None:
+        self.uploads.append(options)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
-    made: list[tuple[str, dict]] = []
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub(made))
-    return made
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    hub = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    return hub
 
 
-def test_a_model_is_uploaded_to_a_private_repository(calls, tmp_path: Path, capsys):
+def test_a_model_is_uploaded_to_a_private_repository(
+    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     publish(tmp_path, "someone/model")
-    assert calls[0] == ("create someone/model", {"private": True, "exist_ok": True})
-    assert calls[1][1]["folder_path"] == tmp_path
+
+    assert hub.created == {"someone/model": {"private": True, "exist_ok": True}}
+    (upload,) = hub.uploads
+    assert upload["repo_id"] == "someone/model"
+    assert upload["folder_path"] == tmp_path
     assert f"{tmp_path} to someone/model" in capsys.readouterr().out
 
 
-def test_nothing_is_uploaded_unless_asked_for(calls, tmp_path: Path):
+def test_nothing_is_uploaded_without_a_repository(hub: FakeHub, tmp_path: Path) -> None:
     publish(tmp_path, None)
-    assert not calls
+
+    assert hub.created == {}
+    assert hub.uploads == []
 
 
 @pytest.mark.parametrize(
     "refusal",
-    [OSError("no network\nand an essay"), ValueError("401: token hf_Abcdefghijklmnopqrst")],
+    [
+        pytest.param(OSError("no network\nand an essay"), id="message of two lines"),
+        pytest.param(ValueError("401: token hf_Abcdefghijklmnopqrst"), id="message with a token"),
+    ],
 )
-def test_a_hub_that_refuses_leaves_a_note_without_secrets(
-    monkeypatch, tmp_path: Path, capsys, refusal: Exception
-):
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub([], refusal))
+def test_a_refusal_of_the_hub_is_a_note_of_one_line_without_secrets(
+    refusal: Exception, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    hub.refusal = refusal
+
     publish(tmp_path, "someone/model")
-    error = capsys.readouterr().err
-    assert error.startswith("note: uploading to someone/model failed: ")
-    assert f"hf upload someone/model {tmp_path}" in error
-    assert error.count("\n") == 1
-    assert "hf_Abc" not in error
-    assert "essay" not in error
+
+    note = capsys.readouterr().err
+    assert note.startswith("note: uploading to someone/model failed: ")
+    assert f"hf upload someone/model {tmp_path}" in note
+    assert note.count("\n") == 1
+    assert "hf_Abc" not in note
+    assert "essay" not in note

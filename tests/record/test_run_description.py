@@ -1,28 +1,25 @@
-"""The record of a run names the code that ran."""
+"""The description of a run covers the code that runs, and differences are told by name."""
 
 import importlib
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.record.run_description import (
-    check_ranks_agree,
-    named_difference,
-    run_description,
-)
+from llmtrain.record.run_description import check_ranks_agree, named_difference, run_description
 from llmtrain.record.running_code import code_digest, git_commit
-from tests.record.test_team import Two
+from tests.record.test_team import TwoRanks
 
 ImportHelper = Callable[[str], Path]
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pretend that this process was started with a script of the user's."""
+    """A script of the user, with which this process seems to have been started."""
     path = tmp_path / "project" / "train.py"
     path.parent.mkdir()
     path.write_text("import helper\n")
@@ -32,24 +29,27 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper:
-    """Write a module below the script's folder, import it, and return its file."""
+    """A function that writes a module below the script's folder, imports it, and returns it."""
 
-    def go(name: str) -> Path:
+    def import_helper(name: str) -> Path:
         path = script.parent / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("RATE = 1\n")
         monkeypatch.syspath_prepend(path.parent)
-        monkeypatch.delitem("sys.modules", path.stem, raising=False)
+        # Set first, so that the end of the test removes the imported module.
+        monkeypatch.setitem(sys.modules, path.stem, None)
+        del sys.modules[path.stem]
         importlib.import_module(path.stem)
         return path
 
-    yield go
-    for name in ("llmtrain_helper", "llmtrain_nested", "llmtrain_installed"):
-        sys.modules.pop(name, None)
+    return import_helper
+
+
+# The digest of the code
 
 
 @pytest.mark.parametrize("name", ["llmtrain_helper.py", "lib/llmtrain_nested.py"])
-def test_the_digest_of_the_code_covers_a_module_beside_the_script(
+def test_the_digest_covers_imported_modules_next_to_the_script(
     name: str, import_helper: ImportHelper
 ) -> None:
     helper = import_helper(name)
@@ -57,35 +57,39 @@ def test_the_digest_of_the_code_covers_a_module_beside_the_script(
     assert code_digest() == before
 
     helper.write_text("RATE = 2\n")
+
     assert code_digest() != before
 
 
-def test_the_digest_of_the_code_is_the_same_before_and_after_a_lazy_import(
+def test_the_digest_covers_the_script(script: Path) -> None:
+    before = code_digest()
+
+    script.write_text("RATE = 2\n")
+
+    assert code_digest() != before
+
+
+def test_the_digest_covers_modules_that_are_imported_later(
     script: Path, import_helper: ImportHelper
 ) -> None:
     helper = script.parent / "llmtrain_helper.py"
     nested = script.parent / "lib" / "llmtrain_nested.py"
     nested.parent.mkdir()
-    nested.write_text("RATE = 1\n")
-    helper.write_text("RATE = 1\n")
+    for module in (helper, nested):
+        module.write_text("RATE = 1\n")
     script.write_text(
         "def train():\n    import llmtrain_helper\n    from lib import llmtrain_nested\n"
     )
+
     before = code_digest()
-    import_helper("llmtrain_helper.py")
-    assert code_digest() == before
+    import_helper(helper.name)
+    assert code_digest() == before, "importing a module changes nothing"
 
     nested.write_text("RATE = 2\n")
     assert code_digest() != before
 
 
-def test_the_digest_of_the_code_covers_the_script(script: Path) -> None:
-    before = code_digest()
-    script.write_text("RATE = 2\n")
-    assert code_digest() != before
-
-
-def test_the_digest_of_the_code_leaves_out_what_the_run_has_not_imported(
+def test_the_digest_leaves_out_installed_packages_and_other_scripts(
     script: Path, import_helper: ImportHelper
 ) -> None:
     installed = import_helper(".venv/lib/site-packages/llmtrain_installed.py")
@@ -93,61 +97,82 @@ def test_the_digest_of_the_code_leaves_out_what_the_run_has_not_imported(
 
     installed.write_text("RATE = 2\n")
     (script.parent / "other.py").write_text("RATE = 2\n")
+
     assert code_digest() == before
 
 
-def test_ranks_with_another_module_beside_the_script_stop(
-    import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
+# Ranks with other code
+
+
+def describe() -> dict[str, Any]:
+    return run_description(fingerprint={}, settings={}, precision="no")
+
+
+def test_ranks_with_different_modules_stop_with_the_name_of_the_file(
+    import_helper: ImportHelper,
 ) -> None:
     helper = import_helper("llmtrain_helper.py")
-    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
+    team = TwoRanks(describe())
+
     helper.write_text("RATE = 2\n")
+
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0 in code: llmtrain_helper\.py"):
-        check_ranks_agree(Two(), run_description({}, {}, "no"))
+        check_ranks_agree(team, describe())
 
 
-def test_a_rank_may_import_a_module_that_the_others_do_not_need(
-    import_helper: ImportHelper, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_may_import_a_module_that_the_other_ranks_do_not_need(
+    import_helper: ImportHelper,
 ) -> None:
-    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
+    team = TwoRanks(describe())
+
     import_helper("llmtrain_helper.py")
-    check_ranks_agree(Two(), run_description({}, {}, "no"))
+
+    check_ranks_agree(team, describe())
 
 
 def test_ranks_that_were_started_with_different_scripts_stop(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Two, "other", run_description({}, {}, "no"))
+    team = TwoRanks(describe())
+
     other_script = script.with_name("other.py")
     other_script.write_text("RATE = 2\n")
     monkeypatch.setattr("sys.argv", [str(other_script)])
+
     with pytest.raises(UserError, match="rank 1 differs from rank 0 in code: script"):
-        check_ranks_agree(Two(), run_description({}, {}, "no"))
+        check_ranks_agree(team, describe())
 
 
-def git(folder: Path, *words: str) -> str:
-    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *author, *words], check=True, capture_output=True, text=True
+# The git commit
+
+
+def git(folder: Path, arguments: str) -> str:
+    """Run git with arguments that have no spaces in them, and return its output."""
+    command = f"git -c user.name=a -c user.email=a@b {arguments}"
+    completed = subprocess.run(
+        command.split(), cwd=folder, check=True, capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return completed.stdout.strip()
 
 
-def test_the_commit_of_a_run_says_whether_files_were_changed_since(script: Path) -> None:
+def test_the_commit_of_a_run_says_whether_tracked_files_have_changed(script: Path) -> None:
+    project = script.parent
     assert git_commit() is None
 
-    git(script.parent, "init", "-q")
-    git(script.parent, "add", "train.py")
-    git(script.parent, "commit", "-qm", "first")
-    commit = git(script.parent, "rev-parse", "HEAD")
-    (script.parent / "notes.txt").write_text("an untracked file")
+    git(project, "init -q")
+    git(project, "add train.py")
+    git(project, "commit -q -m first")
+    commit = git(project, "rev-parse HEAD")
+    (project / "notes.txt").write_text("an untracked file")
     assert git_commit() == commit
 
     script.write_text("RATE = 2\n")
     assert git_commit() == f"{commit}-dirty"
 
 
-BEFORE = {
+# Differences between two runs
+
+RECORD = {
     "dataset": "a.txt",
     "records": 3,
     "train_tokens": 100,
@@ -159,36 +184,73 @@ BEFORE = {
 
 
 @pytest.mark.parametrize(
-    ("key", "changes", "says"),
+    ("key", "changes", "message"),
     [
-        ("data", {"dataset": "b.txt"}, "a.txt there, b.txt here"),
-        (
+        pytest.param("data", {"dataset": "b.txt"}, "a.txt there, b.txt here", id="another file"),
+        pytest.param(
             "data",
             {"train_tokens": 90},
             "a.txt has another content (train tokens 100 there, 90 here)",
+            id="another size",
         ),
-        ("data", {}, "a.txt has another content (of the same size)"),
-        (
+        pytest.param(
+            "data", {}, "a.txt has another content (of the same size)", id="another content"
+        ),
+        pytest.param(
             "tokenizer",
             {"tokenizer": "char", "vocabulary": 60},
             "byte there, char here, vocabulary 257 there, 60 here",
+            id="another tokenizer",
         ),
     ],
 )
-def test_a_difference_names_files_instead_of_hashes(key: str, changes: dict, says: str) -> None:
-    assert named_difference(key, "0" * 64, "1" * 64, BEFORE, BEFORE | changes) == says
-
-
-def test_a_difference_between_starts_names_the_models() -> None:
-    before = {"weights": {"sha256": "0" * 64}, "lora": None}
-    other = {"weights": {"sha256": "1" * 64}, "lora": {"lora_r": 4}}
-    now = BEFORE | {"settings": {"model_name_or_path": {"value": "runs/other/model"}}}
-    assert named_difference("initial_weights", before, other, BEFORE, now) == (
-        "model runs/base/model there, runs/other/model here, lora None there, {'lora_r': 4} here"
+def test_a_difference_between_hashes_names_the_files(key: str, changes: dict, message: str) -> None:
+    difference = named_difference(
+        key,
+        before="0" * 64,
+        now="1" * 64,
+        before_record=RECORD,
+        now_record=RECORD | changes,
     )
-    same = named_difference("initial_weights", before, before | {"weights": 1}, BEFORE, BEFORE)
-    assert same == "runs/base/model has other weights now"
+
+    assert difference == message
 
 
-def test_without_a_record_both_values_are_shown() -> None:
-    assert named_difference("data", "abc", "xyz", {}, BEFORE) == "abc there, xyz here"
+def test_a_difference_between_hashes_without_a_record_shows_the_hashes() -> None:
+    difference = named_difference(
+        "data", before="abc", now="xyz", before_record={}, now_record=RECORD
+    )
+
+    assert difference == "abc there, xyz here"
+
+
+@pytest.mark.parametrize(
+    ("model", "now", "message"),
+    [
+        pytest.param(
+            "runs/other/model",
+            {"weights": {"sha256": "1" * 64}, "lora": {"lora_r": 4}},
+            "model runs/base/model there, runs/other/model here, "
+            "lora None there, {'lora_r': 4} here",
+            id="another model with LoRA",
+        ),
+        pytest.param(
+            "runs/base/model",
+            {"weights": {"sha256": "1" * 64}, "lora": None},
+            "runs/base/model has other weights now",
+            id="other weights",
+        ),
+    ],
+)
+def test_a_difference_between_initial_weights_names_the_models(
+    model: str, now: dict[str, Any], message: str
+) -> None:
+    difference = named_difference(
+        "initial_weights",
+        before={"weights": {"sha256": "0" * 64}, "lora": None},
+        now=now,
+        before_record=RECORD,
+        now_record=RECORD | {"settings": {"model_name_or_path": {"value": model}}},
+    )
+
+    assert difference == message

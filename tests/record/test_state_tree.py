@@ -3,6 +3,7 @@
 import json
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
+from llmtrain.json_types import Json
 from llmtrain.record.checkpoint import (
     STRUCTURE,
     find_fault,
@@ -50,132 +52,175 @@ VALUES = [
 ]
 
 
-def assert_same(first: Any, second: Any) -> None:
+def through_json(tree: Json) -> Json:
+    return json.loads(json.dumps(tree, allow_nan=False))
+
+
+def assert_same(actual: Any, expected: Any) -> None:
     """Assert that two values are equal, and have the same types throughout."""
-    assert type(first) is type(second)
-    if isinstance(first, torch.Tensor):
-        assert first.dtype == second.dtype
-        assert first.shape == second.shape
-        assert torch.equal(first, second)
-    elif isinstance(first, dict):
-        assert_same([*first], [*second])
-        assert_same([*first.values()], [*second.values()])
-    elif isinstance(first, (list, tuple)):
-        assert len(first) == len(second)
-        for item, other in zip(first, second, strict=True):
-            assert_same(item, other)
-    elif isinstance(
-        first, set
-    ):  # in any order: the hash of a string is another one in each process
-        assert first == second
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    elif isinstance(expected, dict):
+        assert_same([*actual], [*expected])
+        assert_same([*actual.values()], [*expected.values()])
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_same(actual_item, expected_item)
+    elif isinstance(expected, set):
+        assert actual == expected
     else:
-        assert repr(first) == repr(second)
+        assert repr(actual) == repr(expected)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_with_the_same_types(value: Any) -> None:
     tree, tensors = flatten(value, "w", "the optimizer")
-    tree = json.loads(json.dumps(tree, allow_nan=False))
+    tree = through_json(tree)
+
     assert sorted(tensor_names(tree)) == sorted(tensors)
     assert_same(unflatten(tree, tensors), value)
 
 
-def test_a_number_that_is_not_a_number_comes_back() -> None:
+def test_nan_comes_back() -> None:
     tree, _ = flatten({"loss": math.nan}, "", "the optimizer")
-    assert math.isnan(unflatten(json.loads(json.dumps(tree, allow_nan=False)), {})["loss"])
+
+    restored = unflatten(through_json(tree), {})
+
+    assert math.isnan(restored["loss"])
 
 
 def test_tensors_have_readable_names() -> None:
     state = {"exp_avg": torch.ones(1), "GG": [torch.ones(2), None], 0: {"Q": torch.ones(3)}}
+
     _, tensors = flatten(state, "wte.weight", "the optimizer")
+
     assert [*tensors] == ["wte.weight.exp_avg", "wte.weight.GG[0]", "wte.weight[0].Q"]
 
 
-OWN_LIST: list[Any] = []
-OWN_LIST.append(OWN_LIST)
+def test_a_name_that_is_taken_gets_a_number() -> None:
+    tree, tensors = flatten({"b": torch.ones(1)}, "a", "the optimizer", taken={"a.b", "a.b-2"})
+
+    assert [*tensors] == ["a.b-3"]
+    assert [*tensor_names(tree)] == ["a.b-3"]
+
+
+RECURSIVE: list[Any] = []
+RECURSIVE.append(RECURSIVE)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"GG": [deque()]}, r"keeps a deque in w\.GG\[0\]"),
-        ({"rng": torch.Generator()}, r"keeps a Generator in w\.rng"),
-        ({"mean": np.float64(1)}, r"keeps a float64 in w\.mean"),
-        ({"hook": len}, r"keeps a builtin_function_or_method in w\.hook"),
-        ({torch.ones(1): 1}, "keeps a tensor as a key in w"),
-        (
+        pytest.param({"GG": [deque()]}, r"keeps a deque in w\.GG\[0\]", id="deque"),
+        pytest.param({"rng": torch.Generator()}, r"keeps a Generator in w\.rng", id="Generator"),
+        pytest.param({"mean": np.float64(1)}, r"keeps a float64 in w\.mean", id="numpy"),
+        pytest.param(
+            {"hook": len}, r"keeps a builtin_function_or_method in w\.hook", id="function"
+        ),
+        pytest.param({torch.ones(1): 1}, "keeps a tensor as a key in w", id="tensor as a key"),
+        pytest.param(
             {"wide": torch.ones(1, dtype=torch.complex128)},
             r"keeps a tensor of torch\.complex128 in w\.wide",
+            id="dtype",
         ),
-        ({"sparse": torch.eye(2).to_sparse()}, r"keeps a tensor of torch\.sparse_coo in w\.sparse"),
-        (OWN_LIST, "keeps a state that contains itself in w"),
+        pytest.param(
+            {"sparse": torch.eye(2).to_sparse()},
+            r"keeps a tensor of torch\.sparse_coo in w\.sparse",
+            id="sparse tensor",
+        ),
+        pytest.param(RECURSIVE, "keeps a state that contains itself in w", id="recursion"),
     ],
 )
-def test_a_type_that_a_checkpoint_cannot_hold_is_named(value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=f"the optimizer SOAP {message}.*, which a checkpoint cann"):
+def test_the_error_for_a_value_that_cannot_be_stored_names_it(value: Any, message: str) -> None:
+    expected = f"the optimizer SOAP {message}.*, which a checkpoint cann"
+
+    with pytest.raises(UserError, match=expected):
         flatten(value, "w", "the optimizer SOAP")
 
 
+# States in checkpoints
+
+
+def save(saver: Saver, step: int, states: Mapping[str, FlatState]) -> None:
+    weights = {"w": torch.ones(2)}
+    saver.save(step=step, weights=weights, states=states, state={"step": step})
+
+
+def read_part(checkpoint: Path, name: str) -> Any:
+    folder = checkpoint / "parts" / name
+    return unflatten(read_structure(folder)["state"], dict(read_tensors(folder)))
+
+
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_checkpoint_holds_states_of_parts_as_they_are_at_that_moment(
+def test_a_checkpoint_holds_the_state_of_a_part_as_it_was_at_its_step(
     in_background: bool, tmp_path: Path
 ) -> None:
-    average = {dtype: torch.ones(3).to(dtype) for dtype in STORABLE_DTYPES}
-    state = {"count": 1, "average": [*average.values()]}
     saver = Saver(tmp_path, Files(), keep=9, in_background=in_background)
-    digests = []
+    state = {"count": 1, "average": [torch.ones(3).to(dtype) for dtype in STORABLE_DTYPES]}
+    expected_states = []
     for step in (1, 2, 3):
+        expected_states.append({"count": step, "average": [t.clone() for t in state["average"]]})
         tree, tensors = flatten(state, "", "Average")
         part = FlatState({"state": tree}, tensors)
-        states = {"optimizer": FlatState({}, {}), "parts/Average": part}
-        saver.save(step, {"w": torch.ones(2)}, states, {"step": step})
-        if step == 1:
-            state["count"] = 2  # training goes on
-            average[torch.float32] += 1
+        save(saver, step, {"optimizer": FlatState({}, {}), "parts/Average": part})
+
+        state["count"] += 1  # training goes on
+        for tensor in state["average"]:
+            tensor.zero_()
     saver.wait()
 
-    for step, count in ((1, 1), (2, 2)):
-        path = path_of(tmp_path, step)
-        assert find_fault(path) is None
-        assert part_names(path) == ["Average"]
-        folder = path / "parts" / "Average"
-        stored = unflatten(read_structure(folder)["state"], dict(read_tensors(folder)))
-        expected = [*average.values()]
-        if step == 1:
-            expected = [torch.ones(3).to(dtype) for dtype in average]
-        assert_same(stored, {"count": count, "average": expected})
-    digests = [tensors_digest(path_of(tmp_path, step)) for step in (1, 2, 3)]
-    assert digests[0] != digests[1] == digests[2]
+    for step, expected in enumerate(expected_states, start=1):
+        checkpoint = path_of(tmp_path, step)
+        assert find_fault(checkpoint) is None
+        assert part_names(checkpoint) == ["Average"]
+        assert_same(read_part(checkpoint, "Average"), expected)
 
 
-def test_a_name_that_another_value_has_gets_a_number() -> None:
-    tree, tensors = flatten({"b": torch.ones(1)}, "a", "the optimizer", taken={"a.b", "a.b-2"})
-    assert [*tensors] == [*tensor_names(tree)] == ["a.b-3"]
+@pytest.mark.parametrize(
+    ("changed", "is_same"),
+    [
+        pytest.param({}, True, id="nothing"),
+        pytest.param({"count": 2}, False, id="a number"),
+        pytest.param({"average": torch.zeros(2)}, False, id="a tensor"),
+    ],
+)
+def test_the_digest_of_a_checkpoint_covers_the_states_of_parts(
+    changed: dict[str, Any], is_same: bool, tmp_path: Path
+) -> None:
+    saver = Saver(tmp_path, Files(), keep=9)
+    state = {"count": 1, "average": torch.ones(2)}
+    for step, content in ((1, state), (2, state | changed)):
+        tree, tensors = flatten(content, "", "A")
+        part = FlatState({"state": tree}, tensors)
+        save(saver, step, {"optimizer": FlatState({}, {}), "parts/A": part})
+
+    first_digest = tensors_digest(path_of(tmp_path, 1))
+    second_digest = tensors_digest(path_of(tmp_path, 2))
+
+    assert (first_digest == second_digest) is is_same
 
 
-def test_copies_of_tensors_that_are_gone_are_freed(tmp_path: Path) -> None:
+def test_a_background_save_frees_its_copies_of_tensors_that_no_longer_exist(
+    tmp_path: Path,
+) -> None:
     saver = Saver(tmp_path, Files(), keep=9, in_background=True)
+
     for step in (1, 2, 3):
-        states = {"optimizer": FlatState({}, {f"step {step}": torch.ones(2)})}
-        saver.save(step, {"w": torch.ones(2)}, states, {"step": step})
+        save(saver, step, {"optimizer": FlatState({}, {f"step {step}": torch.ones(2)})})
     saver.wait()
+
     assert sorted(name for _, name in saver._host_copies) == ["step 3", "w"]
 
 
-def test_a_number_of_a_part_changes_the_digest(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, Files(), keep=9)
-    for step in (1, 2):
-        states = {"optimizer": FlatState({}, {}), "parts/A": FlatState({"state": step}, {})}
-        saver.save(step, {"w": torch.ones(2)}, states, {"step": step})
-    first, second = (tensors_digest(path_of(tmp_path, step)) for step in (1, 2))
-    assert first != second
+def test_a_changed_or_missing_structure_is_damage(tmp_path: Path) -> None:
+    save(Saver(tmp_path, Files(), keep=9), 1, {"optimizer": FlatState({}, {})})
+    checkpoint = path_of(tmp_path, 1)
+    structure = checkpoint / "optimizer" / STRUCTURE
 
-
-def test_a_damaged_structure_is_noticed(tmp_path: Path) -> None:
-    states = {"optimizer": FlatState({}, {})}
-    Saver(tmp_path, Files(), keep=9).save(1, {"w": torch.ones(2)}, states, {"step": 1})
-    structure = path_of(tmp_path, 1) / "optimizer" / STRUCTURE
     structure.write_text(structure.read_text().replace("1", "1 "))
-    assert find_fault(path_of(tmp_path, 1)) == "optimizer/structure.json differs from its hash"
+    assert find_fault(checkpoint) == "optimizer/structure.json differs from its hash"
+
     structure.unlink()
-    assert "structure.json is missing" in str(find_fault(path_of(tmp_path, 1)))
+    assert "structure.json is missing" in str(find_fault(checkpoint))

@@ -1,7 +1,8 @@
+"""A run stops before its time is over, on a signal, or if its evaluations no longer improve."""
+
 import json
 import math
 import signal
-import time
 
 import pytest
 
@@ -9,74 +10,165 @@ from llmtrain.record import stopping
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 
 
-def test_the_earlier_end_counts_and_what_is_reserved_comes_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, wall = 1000.0, 5_000_000.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-    monkeypatch.setattr(stopping.time, "time", lambda: wall)
+class Clock:
+    """Replaces the module ``time``.
+
+    Attributes:
+        seconds: the time of the monotonic clock.
+        wall_seconds: the time since 1970, which an administrator may set.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        self.wall_seconds = 5_000_000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def time(self) -> float:
+        return self.wall_seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(stopping, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _no_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    assert not Deadline.of(None).is_near()
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 600))
-    deadline = Deadline.of(0.5)
-    assert deadline.reason == "the Slurm job is about to end"
-    deadline.reserve("save", 100)
-    deadline.reserve("save", 40)
-    deadline.reserve("evaluation", 20)
-    now = 1000 + 600 - 30 - 100 - 20 - 1
-    wall += 36_000  # a clock that is set changes nothing
+
+
+@pytest.fixture
+def slurm_job_ends_in(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """A function that sets the remaining seconds of the Slurm job."""
+
+    def slurm_job_ends_in(seconds: int) -> None:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(clock.wall_seconds) + seconds))
+
+    return slurm_job_ends_in
+
+
+def seconds_until_near(deadline: Deadline, clock: Clock) -> int:
+    """Advance the clock in steps of one second until the deadline is near."""
+    for second in range(10_000):
+        if deadline.is_near():
+            return second
+        clock.seconds += 1
+    raise AssertionError("the deadline is never near")
+
+
+def test_a_run_without_a_time_limit_has_no_deadline(clock: Clock) -> None:
+    deadline = Deadline.of(None)
+    clock.seconds += 1e9
+
     assert not deadline.is_near()
-    now += 2
-    assert deadline.is_near()
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(wall) + 36_000))
-    assert Deadline.of(0.5).reason == "--max_hours 0.5 have passed"
-    # The start of the process counts, not that of the training.
-    deadline = Deadline.of(0.5, seconds_since_start=1700)
-    assert not deadline.is_near()
-    now += 95
-    assert deadline.is_near()
 
 
 @pytest.mark.parametrize(
-    ("metric", "values", "text"),
+    ("max_hours", "slurm_seconds", "reason"),
     [
-        ("eval/loss", [2.0, 2.5, 2.25], "it was 2 before the first step and 2.25 at best, after"),
-        ("eval/accuracy", [0.5, 0.25], "it was 0.5 before the first step and 0.25 at best, after"),
-        ("eval/loss", [2.0, 2.5, 1.5], None),
-        ("eval/accuracy", [0.5, 0.75], None),
-        ("eval/loss", [math.nan, 2.5], None),
-        ("eval/loss", [2.0, math.nan], None),
-        (
-            "eval/rewards/margins",
-            [-0.2, -0.5],
-            "it was -0.2 before the first step and -0.5 at best",
-        ),
+        pytest.param(0.5, 600, "the Slurm job is about to end", id="the Slurm job"),
+        pytest.param(0.5, 36_000, "--max_hours 0.5 have passed", id="--max_hours"),
     ],
 )
-def test_a_run_that_was_best_before_its_first_step_says_so_also_after_a_resume(
-    metric: str, values: list[float], text: str | None
+def test_the_earlier_of_two_time_limits_counts(
+    max_hours: float, slurm_seconds: int, reason: str, slurm_job_ends_in
+) -> None:
+    slurm_job_ends_in(slurm_seconds)
+
+    assert Deadline.of(max_hours).reason == reason
+
+
+def test_a_deadline_is_near_when_only_the_reserved_time_is_left(
+    clock: Clock, slurm_job_ends_in
+) -> None:
+    slurm_job_ends_in(600)
+    deadline = Deadline.of(None)
+    deadline.reserve("save", 100)
+    deadline.reserve("save", 40)  # shorter than before, so the longer one stays
+    deadline.reserve("evaluation", 20)
+
+    margin = 30
+    assert seconds_until_near(deadline, clock) == 600 - margin - 100 - 20 + 1
+
+
+def test_a_wall_clock_that_is_set_does_not_move_the_deadline(
+    clock: Clock, slurm_job_ends_in
+) -> None:
+    slurm_job_ends_in(600)
+    deadline = Deadline.of(None)
+
+    clock.wall_seconds += 36_000
+
+    assert not deadline.is_near()
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process(clock: Clock) -> None:
+    deadline = Deadline.of(0.5, seconds_since_start=1700)
+
+    seconds_left = 1800 - 1700
+    margin = seconds_left // 10
+    assert seconds_until_near(deadline, clock) == seconds_left - margin + 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "sentence"),
+    [
+        pytest.param(
+            "eval/loss",
+            [2.0, 2.5, 2.25],
+            "it was 2 before the first step and 2.25 at best, after step 2",
+            id="higher loss",
+        ),
+        pytest.param(
+            "eval/accuracy",
+            [0.5, 0.25],
+            "it was 0.5 before the first step and 0.25 at best, after step 1",
+            id="lower accuracy",
+        ),
+        pytest.param(
+            "eval/rewards/margins",
+            [-0.2, -0.5],
+            "it was -0.2 before the first step and -0.5 at best, after step 1",
+            id="lower margins",
+        ),
+        pytest.param("eval/loss", [2.0, 2.5, 1.5], None, id="lower loss"),
+        pytest.param("eval/accuracy", [0.5, 0.75], None, id="higher accuracy"),
+        pytest.param("eval/loss", [math.nan, 2.5], None, id="NaN before the first step"),
+        pytest.param("eval/loss", [2.0, math.nan], None, id="NaN after the first step"),
+    ],
+)
+def test_a_run_that_improves_nothing_says_so_also_after_it_resumed(
+    metric: str, values: list[float], sentence: str | None
 ) -> None:
     patience = Patience(0, metric, keeps_best=True)
     for step, value in enumerate(values):
         patience.record(step, {metric: value})
+
         state = json.loads(json.dumps(patience.state, allow_nan=False))
         patience = Patience(0, metric, keeps_best=True)
         patience.restore(state)
-    sentence = patience.lack_of_improvement
-    assert sentence is None if text is None else text in str(sentence)
+
+    if sentence is None:
+        assert patience.lack_of_improvement is None
+    else:
+        assert sentence in str(patience.lack_of_improvement)
 
 
-def test_a_burst_of_signals_is_one_and_a_later_one_is_obeyed_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, reasons = 0.0, []
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
-    with stop_signals(lambda reason, _: reasons.append(reason)):
+def test_only_a_signal_some_seconds_after_the_first_one_interrupts(clock: Clock) -> None:
+    reasons = []
+    handler_before = signal.getsignal(signal.SIGUSR1)
+
+    with stop_signals(lambda reason, received: reasons.append(reason)):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
         assert reasons == ["asked to stop by SIGUSR1"]
-        now = 3.1
+
+        clock.seconds += 3.1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    assert time.monotonic() == now
+
+    assert signal.getsignal(signal.SIGUSR1) is handler_before

@@ -1,4 +1,4 @@
-"""Errors of one rank become everyone's, and ranks that are about to train different things stop."""
+"""An error of one rank is raised on all, and ranks that would train different things stop."""
 
 import pickle
 import traceback
@@ -14,83 +14,126 @@ from llmtrain.record.resume import choose_folder
 from llmtrain.record.run_description import check_ranks_agree, run_description
 
 
-def failing(error: Exception) -> Callable[[], None]:
+class TwoRanks(Team):
+    """Stands for two ranks. This one is rank 0, and the other one always has the same answer."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
+        return [action(), self.answer]
+
+
+def action_raising(error: Exception) -> Callable[[], None]:
     def action() -> None:
         raise error
 
     return action
 
 
-@pytest.mark.parametrize("together", [THIS_RANK.on_main, THIS_RANK.on_all, Team.everyone().on_main])
+# Errors
+
+
 @pytest.mark.parametrize(
-    ("error", "says"),
+    "run_action",
     [
-        (UserError("--seed is wrong."), "--seed is wrong."),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device."),
-        (
+        pytest.param(THIS_RANK.on_main, id="on_main"),
+        pytest.param(THIS_RANK.on_all, id="on_all"),
+        pytest.param(Team.everyone().on_main, id="on_main of everyone"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        pytest.param(UserError("--seed is wrong."), "--seed is wrong.", id="UserError"),
+        pytest.param(
+            OSError(28, "No space left on device"),
+            "[Errno 28] No space left on device.",
+            id="OSError",
+        ),
+        pytest.param(
             OSError(13, "Permission denied", "/a/run.json"),
             "[Errno 13] Permission denied: '/a/run.json'.",
+            id="OSError with a path",
         ),
     ],
 )
-def test_an_error_that_a_person_can_mend_is_one_line(
-    together: Callable, error: Exception, says: str
+def test_an_error_that_the_user_can_fix_is_one_line(
+    run_action: Callable, error: Exception, message: str
 ) -> None:
     with pytest.raises(UserError) as raised:
-        together(failing(error))
-    assert str(raised.value) == says
+        run_action(action_raising(error))
+
+    assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("error", [KeyError("a"), ValueError("bad number"), RuntimeError("shape")])
-def test_a_mistake_in_the_program_keeps_its_traceback(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("a"), ValueError("bad number"), RuntimeError("shape")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_in_the_program_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
-        THIS_RANK.on_all(failing(error))
+        THIS_RANK.on_all(action_raising(error))
+
     assert raised.value is error
-    assert "action" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "action" in functions
 
 
-class Two(Team):
-    """Rank 0 and another, which answers with ``other``."""
-
-    other: Any = None
-
-    def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        return [action(), self.other]
+# Descriptions of what ranks are about to train
 
 
-def runs(seed: int, dataset: str, data: str = "abc") -> dict[str, Any]:
+def describe(*, seed: int = 0, dataset: str = "here", data: str = "abc") -> dict[str, Any]:
     settings = {
         "seed": {"value": seed, "from": "recipe"},
         "dataset": {"value": dataset, "from": "command line"},
     }
-    return run_description({"data": data}, settings, "no")
+    return run_description(fingerprint={"data": data}, settings=settings, precision="no")
 
 
 @pytest.mark.parametrize(
-    ("other", "says"),
+    ("other", "message"),
     [
-        (runs(1, "here"), "rank 1 differs from rank 0 in flags: seed 1 there, 0 here."),
-        (runs(0, "here", "xyz"), "rank 1 differs from rank 0 in data: xyz there, abc here."),
-        ({**runs(0, "here"), "versions": {}}, "rank 1 differs from rank 0 in versions: "),
+        pytest.param(
+            describe(seed=1),
+            "rank 1 differs from rank 0 in flags: seed 1 there, 0 here.",
+            id="flags",
+        ),
+        pytest.param(
+            describe(data="xyz"),
+            "rank 1 differs from rank 0 in data: xyz there, abc here.",
+            id="data",
+        ),
+        pytest.param(
+            describe() | {"versions": {}},
+            "rank 1 differs from rank 0 in versions: ",
+            id="versions",
+        ),
     ],
 )
-def test_ranks_that_would_train_something_else_stop_with_both_values(
-    other: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_would_train_different_things_stop_with_both_values(
+    other: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(Two, "other", other)
     with pytest.raises(UserError) as raised:
-        check_ranks_agree(Two(), runs(0, "here"))
-    assert str(raised.value).startswith(says)
+        check_ranks_agree(TwoRanks(other), describe())
+
+    assert str(raised.value).startswith(message)
 
 
-def test_ranks_may_find_their_data_at_different_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Two, "other", runs(0, "there"))
-    check_ranks_agree(Two(), runs(0, "here"))
+def test_ranks_may_have_their_data_in_different_places() -> None:
+    other = describe(dataset="there")
+
+    check_ranks_agree(TwoRanks(other), describe(dataset="here"))
 
 
-def test_a_choice_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
-    with choose_folder(str(tmp_path / "run"), "auto", {"data": "abc"}) as choice:
+def test_the_resume_point_can_be_sent_to_other_ranks(tmp_path: Path) -> None:
+    with choose_folder(str(tmp_path / "run"), "auto", {"data": "abc"}) as resume_point:
         pass
-    assert pickle.loads(pickle.dumps(choice)) == choice
-    assert (choice.folder, choice.checkpoint, choice.reason) == (tmp_path / "run", None, "new")
-    assert (len(choice.run_id), len(choice.start_id)) == (8, 16)
+
+    assert pickle.loads(pickle.dumps(resume_point)) == resume_point
+    assert resume_point.folder == tmp_path / "run"
+    assert resume_point.checkpoint is None
+    assert resume_point.reason == "new"
+    assert len(resume_point.run_id) == 8
+    assert len(resume_point.start_id) == 16

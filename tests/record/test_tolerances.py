@@ -1,4 +1,4 @@
-"""When two runs differ in a quantity: the definition that `llmtrain verify` and `llmtrain diff` share."""
+"""The difference between two runs, as `llmtrain verify` and `llmtrain diff` measure it."""
 
 import json
 import math
@@ -19,7 +19,8 @@ from llmtrain.record.tolerances import (
 )
 
 
-def history(folder: Path, losses: dict[int, Any]) -> History:
+def history(folder: Path, losses: dict[int, float | None]) -> History:
+    """Write a run folder with these losses by step, and read it."""
     folder.mkdir()
     (folder / "status.json").write_text("{}")
     lines = [json.dumps({"step": step, "train/loss": loss}) for step, loss in losses.items()]
@@ -28,40 +29,60 @@ def history(folder: Path, losses: dict[int, Any]) -> History:
 
 
 @pytest.mark.parametrize(
-    ("losses", "expected"),
+    ("losses", "largest", "first_step"),
     [
-        ({1: 4.0, 2: 2.0}, Deviation(largest=0.0, first_step=None)),
-        ({1: 4.0, 2: 1.0}, Deviation(largest=0.5, first_step=2)),
-        ({1: 4.0}, Deviation(largest=math.inf, first_step=2)),
-        ({1: 4.0, 2: 2.0, 3: 1.0}, Deviation(largest=math.inf, first_step=3)),
-        ({1: 4.0, 2: None}, Deviation(largest=math.inf, first_step=2)),
+        pytest.param({1: 4.0, 2: 2.0}, 0.0, None, id="equal"),
+        pytest.param({1: 4.0, 2: 1.0}, 0.5, 2, id="another loss"),
+        pytest.param({1: 4.0}, math.inf, 2, id="missing step"),
+        pytest.param({1: 4.0, 2: 2.0, 3: 1.0}, math.inf, 3, id="additional step"),
+        pytest.param({1: 4.0, 2: None}, math.inf, 2, id="not finite"),
     ],
 )
-def test_runs_that_must_have_the_same_steps_differ_in_a_value_or_in_a_missing_step(
-    losses: dict[int, Any], expected: Deviation, tmp_path: Path
+def test_the_deviation_of_a_run_covers_values_and_missing_steps(
+    losses: dict[int, float | None], largest: float, first_step: int | None, tmp_path: Path
 ) -> None:
     reference = history(tmp_path / "reference", {1: 4.0, 2: 2.0})
     other = history(tmp_path / "other", losses)
-    assert deviation(QUANTITIES["loss"], reference, other) == expected
+
+    measured = deviation(QUANTITIES["loss"], reference, other)
+
+    assert measured == Deviation(largest=largest, first_step=first_step)
 
 
-def test_what_is_no_number_agrees_only_with_itself() -> None:
-    assert relative_difference(math.nan, math.nan) == 0
-    assert relative_difference(math.nan, 1.0) == math.inf
-    assert relative_difference([1, 2], [1, 2]) == 0
-    assert relative_difference([1, 2], [2, 1]) == math.inf
-    assert relative_difference(0.0, 1e-30) == 1
-    assert relative_difference(0, 0.0) == 0
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        pytest.param(math.nan, math.nan, 0, id="NaN and NaN"),
+        pytest.param(math.nan, 1.0, math.inf, id="NaN and a number"),
+        pytest.param([1, 2], [1, 2], 0, id="equal lists"),
+        pytest.param([1, 2], [2, 1], math.inf, id="different lists"),
+        pytest.param(0.0, 1e-30, 1, id="zero and a tiny number"),
+        pytest.param(0, 0.0, 0, id="zeros"),
+    ],
+)
+def test_values_other_than_numbers_agree_only_with_themselves(
+    first: Any, second: Any, expected: float
+) -> None:
+    assert relative_difference(first, second) == expected
 
 
-def test_counts_have_no_tolerance_and_an_unknown_precision_has_that_of_half() -> None:
-    assert QUANTITIES["target_tokens"].limit(tolerance_of("bf16")) == 0
-    assert QUANTITIES["loss"].limit(tolerance_of("no")) == 1e-5
-    assert tolerance_of("fp8") == tolerance_of("fp16")
+def test_counts_have_no_tolerance() -> None:
+    tolerance = tolerance_of("bf16")
+
+    assert QUANTITIES["target_tokens"].limit(tolerance) == 0
+    assert QUANTITIES["loss"].limit(tolerance) > 0
 
 
-def test_weights_are_compared_by_the_norm_of_their_difference() -> None:
+def test_other_names_of_precisions_have_the_tolerance_of_known_ones() -> None:
+    assert tolerance_of("no") == tolerance_of("float32")
+    assert tolerance_of("fp8") == tolerance_of("fp16"), "unknown ones are taken for half precision"
+
+
+def test_weights_differ_by_the_relative_norm_of_their_difference() -> None:
     weights = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    changed = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([3.0])}
+
     assert weight_difference(weights, weights) == 0
-    assert weight_difference(weights, {**weights, "b": torch.tensor([3.0])}) == pytest.approx(1 / 5)
+    # The norm of the weights is 5, and that of the difference is 1.
+    assert weight_difference(weights, changed) == pytest.approx(1 / 5)
     assert weight_difference(weights, {"a": weights["a"]}) == math.inf

@@ -1,4 +1,4 @@
-"""Damage is noticed, wherever it falls; and nothing that is read is run."""
+"""Damage to a checkpoint is always noticed, and no file that is read can run code."""
 
 import contextlib
 import json
@@ -31,8 +31,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.hub_models import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.record import checkpoint
-from llmtrain.record.checkpoint import find_fault, newest_valid
+from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver, write_model
 from llmtrain.record.state_tree import FlatState
@@ -46,139 +45,154 @@ CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 
 def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
     weights = {"w": torch.full((300,), float(step))}
+    states = {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})}
     state = {"step": step, "fingerprint_sha256": fingerprint}
-    Saver(folder, Files(), keep=3).save(
-        step,
-        weights,
-        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})},
-        state,
-    )
+    Saver(folder, Files(), keep=3).save(step=step, weights=weights, states=states, state=state)
     return folder / f"step-{step:08d}"
 
 
-def some_file(path: Path, draw: random.Random) -> Path:
-    return draw.choice(sorted(p for p in path.rglob("*") if p.is_file()))
+# Damaged checkpoints. Each function damages one, next to which there is that of step 10.
 
 
-def flip_a_bit(path: Path, draw: random.Random) -> None:
-    file = some_file(path, draw)
-    raw = bytearray(file.read_bytes())
-    raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
-    file.write_bytes(raw)
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def truncate(path: Path, draw: random.Random) -> None:
-    file = some_file(path, draw)
+def flip_a_bit(checkpoint: Path, draw: random.Random) -> None:
+    file = draw.choice(files_in(checkpoint))
+    data = bytearray(file.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+def truncate(checkpoint: Path, draw: random.Random) -> None:
+    file = draw.choice(files_in(checkpoint))
     os.truncate(file, draw.randrange(file.stat().st_size))
 
 
-def zero_a_block(path: Path, draw: random.Random) -> None:
-    file = draw.choice([path / "model/model.safetensors", path / "optimizer/state.safetensors"])
-    with file.open("r+b") as stream:
-        stream.seek(200)
-        stream.write(bytes(512))
+def zero_a_block(checkpoint: Path, draw: random.Random) -> None:
+    name = draw.choice(["model/model.safetensors", "optimizer/state.safetensors"])
+    with (checkpoint / name).open("r+b") as file:
+        file.seek(200)
+        file.write(bytes(512))
 
 
-def grow(path: Path, draw: random.Random) -> None:
-    with some_file(path, draw).open("ab") as stream:
-        stream.write(b"\0")
+def append_a_byte(checkpoint: Path, draw: random.Random) -> None:
+    with draw.choice(files_in(checkpoint)).open("ab") as file:
+        file.write(b"\0")
 
 
-def remove(path: Path, draw: random.Random) -> None:
-    some_file(path, draw).unlink()
+def delete_a_file(checkpoint: Path, draw: random.Random) -> None:
+    draw.choice(files_in(checkpoint)).unlink()
 
 
-def swap_in_the_older_ones(path: Path, draw: random.Random) -> None:
-    name = draw.choice(
-        ["model/model.safetensors", "optimizer/state.safetensors", "state.json", "MANIFEST.json"]
-    )
-    shutil.copy(path.with_name("step-00000010") / name, path / name)
+def take_a_file_of_the_older_one(checkpoint: Path, draw: random.Random) -> None:
+    tensor_files = ["model/model.safetensors", "optimizer/state.safetensors"]
+    name = draw.choice([*tensor_files, "state.json", "MANIFEST.json"])
+    shutil.copy(checkpoint.with_name("step-00000010") / name, checkpoint / name)
 
 
-def link(path: Path, draw: random.Random) -> None:
-    file = some_file(path, draw)
-    elsewhere = path.parent / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
+def link_a_file(checkpoint: Path, draw: random.Random) -> None:
+    file = draw.choice(files_in(checkpoint))
+    target = checkpoint.with_name("elsewhere")
+    file.rename(target)
+    file.symlink_to(target)
 
 
-def link_the_folder(path: Path, draw: random.Random) -> None:
-    elsewhere = path.with_name("elsewhere")
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere, target_is_directory=True)
+def link_the_folder(checkpoint: Path, draw: random.Random) -> None:
+    target = checkpoint.with_name("elsewhere")
+    checkpoint.rename(target)
+    checkpoint.symlink_to(target, target_is_directory=True)
 
 
-def rename_the_older_one(path: Path, draw: random.Random) -> None:
-    shutil.rmtree(path)
-    shutil.copytree(path.with_name("step-00000010"), path)
+def copy_the_older_one(checkpoint: Path, draw: random.Random) -> None:
+    shutil.rmtree(checkpoint)
+    shutil.copytree(checkpoint.with_name("step-00000010"), checkpoint)
 
 
-def another_runs(path: Path, draw: random.Random) -> None:
-    shutil.rmtree(path)
-    save(path.parent, 20, fingerprint="theirs")
+def take_the_checkpoint_of_another_run(checkpoint: Path, draw: random.Random) -> None:
+    shutil.rmtree(checkpoint)
+    save(checkpoint.parent, 20, fingerprint="of another run")
 
 
-def leave_the_folder(path: Path, draw: random.Random) -> None:
-    """A manifest that names a file elsewhere, with its true hash."""
-    manifest = json.loads((path / "MANIFEST.json").read_text())
+def move_a_file_out_of_the_folder(checkpoint: Path, draw: random.Random) -> None:
+    """The manifest names the file in its new place, with its true hash."""
+    manifest = read_json(checkpoint / "MANIFEST.json")
     hashes = manifest["files"]
     name = draw.choice(sorted(hashes))
-    outside = path.parent / "outside"
-    (path / name).rename(outside)
-    hashes[draw.choice(["../outside", str(outside)])] = hashes.pop(name)
-    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+    outside = checkpoint.with_name("outside")
+    (checkpoint / name).rename(outside)
+    new_name = draw.choice(["../outside", str(outside)])
+    hashes[new_name] = hashes.pop(name)
+    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
 DAMAGES: list[Callable[[Path, random.Random], None]] = [
     flip_a_bit,
     truncate,
     zero_a_block,
-    grow,
-    remove,
-    swap_in_the_older_ones,
-    link,
+    append_a_byte,
+    delete_a_file,
+    take_a_file_of_the_older_one,
+    link_a_file,
     link_the_folder,
-    rename_the_older_one,
-    another_runs,
-    leave_the_folder,
+    copy_the_older_one,
+    take_the_checkpoint_of_another_run,
+    move_a_file_out_of_the_folder,
 ]
 
 
-def test_every_corruption_is_detected_and_the_run_falls_back_or_stops(
+def newest_of_ours(folder: Path) -> Path | None:
+    return newest_valid(folder, set_aside=True, fingerprint="ours")
+
+
+def test_every_damage_is_noticed_and_the_run_falls_back_or_stops(
     tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    draw, fell_back, stopped = random.Random(CORRUPTIONS), 0, 0
-    cannot_go_on = (
-        r"no checkpoint in .* is intact|has format version"  # a flip in the version's digit
-    )
-    for i in range(CORRUPTIONS):
-        folder = tmp_path / str(i)
-        older, newer = save(folder, 10), save(folder, 20)
-        damage = DAMAGES[i % len(DAMAGES)]
+    """In every fourth case the older checkpoint is damaged, too, so that the run stops."""
+    draw = random.Random(CORRUPTIONS)
+    fell_back = 0
+    stopped = 0
+    # A flipped bit may change the digit of the format version.
+    other_version = "has format version"
+    for case in range(CORRUPTIONS):
+        folder = tmp_path / str(case)
+        older = save(folder, 10)
+        newer = save(folder, 20)
+        damage = DAMAGES[case % len(DAMAGES)]
         damage(newer, draw)
-        if i % 4 == 3:
+
+        if case % 4 == 3:
             flip_a_bit(older, draw)
-            with pytest.raises(UserError, match=cannot_go_on):
-                newest_valid(folder, True, "ours")
+            no_intact_one = "no checkpoint in .* is intact"
+            with pytest.raises(UserError, match=f"{no_intact_one}|{other_version}"):
+                newest_of_ours(folder)
             stopped += 1
             continue
+
         try:
-            taken = newest_valid(folder, True, "ours")
+            resumed = newest_of_ours(folder)
         except UserError as error:
-            if "MANIFEST.json has format version" not in str(error):
+            if f"MANIFEST.json {other_version}" not in str(error):
                 raise
             stopped += 1
-            continue
-        assert taken == older, damage.__name__
-        assert float(load_file(older / "model/model.safetensors")["w"][0]) == 10
-        fell_back += 1
-        shutil.rmtree(folder)
-    kinds = f"{len(DAMAGES)} kinds; {fell_back} fell back, {stopped} stopped with a line"
-    score(f"corruption: unnoticed: {bound(0, fell_back + stopped)} of {kinds}")
+        else:
+            assert resumed == older, damage.__name__
+            weights = load_file(older / "model/model.safetensors")
+            assert weights["w"].unique().tolist() == [10]
+            fell_back += 1
+            shutil.rmtree(folder)
+
+    assert fell_back > CORRUPTIONS / 2
+    cases = f"{len(DAMAGES)} kinds; {fell_back} fell back, {stopped} stopped with a line"
+    score(f"corruption: unnoticed: {bound(0, fell_back + stopped)} of {cases}")
+
+
+# Files that would run code
 
 
 class Payload:
-    """Unpickling it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -189,188 +203,264 @@ class Payload:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    words = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 8)
-    model = GPT(GPTConfig(1, 1, 8, 8), len(words))
+    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 8)
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8)
+    model = GPT(config, len(tokenizer))
 
     folder = tmp_path / "model"
-    write_model(folder, ModelFiles(model.hf_config(0), words), model.state_dict())
+    write_model(folder, ModelFiles(model.hf_config(0), tokenizer), model.state_dict())
     return folder
 
 
-def test_no_payload_in_a_file_that_is_read_is_run(
-    model_folder: Path, tmp_path: Path, score: Callable[[str], None]
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """An unfinished run with one checkpoint."""
+    folder = tmp_path / "run"
+    fingerprint = digest({})
+    save(folder / "checkpoints", 10, fingerprint)
+    record = {"run_id": "x", "fingerprint_sha256": fingerprint}
+    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "status.json").write_text('{"state": "running"}')
+    return folder
+
+
+def resume(run_folder: Path) -> None:
+    with choose_folder(str(run_folder), "auto", {}):
+        pass
+
+
+def read_everything(run_folder: Path, model_folder: Path) -> None:
+    """Call everything that reads a run or a model. Errors do not matter."""
+    checkpoint = run_folder / "checkpoints/step-00000010"
+    readers = [
+        lambda: resume(run_folder),
+        lambda: find_fault(checkpoint),
+        lambda: [*read_tensors(checkpoint / "model")],
+        lambda: [*read_tensors(checkpoint / "optimizer")],
+        lambda: read_state(checkpoint),
+        lambda: TextModel(str(model_folder)),
+        lambda: load_causal_lm(str(model_folder)),
+        lambda: load_tokenizer(str(model_folder)),
+    ]
+    for reader in readers:
+        with contextlib.suppress(Exception):
+            reader()
+
+    for damaged in checkpoint.parent.glob("damaged-*"):
+        damaged.rename(checkpoint)
+
+
+def test_no_code_in_a_file_of_a_run_or_a_model_is_run(
+    run_folder: Path, model_folder: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    mark, planted = tmp_path / "executed", 0
-    run = tmp_path / "run"
-    save(run / "checkpoints", 10, digest({}))
-    (run / "run.json").write_text(json.dumps({"run_id": "x", "fingerprint_sha256": digest({})}))
-    (run / "status.json").write_text('{"state": "running"}')
-    malice = pickle.dumps(Payload(mark))
-    code = f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+    mark = tmp_path / "executed"
+    payload = pickle.dumps(Payload(mark))
+    payloads = 0
 
-    def read_everything() -> None:
-        for reader in (
-            lambda: choose_folder(str(run), "auto", {}).__enter__(),
-            lambda: find_fault(run / "checkpoints/step-00000010"),
-            lambda: dict(read_tensors(run / "checkpoints/step-00000010/model")),
-            lambda: dict(read_tensors(run / "checkpoints/step-00000010/optimizer")),
-            lambda: checkpoint.read_state(run / "checkpoints/step-00000010"),
-            lambda: TextModel(str(model_folder)),
-            lambda: load_causal_lm(str(model_folder)),
-            lambda: load_tokenizer(str(model_folder)),
-        ):
-            with contextlib.suppress(Exception):  # how it refuses is other tests' matter
-                reader()
-        for aside in (run / "checkpoints").glob("damaged-*"):
-            aside.rename(run / "checkpoints/step-00000010")
+    # Pickles instead of each file.
+    for file in files_in(run_folder) + files_in(model_folder):
+        content = file.read_bytes()
+        file.write_bytes(payload)
+        read_everything(run_folder, model_folder)
+        file.write_bytes(content)
+        payloads += 1
 
-    for file in [
-        path for folder in (run, model_folder) for path in folder.rglob("*") if path.is_file()
-    ]:
-        kept = file.read_bytes()
-        file.write_bytes(malice)
-        read_everything()
-        file.write_bytes(kept)
-        planted += 1
-    for name in (
+    # Pickles under names that other programs use.
+    names = [
         "pytorch_model.bin",
         "optimizer.bin",
         "random_states_0.pkl",
         "training_args.bin",
         "scheduler.pt",
-    ):
-        for folder in (model_folder, run / "checkpoints/step-00000010"):
-            (folder / name).write_bytes(malice)
-            read_everything()
+    ]
+    for folder in (model_folder, run_folder / "checkpoints/step-00000010"):
+        for name in names:
+            (folder / name).write_bytes(payload)
+            read_everything(run_folder, model_folder)
             (folder / name).unlink()
-            planted += 1
-    (model_folder / "evil.py").write_text(code)
-    config = json.loads((model_folder / "config.json").read_text())
-    config |= {
-        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
-        "model_type": "evil",
-    }
+            payloads += 1
+
+    # A module that the config of a model asks for.
+    (model_folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    config = read_json(model_folder / "config.json")
+    config["model_type"] = "evil"
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (model_folder / "config.json").write_text(json.dumps(config))
-    read_everything()
+    read_everything(run_folder, model_folder)
+    payloads += 1
+
     assert not mark.exists()
-    score(f"payloads: executed: {bound(0, planted + 1)} that were planted")
+    score(f"payloads: executed: {bound(0, payloads)} that were planted")
 
-    pickle.loads(malice)  # it is one
-    assert mark.exists()
+    pickle.loads(payload)
+    assert mark.exists(), "the payload does nothing"
 
 
-def test_a_model_on_the_hub_is_known_by_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("load", [TextModel, load_causal_lm])
+def test_a_model_stored_as_a_pickle_is_refused_with_the_name_of_the_file(
+    load: Callable[[str], Any], model_folder: Path
 ) -> None:
-    """The adapter of a hub model, and the answers of an interrupted eval, belong to one commit."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "models--org--model" / "refs").mkdir(parents=True)
-    arguments = SimpleNamespace(tasks=["t"], include_path=None)
-    ranks = Ranks(Accelerator(cpu=True))
-    paths = set()
-    for commit in ("a" * 40, "b" * 40):
-        snapshot = tmp_path / "models--org--model" / "snapshots" / commit
-        snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text("{}")
-        (tmp_path / "models--org--model" / "refs" / "main").write_text(commit)
-        assert origin_of("org/model") == {"name": "org/model", "commit": commit}
-        paths.add(_answers_path("org/model", arguments, {}, ranks))  # type: ignore[arg-type]
-    assert len(paths) == 2
-    with pytest.raises(UserError, match="org/absent is no folder, and the hub did not provide it"):
-        _answers_path("org/absent", arguments, {}, ranks)  # type: ignore[arg-type]
-
-
-def test_a_folder_with_pickles_alone_is_refused_by_name(model_folder: Path) -> None:
     (model_folder / "model.safetensors").unlink()
     torch.save({}, model_folder / "pytorch_model.bin")
-    for load in (TextModel, load_causal_lm):
-        with pytest.raises(
-            UserError, match=r"as a pickle \(pytorch_model\.bin\), which can run code"
-        ):
-            load(str(model_folder))
+
+    message = r"as a pickle \(pytorch_model\.bin\), which can run code"
+    with pytest.raises(UserError, match=message):
+        load(str(model_folder))
 
 
 @pytest.fixture
 def pickled_adapter(model_folder: Path, tmp_path: Path) -> Path:
-    """An adapter whose weights are a pickle, next to a safetensors file that nobody loads."""
+    """An adapter whose weights are a pickle. Its safetensors file has a name that nothing loads."""
     peft = pytest.importorskip("peft", reason="needs peft, which comes with the extra lora")
     folder = tmp_path / "adapter"
-    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    base_model = AutoModelForCausalLM.from_pretrained(model_folder)
     settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    peft.get_peft_model(base, settings).save_pretrained(folder)
+    peft.get_peft_model(base_model, settings).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+
     torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
     (folder / "adapter_model.safetensors").rename(folder / "other.safetensors")
     return folder
 
 
-def merged(name: str) -> str:
-    return merged_model(Path(name))
+def use_safetensors(adapter: Path) -> None:
+    """Give the safetensors file of an adapter its usual name."""
+    (adapter / "other.safetensors").rename(adapter / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
     "load",
-    [TextModel, load_causal_lm, lambda name: adapted_model(name, 1), merged],
-    ids=["text", "model", "adapter", "merged"],
+    [
+        pytest.param(TextModel, id="text"),
+        pytest.param(load_causal_lm, id="model"),
+        pytest.param(lambda name: adapted_model(name, 1), id="adapter"),
+        pytest.param(lambda name: merged_model(Path(name)), id="merged"),
+    ],
 )
 def test_an_adapter_stored_as_a_pickle_is_refused_whatever_is_next_to_it(
     load: Callable[[str], Any], pickled_adapter: Path
 ) -> None:
     with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
         load(str(pickled_adapter))
-    (pickled_adapter / "other.safetensors").rename(pickled_adapter / "adapter_model.safetensors")
+
+    use_safetensors(pickled_adapter)
     assert load(str(pickled_adapter))
 
 
-def test_an_adapter_of_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
+def test_an_adapter_on_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
     commit = "0" * 40
     repository = Path(HF_HUB_CACHE, "models--someone--adapter")
     snapshot = repository / "snapshots" / commit
     shutil.copytree(pickled_adapter, snapshot)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
+
     try:
         with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
             load_causal_lm("someone/adapter")
-        (snapshot / "other.safetensors").rename(snapshot / "adapter_model.safetensors")
+
+        use_safetensors(snapshot)
         assert load_causal_lm("someone/adapter")
     finally:
         shutil.rmtree(repository)
 
 
-@pytest.mark.parametrize(
-    "attention", ["someone/kernel", "someone/kernel@v1:forward", {"": "someone/kernel"}]
-)
-def test_a_model_cannot_ask_for_an_attention_that_is_a_program_on_the_hub(
-    attention: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("it was loaded"))
-    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
-    path = model_folder / "config.json"
-    path.write_text(json.dumps(read_json(path) | {"attn_implementation": attention}))
-    for load in (TextModel, load_causal_lm, train):
-        with pytest.raises(UserError, match=r"someone/kernel.*, a program on the hub"):
-            load(str(model_folder))
-    train(str(model_folder), attn_implementation="sdpa")
+# Kernels on the hub
 
 
-def train(name: str, **settings: Any) -> dict[str, Any]:
+def model_to_train(name: str, **settings: Any) -> dict[str, Any]:
+    """Load a model for training, and return what a fingerprint says of its initial weights."""
     config = ModelConfig(name, max_length=8, **settings)
     rows = SomeRows(AutoTokenizer.from_pretrained(name))
-    return load_model(config, None, rows, 3, "no").start or {}
+    bundle = load_model(config, lora=None, rows=rows, seed=3, precision="no")
+    return bundle.start or {}
 
 
-def test_an_attention_of_the_hub_needs_trust_and_a_commit_which_is_in_the_fingerprint(
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param("someone/kernel", id="name"),
+        pytest.param("someone/kernel@v1:forward", id="name, version and function"),
+        pytest.param({"": "someone/kernel"}, id="dictionary"),
+    ],
+)
+def test_a_model_whose_config_asks_for_a_kernel_on_the_hub_is_refused(
+    attention: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hub_kernels, "get_kernel", lambda *_, **__: pytest.fail("the kernel is loaded")
+    )
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    config = model_folder / "config.json"
+    config.write_text(json.dumps(read_json(config) | {"attn_implementation": attention}))
+
+    for load in (TextModel, load_causal_lm, model_to_train):
+        with pytest.raises(UserError, match=r"someone/kernel.*, a program on the hub"):
+            load(str(model_folder))
+
+    model_to_train(str(model_folder), attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "trust_remote_code", "message"),
+    [
+        pytest.param(
+            "someone/kernel",
+            False,
+            r"someone/kernel is a program .* --trust_remote_code",
+            id="not trusted",
+        ),
+        pytest.param("someone/kernel", True, "name its commit.* ORG/NAME@COMMIT", id="no commit"),
+        pytest.param("someone/kernel@main", True, "name its commit.* ORG/NAME@COMMIT", id="branch"),
+        pytest.param(
+            "someone/kernel:forward", True, "name its commit.* ORG/NAME@COMMIT", id="function"
+        ),
+    ],
+)
+def test_a_kernel_on_the_hub_is_refused_without_trust_or_a_commit(
+    kernel: str, trust_remote_code: bool, message: str, model_folder: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        model_to_train(
+            str(model_folder), attn_implementation=kernel, trust_remote_code=trust_remote_code
+        )
+
+
+def test_the_commit_of_a_trusted_kernel_is_in_the_fingerprint(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = f"someone/kernel@{'5c' * 20}"
-    with pytest.raises(UserError, match=r"someone/kernel is a program .* --trust_remote_code"):
-        train(str(model_folder), attn_implementation="someone/kernel")
-    for name in ("someone/kernel", "someone/kernel@main", "someone/kernel:forward"):
-        with pytest.raises(UserError, match=r"name its commit.* ORG/NAME@COMMIT"):
-            train(str(model_folder), attn_implementation=name, trust_remote_code=True)
-
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
-    start = train(str(model_folder), attn_implementation=commit, trust_remote_code=True)
-    assert start["attention"] == commit
+    kernel = f"someone/kernel@{'5c' * 20}"
+
+    start = model_to_train(str(model_folder), attn_implementation=kernel, trust_remote_code=True)
+
+    assert start["attention"] == kernel
+
+
+# Models on the hub
+
+
+def test_the_origin_of_a_model_on_the_hub_is_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter of a hub model, and the answers of an interrupted eval, belong to one commit."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+
+    ranks = Ranks(Accelerator(cpu=True))
+    arguments = SimpleNamespace(tasks=["t"], include_path=None)
+    answers_paths = set()
+    for commit in ("a" * 40, "b" * 40):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (repository / "refs/main").write_text(commit)
+
+        assert origin_of("org/model") == {"name": "org/model", "commit": commit}
+        answers_paths.add(_answers_path("org/model", arguments, {}, ranks))
+
+    assert len(answers_paths) == 2
+    with pytest.raises(UserError, match="org/absent is no folder, and the hub did not provide it"):
+        _answers_path("org/absent", arguments, {}, ranks)

@@ -1,4 +1,4 @@
-"""What W&B gets: in offline files, and over its protocol."""
+"""W&B gets a run through its offline files and over its protocol."""
 
 import json
 import stat
@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import wandb
 from accelerate import Accelerator
 
 from llmtrain.parallel.ranks import Ranks
@@ -22,56 +23,64 @@ from tests.wandb_file import read_history, read_records
 from tests.wandb_server import Server, serving
 
 
-@pytest.mark.parametrize(
-    ("base_url", "api_key", "known"),
-    [
-        ("https://api.wandb.ai", None, False),
-        ("http://wandb.local:8080", None, True),
-        ("https://api.wandb.ai", "0" * 40, True),
-    ],
-)
-def test_who_is_logged_in_is_whom_wandb_takes_for_it(
-    base_url: str, api_key: str | None, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "netrc").write_text("machine wandb.local:8080 login user password secret\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    settings = SimpleNamespace(base_url=base_url, api_key=api_key, identity_token_file=None)
-    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
-    assert weights_and_biases._is_logged_in() is known
-
-
-def started(accelerator: Accelerator, folder: Path, **config: Any) -> tuple[Metrics, Any]:
-    """Metrics that report to W&B, and W&B's run."""
+def start(accelerator: Accelerator, folder: Path, **config: Any) -> Metrics:
+    """Return metrics that report to W&B."""
     metrics = Metrics(Ranks(accelerator), folder)
     metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config))
-    return metrics, accelerator.trackers[0].tracker
+    return metrics
 
 
-def wandb_file(folder: Path) -> Path:
-    """The file of the newest start."""
+def newest_wandb_file(folder: Path) -> Path:
+    """Return the file that W&B wrote in the newest start of a run."""
     (file,) = (folder / "wandb/latest-run").resolve().glob("*-abcd1234.wandb")
     return file
 
 
-def values_of(records: list[Any], kind: str) -> dict[str, Any]:
-    """The config or the summary that records add up to."""
-    items = [item for record in records for item in getattr(record, kind).update]
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+def values_in(records: list[Any], kind: str) -> dict[str, Any]:
+    """Return the config or the summary that records add up to."""
+    values = {}
+    for record in records:
+        for item in getattr(record, kind).update:
+            values[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return values
 
 
 @pytest.mark.parametrize(
-    ("log_model", "sent"),
+    ("settings", "is_logged_in"),
     [
-        ("end", ["model-abcd1234: config.json"]),
-        ("True", ["model-abcd1234: config.json"]),
-        ("checkpoint", ["checkpoint-abcd1234: state.json", "model-abcd1234: config.json"]),
-        ("false", []),
-        (None, []),
+        pytest.param({"base_url": "https://api.wandb.ai"}, False, id="not in netrc"),
+        pytest.param({"base_url": "http://wandb.local:8080"}, True, id="in netrc"),
+        pytest.param({"api_key": "0" * 40}, True, id="API key"),
     ],
 )
-def test_models_and_checkpoints_are_sent_if_asked_for(
+def test_credentials_are_found_in_the_settings_of_wandb_or_in_netrc(
+    settings: dict[str, str], is_logged_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("machine wandb.local:8080 login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    setup = SimpleNamespace(settings=wandb.Settings(**settings))
+    monkeypatch.setattr(wandb, "setup", lambda: setup)
+
+    assert weights_and_biases._is_logged_in() is is_logged_in
+
+
+MODEL = ["model-abcd1234: config.json"]
+CHECKPOINT = ["checkpoint-abcd1234: state.json"]
+
+
+@pytest.mark.parametrize(
+    ("log_model", "expected"),
+    [
+        pytest.param("end", MODEL, id="end"),
+        pytest.param("True", MODEL, id="True"),
+        pytest.param("checkpoint", CHECKPOINT + MODEL, id="checkpoint"),
+        pytest.param("false", [], id="false"),
+        pytest.param(None, [], id="not set"),
+    ],
+)
+def test_wandb_log_model_decides_whether_models_and_checkpoints_are_sent(
     log_model: str | None,
-    sent: list[str],
+    expected: list[str],
     accelerator: Accelerator,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,106 +88,144 @@ def test_models_and_checkpoints_are_sent_if_asked_for(
     if log_model is not None:
         monkeypatch.setenv("WANDB_LOG_MODEL", log_model)
     checkpoint = tmp_path / "checkpoints" / "step-00000010"
-    for path in (tmp_path / "model/config.json", checkpoint / "state.json"):
-        path.parent.mkdir(parents=True)
-        path.write_text(path.name)
-    artifacts: list[Any] = []
-    metrics, wandb_run = started(accelerator, tmp_path)
-    monkeypatch.setattr(
-        wandb_run, "log_artifact", lambda artifact, aliases: artifacts.append((artifact, aliases))
-    )
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").touch()
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+
+    metrics = start(accelerator, tmp_path)
+    sent = []
+    aliases_of_sent = []
+
+    def log_artifact(artifact: wandb.Artifact, aliases: list[str]) -> None:
+        sent.append(f"{artifact.name}: {' '.join(artifact.manifest.entries)}")
+        aliases_of_sent.append(aliases)
+
+    monkeypatch.setattr(accelerator.trackers[0].tracker, "log_artifact", log_artifact)
     metrics.send_checkpoint(checkpoint)
-    metrics.close(exit_code=0, model=tmp_path / "model")
-    assert [
-        f"{artifact.name}: {' '.join(artifact.manifest.entries)}" for artifact, _ in artifacts
-    ] == sent
+    metrics.close(exit_code=0, model=model)
+
+    assert sent == expected
     if log_model == "checkpoint":
-        assert artifacts[0][1] == ["latest", "step-00000010"]
+        assert aliases_of_sent[0] == ["latest", "step-00000010"]
 
 
-def test_config_group_and_best_losses_are_in_what_wandb_is_sent(
+def test_wandb_gets_config_group_tags_and_the_best_eval_metrics(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_RUN_GROUP", "a sweep")
     monkeypatch.setenv("WANDB_TAGS", "small,first")
-    metrics, _ = started(
-        accelerator, tmp_path, dataset=["a.txt", "b.txt"], lr=0.5, layout={"processes": 2}
-    )
+    config = {"dataset": ["a.txt", "b.txt"], "lr": 0.5, "layout": {"processes": 2}}
+    metrics = start(accelerator, tmp_path, **config)
     for step, loss in enumerate((3.0, 2.0, 2.5)):
         metrics.write({"step": step, "eval/loss": loss, "eval/accuracy": loss / 4})
     metrics.close(exit_code=0)
-    records = read_records(wandb_file(tmp_path))
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
-    assert (run.run_group, [*run.tags]) == ("a sweep", ["small", "first"])
-    config = values_of(records, "config")
-    assert config["dataset"] == ["a.txt", "b.txt"]
-    assert config["lr"] == 0.5
-    assert config["layout"] == {"processes": 2}
-    summary = values_of(records, "summary")
-    # Plain numbers, which Bayesian sweeps read; the lowest loss and the highest accuracy.
+
+    records = read_records(newest_wandb_file(tmp_path))
+    (run_record,) = [record.run for record in records if record.HasField("run")]
+    assert run_record.run_group == "a sweep"
+    assert [*run_record.tags] == ["small", "first"]
+
+    config_in_file = values_in(records, "config")
+    assert {name: config_in_file[name] for name in config} == config
+
+    # Plain numbers, which Bayesian sweeps read: the lowest loss and the highest accuracy.
+    summary = values_in(records, "summary")
     assert summary["eval/loss"] == 2.0
     assert summary["eval/accuracy"] == 0.75
-    step_metrics = {record.metric.name for record in records if record.HasField("metric")}
-    assert {"tokens", "hours", "epoch"} <= step_metrics
+
+    defined_metrics = {record.metric.name for record in records if record.HasField("metric")}
+    assert {"tokens", "hours", "epoch"} <= defined_metrics
 
 
-def test_samples_are_in_the_history_before_the_run_ends(
-    accelerator: Accelerator, tmp_path: Path
-) -> None:
-    """A run that is killed later has them, too."""
-    metrics, _ = started(accelerator, tmp_path)
-    samples = tmp_path / "samples.jsonl"
+def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path: Path) -> None:
+    """They are not lost if the run is killed later."""
+    metrics = start(accelerator, tmp_path)
     for step in (10, 20):
         metrics.write({"step": step, "eval/loss": 1.0})
-        with samples.open("a") as file:
+        with (tmp_path / "samples.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "prompt": "The", "text": "The kernel {step}"}}\n')
         metrics.wake()
     metrics.write({"step": 30, "train/loss": 1.0})
-    wait_until(lambda: len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*"))) == 2)
+    tables = "wandb/offline-run-*/files/media/table"
+    wait_until(lambda: len([*tmp_path.glob(f"{tables}/*")]) == 2)
     metrics.close(exit_code=0)
-    tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/samples*.json"))
-    first, second = [json.loads(table.read_text())["data"] for table in tables]
-    assert first == [[10, "The", "The kernel 10"]]
-    assert second == [*first, [20, "The", "The kernel 20"]]
-    history = read_history(wandb_file(tmp_path))
+
+    first_table, second_table = sorted(tmp_path.glob(f"{tables}/samples*.json"))
+    first_row = [10, "The", "The kernel 10"]
+    second_row = [20, "The", "The kernel 20"]
+    assert json.loads(first_table.read_text())["data"] == [first_row]
+    assert json.loads(second_table.read_text())["data"] == [first_row, second_row]
+
+    history = read_history(newest_wandb_file(tmp_path))
     assert [row["step"] for row in history if "samples/_type" in row] == [10, 20]
     assert [row["step"] for row in history if "step" in row] == [10, 20, 30]
 
 
-def test_every_start_of_an_offline_run_holds_the_whole_history(
+def without_private_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop what W&B itself adds to a row."""
+    return {name: value for name, value in row.items() if not name.startswith("_")}
+
+
+def merged_by_step(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the log entries of each step, as W&B does."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for entry in entries:
+        by_step.setdefault(entry["step"], {}).update(entry)
+    return [*by_step.values()]
+
+
+def test_the_file_of_each_offline_start_has_the_complete_history(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
-    """Syncing the last one suffices."""
-    for steps in ((1, 2, 3), (4, 5)):
-        metrics, _ = started(accelerator, tmp_path, seed=3)
+    """Therefore it is enough to sync the last one."""
+    for steps in ([1, 2, 3], [4, 5]):
+        metrics = start(accelerator, tmp_path, seed=3)
         for step in steps:
             metrics.write({"step": step, "train/loss": step / 4})
-        metrics.write({"step": step, "eval/loss": 2.5})
+        metrics.write({"step": steps[-1], "eval/loss": 2.5})
         metrics.close(exit_code=0)
-        assert "wandb-core" not in [child.name() for child in psutil.Process().children()], (
-            "it still writes"
-        )
-        (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*-abcd1234.wandb")
-        told = [{k: v for k, v in row.items() if k[0] != "_"} for row in read_history(file)]
-        merged: dict[int, dict[str, Any]] = {}
-        for line in read_lines(tmp_path / "metrics.jsonl"):
-            merged.setdefault(line["step"], {}).update(line)
-        assert told == list(merged.values())
+
+        children = [child.name() for child in psutil.Process().children()]
+        assert "wandb-core" not in children, "it is still writing"
+        history = read_history(newest_wandb_file(tmp_path))
+        rows = [without_private_columns(row) for row in history]
+        assert rows == merged_by_step(read_lines(tmp_path / "metrics.jsonl"))
 
 
-ONE_START = """
-import os, sys
+def test_only_rank_0_reports(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "is_main", False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    metrics = start(accelerator, tmp_path)
+    metrics.write({"step": 1, "train/loss": 1.0})
+    metrics.close(exit_code=0)
+
+    assert [*tmp_path.iterdir()] == []
+
+
+# A run that is online
+
+START_SCRIPT = """
+import os
+import sys
 from pathlib import Path
+
 os.umask(0o077)
-from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases
-from llmtrain.record.tracking import Metrics
-from llmtrain.record.trackers.tracker import TrackedRun
+
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ranks import Ranks
-metrics = Metrics(Ranks(start_accelerator()), Path(sys.argv[1]))
+from llmtrain.record.trackers.tracker import TrackedRun
+from llmtrain.record.tracking import Metrics
+
 folder = Path(sys.argv[1])
-run = TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
-metrics.start(["wandb", "tensorboard"], run)
+metrics = Metrics(Ranks(start_accelerator()), folder)
+metrics.start(
+    ["wandb", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
+)
 for step in sys.argv[2:]:
     metrics.write({"step": int(step), "train/loss": int(step) / 4})
 metrics.close(exit_code=0)
@@ -192,63 +239,61 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield server
 
 
-def steps_of(server: Server) -> list[int]:
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run folder with an empty log, which no other user can read."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch(mode=0o600)
+    return folder
+
+
+def start_process(folder: Path, steps: list[int]) -> None:
+    """Start the run in another process, which logs these steps and ends."""
+    arguments = [str(step) for step in steps]
+    run([*PYTHON, "-c", START_SCRIPT, str(folder), *arguments]).assert_ok()
+
+
+def add_to_log(folder: Path, steps: list[int]) -> None:
+    """Log steps without reporting them."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            file.write(f'{{"step": {step}, "train/loss": {step / 4}}}\n')
+
+
+def steps_on(server: Server) -> list[int]:
     return [row["step"] for row in server.history]
 
 
-def start_once(folder: Path, *steps: int) -> None:
-    folder.mkdir(exist_ok=True)
-    run([*PYTHON, "-c", ONE_START, str(folder), *map(str, steps)]).assert_ok()
+def test_wandb_gets_each_step_once_whichever_start_has_logged_it(
+    server: Server, run_folder: Path, tmp_path: Path
+) -> None:
+    add_to_log(run_folder, [1, 2])  # copied from the run that this one extends
+    start_process(run_folder, [3])
+    assert steps_on(server) == [1, 2, 3]
 
+    add_to_log(run_folder, [4, 5])  # in a start that did not reach W&B
+    start_process(run_folder, [6, 7])
+    assert steps_on(server) == [1, 2, 3, 4, 5, 6, 7]
+    assert [row["train/loss"] for row in server.history] == [step / 4 for step in range(1, 8)]
 
-def test_wandb_goes_on_with_a_run_and_is_sent_what_it_lacks(server: Server, tmp_path: Path) -> None:
-    start_once(tmp_path / "run", 0, 1, 2)
-    assert steps_of(server) == [0, 1, 2]
-    with (tmp_path / "run/metrics.jsonl").open(
-        "a"
-    ) as file:  # a start that W&B was not reached from
-        file.write('{"step": 3, "train/loss": 0.75}\n{"step": 4, "train/loss": 1.0}\n')
-    start_once(tmp_path / "run", 5, 6)
-    assert steps_of(server) == [0, 1, 2, 3, 4, 5, 6]
-    assert [row["train/loss"] for row in server.history] == [step / 4 for step in range(7)]
-
-    found = [
-        path for path in tmp_path.rglob("*") if path != tmp_path / "run" and not path.is_symlink()
-    ]
-    assert {".wandb", ".jsonl", ".log", ".yaml"} <= {path.suffix for path in found}
-    readable = [path for path in found if stat.S_IMODE(path.stat().st_mode) & 0o077]
-    assert readable == [], "others may read, under umask 077"
+    entries = [*tmp_path.rglob("*")]
+    written = [path for path in entries if path != run_folder and not path.is_symlink()]
+    assert {".wandb", ".jsonl", ".log", ".yaml"} <= {path.suffix for path in written}
+    readable_by_others = [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    assert readable_by_others == [], "the umask is 077"
 
 
 @long_form
-def test_an_offline_start_that_is_synced_replaces_what_wandb_has(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_offline_start_that_is_synced_later_leaves_no_gap_in_wandb(
+    server: Server, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_once(tmp_path / "run", 0, 1, 2)
+    start_process(run_folder, [0, 1, 2])
     monkeypatch.setenv("WANDB_MODE", "offline")
-    start_once(tmp_path / "run", 3, 4)
+    start_process(run_folder, [3, 4])
     monkeypatch.delenv("WANDB_MODE")
-    (offline,) = (tmp_path / "run/wandb").glob("offline-run-*")
-    run([str(BIN / "wandb"), "sync", str(offline)]).assert_ok()
-    assert steps_of(server) == [0, 1, 2, 3, 4]
 
+    (offline_start,) = (run_folder / "wandb").glob("offline-run-*")
+    run([str(BIN / "wandb"), "sync", str(offline_start)]).assert_ok()
 
-def test_only_the_first_rank_reports(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Ranks, "is_main", False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    metrics = Metrics(Ranks(accelerator), tmp_path)
-    metrics.start(["wandb"], TrackedRun(tmp_path, "gpt", "abcd1234"))
-    metrics.write({"step": 1, "train/loss": 1.0})
-    metrics.close(exit_code=0)
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_run_that_extends_another_sends_the_steps_of_that_run(
-    server: Server, tmp_path: Path
-) -> None:
-    tmp_path.joinpath("run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')  # of the other run
-    start_once(tmp_path / "run", 3)
-    assert steps_of(server) == [1, 2, 3]
+    assert steps_on(server) == [0, 1, 2, 3, 4]

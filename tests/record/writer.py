@@ -1,7 +1,10 @@
-"""Save checkpoint after checkpoint until killed, by test_crashes.py: `writer.py FOLDER FIRST_STEP [plain]`.
+"""Saves one checkpoint after the other until it is killed. Started by test_crashes.py.
 
-Each step is said on stdout once it is saved, which is the promise that a kill may not break. With `plain`,
-accelerate's own `save_state` writes them.
+    writer.py FOLDER saver|save_state
+
+``saver`` writes the checkpoints of llmtrain, ``save_state`` those of ``accelerator.save_state``.
+For each step number read on stdin, the program forks a writer that begins with this step. It prints
+``pid PID``, then each step as soon as it is saved, then ``ended``. A kill must lose no printed step.
 """
 
 import os
@@ -15,21 +18,18 @@ from llmtrain.record.state_tree import FlatState
 from tests.record.test_checkpoint import Files
 
 
-def ours(folder: Path, step: int) -> None:
+def write_with_saver(folder: Path, step: int) -> None:
     saver = Saver(folder, Files(), keep=2)
     while True:
         weights = {"w": torch.full((30_000,), float(step))}
-        saver.save(
-            step,
-            weights,
-            {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
-            {"step": step},
-        )
+        moments = {"w.exp_avg": weights["w"] * 2}
+        states = {"optimizer": FlatState({}, moments)}
+        saver.save(step=step, weights=weights, states=states, state={"step": step})
         acknowledge(step)
         step += 1
 
 
-def plain(folder: Path, step: int) -> None:
+def write_with_save_state(folder: Path, step: int) -> None:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
@@ -50,20 +50,20 @@ def acknowledge(step: int) -> None:
     os.write(1, f"{step}\n".encode())
 
 
-def child_of(folder: Path, step: int, how: str) -> None:
-    {"ours": ours, "plain": plain}[how](folder, step)
+WRITERS = {"saver": write_with_saver, "save_state": write_with_save_state}
 
 
 def main() -> None:
-    """Fork a writer for each line `STEP` read on stdin, say its process id, go on at its end."""
-    folder, how = Path(sys.argv[1]), sys.argv[2]
-    if how == "plain":
-        import accelerate  # noqa: F401 - once, before forking
+    folder = Path(sys.argv[1])
+    write = WRITERS[sys.argv[2]]
+    if write is write_with_save_state:
+        import accelerate  # noqa: F401 - imported once, before forking
     torch.set_num_threads(1)
+
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
-            child_of(folder, int(line), how)
+            write(folder, int(line))
         print(f"pid {process}", flush=True)
         os.waitpid(process, 0)
         print("ended", flush=True)

@@ -1,4 +1,4 @@
-"""Weight decay is for matrices; Muon takes the hidden ones, and AdamW the rest."""
+"""Weight decay is for matrices. Muon trains the hidden matrices, and AdamW the other parameters."""
 
 import re
 from types import SimpleNamespace
@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import llmtrain.training.muon as muon_module
 import llmtrain.training.optim as optim_module
@@ -24,11 +20,34 @@ from llmtrain.training.muon import Muon, orthogonal
 from llmtrain.training.optim import MuonWithAdamW, is_made_by_flag, make_optimizer
 from llmtrain.training.settings import OptimConfig
 
-ALONE: Any = SimpleNamespace(mixed_precision="no", ddp_handler=None, state=None, num_processes=1)
+
+def one_process(mixed_precision: str = "no") -> Any:
+    """Stand for the accelerator of a single process."""
+    return SimpleNamespace(
+        mixed_precision=mixed_precision, ddp_handler=None, state=None, num_processes=1
+    )
 
 
-class Parts(nn.Module):
-    def __init__(self):
+def names_by_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    """Return the names of the parameters of each group."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({name_of[parameter] for parameter in group["params"]})
+    return groups
+
+
+def all_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+# AdamW
+
+
+class ManyShapes(nn.Module):
+    """A model with parameters of every number of dimensions."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 3)
         self.linear = nn.Linear(3, 4)
@@ -38,254 +57,309 @@ class Parts(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
 
-def test_only_parameters_of_rank_two_and_more_decay():
-    model = Parts()
-    optimizer = make_optimizer(ALONE, model, OptimConfig(weight_decay=0.3))
-    decay = {
-        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
-    found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
-    assert found == {
-        "table.weight": 0.3,
-        "linear.weight": 0.3,
-        "cube": 0.3,
-        "linear.bias": 0.0,
-        "norm.weight": 0.0,
-        "norm.bias": 0.0,
-        "scale": 0.0,
-        "frozen": None,
+def test_only_parameters_of_two_or_more_dimensions_decay() -> None:
+    model = ManyShapes()
+
+    optimizer = make_optimizer(one_process(), model, OptimConfig(weight_decay=0.3))
+
+    decay_of_groups = [group["weight_decay"] for group in optimizer.param_groups]
+    assert dict(zip(decay_of_groups, names_by_group(model, optimizer), strict=True)) == {
+        0.3: {"table.weight", "linear.weight", "cube"},
+        0.0: {"linear.bias", "norm.weight", "norm.bias", "scale"},
     }
 
 
-def test_an_update_without_gradient_shrinks_matrices_and_nothing_else():
-    model = Parts()
-    optimizer = make_optimizer(ALONE, model, OptimConfig(learning_rate=0.1, weight_decay=0.5))
+def test_a_step_without_gradient_shrinks_only_matrices() -> None:
+    model = ManyShapes()
+    config = OptimConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(one_process(), model, config)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+
     for name, parameter in model.named_parameters():
-        decays = parameter.dim() >= 2 and parameter.requires_grad
-        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if decays else 1.0))
+        shrinks = name in ("table.weight", "linear.weight", "cube")
+        factor = 1 - 0.1 * 0.5 if shrinks else 1.0
+        torch.testing.assert_close(parameter.detach(), factor * before[name])
 
 
-def test_the_optimizer_has_the_configured_moments():
+def test_adamw_has_the_betas_and_the_epsilon_of_the_flags() -> None:
     config = OptimConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-6)
-    optimizer = make_optimizer(ALONE, Parts(), config)
-    assert all(group["betas"] == (0.8, 0.7) for group in optimizer.param_groups)
-    assert all(group["eps"] == 1e-6 for group in optimizer.param_groups)
+
+    optimizer = make_optimizer(one_process(), ManyShapes(), config)
+
+    for group in optimizer.param_groups:
+        assert group["betas"] == (0.8, 0.7)
+        assert group["eps"] == 1e-6
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
-def test_muon_takes_the_hidden_matrices_and_leaves_the_rest_to_adamw(architecture: str) -> None:
-    model = build_gpt(
-        GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=architecture), 30
-    )
-    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon", learning_rate=0.01))
-    muon, *adamw = (
-        {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
-        for group in optimizer.param_groups
-    )
-    assert muon == {
-        name for name, p in model.named_parameters() if re.search(r"\.\d\.", name) and p.dim() == 2
-    }
-    assert set().union(*adamw) == {name for name, _ in model.named_parameters()} - muon
-    ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
+# Which parameters Muon trains
+
+
+@pytest.fixture(params=["gpt2", "lfm2"])
+def gpt(request: pytest.FixtureRequest) -> nn.Module:
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, architecture=request.param)
+    return build_gpt(config, 30)
+
+
+def test_muon_trains_the_matrices_of_blocks_and_adamw_the_other_parameters(gpt: nn.Module) -> None:
+    optimizer = make_optimizer(one_process(), gpt, OptimConfig(optim="muon"))
+
+    muon, *adamw = names_by_group(gpt, optimizer)
+
+    in_blocks = {name for name in all_names(gpt) if re.search(r"\.\d\.", name)}
+    assert muon == {name for name in in_blocks if gpt.get_parameter(name).dim() == 2}
+    assert set.union(*adamw) == all_names(gpt) - muon
+
+
+def test_muon_with_adamw_lowers_the_loss(gpt: nn.Module) -> None:
+    optimizer = make_optimizer(one_process(), gpt, OptimConfig(optim="muon", learning_rate=0.01))
     rates = LearningRates(optimizer, OptimConfig(max_steps=30, warmup_steps=1))
+    ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
+
     losses = []
     for step in range(30):
         rates.set(step)
-        loss = model(ids, ids) / 32
+        loss = gpt(ids, ids) / 32
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
     assert losses[-1] < 0.5 * losses[0]
-    assert muon == {
-        name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]
-    }
+    muon, *_ = names_by_group(gpt, optimizer)
+    for name, parameter in gpt.named_parameters():
+        assert ("momentum_buffer" in optimizer.state[parameter]) == (name in muon)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
-def test_muon_leaves_the_embedding_and_the_head_of_any_family_to_adamw(family: str) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    muon, _ = make_optimizer(ALONE, model, OptimConfig(optim="muon")).parts
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    taken = {names[parameter] for parameter in muon.param_groups[0]["params"]}
-    outer = {
-        names[module.weight] for module in model.modules() if isinstance(module, torch.nn.Embedding)
-    }
-    outer.add(names[model.get_output_embeddings().weight])
-    hidden = {name for name, parameter in model.named_parameters() if parameter.dim() == 2} - outer
-    assert taken == hidden
-    assert len(taken) >= 4
+FAMILIES = ["llama", "gpt_neox", "gpt2"]
+SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
-def test_muon_leaves_the_score_head_of_a_reward_model_to_adamw(family: str) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
-    config = AutoConfig.for_model(family, **sizes, num_labels=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_does_not_train_the_embeddings_and_the_head_of_any_family(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
+
+    optimizer = make_optimizer(one_process(), model, OptimConfig(optim="muon"))
+
+    muon, *_ = names_by_group(model, optimizer)
+    outer = {model.get_output_embeddings().weight}
+    outer |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    hidden = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and parameter not in outer:
+            hidden.add(name)
+    assert muon == hidden
+    assert len(hidden) >= 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_does_not_train_the_score_head_of_a_reward_model(family: str) -> None:
+    config = AutoConfig.for_model(family, **SIZES, num_labels=1)
     model = AutoModelForSequenceClassification.from_config(config)
 
-    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="muon"))
+    optimizer = make_optimizer(one_process(), model, OptimConfig(optim="muon"))
 
-    muon, *adamw = (
-        {name for name, p in model.named_parameters() if any(p is q for q in group["params"])}
-        for group in optimizer.param_groups
-    )
-    assert "score.weight" in set().union(*adamw)
-    assert "score.weight" not in muon
+    muon, *adamw = names_by_group(model, optimizer)
+    assert "score.weight" in set.union(*adamw)
     assert len(muon) >= 4
-    assert muon | set().union(*adamw) == {name for name, _ in model.named_parameters()}
-
-
-def _matrices(*shapes: tuple[int, int]) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    matrices = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    for matrix in matrices:
-        matrix.grad = torch.randn(matrix.shape, generator=generator)
-    return matrices
-
-
-def test_muon_may_have_several_groups_beside_adamw() -> None:
-    fast, slow = _matrices((4, 4), (4, 4))
-    [head] = _matrices((4, 4))
-    muon = Muon([{"params": [fast]}, {"params": [slow], "lr": 0.01}], lr=0.1, weight_decay=0.0)
-    optimizer = MuonWithAdamW(muon, torch.optim.AdamW([head], lr=0.3))
-    optimizer.load_state_dict(optimizer.state_dict())  # which makes new groups
-    before = [matrix.detach().clone() for matrix in (fast, slow)]
-    optimizer.step()
-
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.3]
-    assert [[*optimizer.state[matrix]] for matrix in (fast, slow)] == [["momentum_buffer"]] * 2
-    assert {"exp_avg", "exp_avg_sq"} <= {*optimizer.state[head]}
-    fast_step, slow_step = (
-        (matrix - old).norm() for matrix, old in zip((fast, slow), before, strict=True)
-    )
-    assert fast_step > 5 * slow_step
-
-
-SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]
-
-
-def test_muon_is_torchs_but_for_the_rounding_to_bfloat16() -> None:
-    ours, theirs = _matrices(*SHAPES), _matrices(*SHAPES)
-    mine = Muon(ours, lr=0.1, weight_decay=0.2, momentum=0.95)
-    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        for matrix, other in zip(ours, theirs, strict=True):
-            matrix.grad = other.grad = torch.randn(matrix.shape, generator=generator)
-        before = [matrix.detach().clone() for matrix in theirs]
-        mine.step()
-        reference.step()
-        for matrix, other, old in zip(ours, theirs, before, strict=True):
-            assert (matrix - other).norm() < 0.05 * (
-                other - old
-            ).norm()  # bfloat16 has three digits
-            with torch.no_grad():
-                matrix.copy_(other)
-
-
-def test_muons_updates_are_orthogonal_whatever_goes_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    together, alone = _matrices(*SHAPES), _matrices(*SHAPES)
-    before = [matrix.detach().clone() for matrix in together]
-    Muon(together, lr=0.1, weight_decay=0.0).step()
-    monkeypatch.setitem(muon_module._BATCH_NUMBERS, "cpu", 1)
-    Muon(alone, lr=0.1, weight_decay=0.0).step()
-    for matrix, other, old in zip(together, alone, before, strict=True):
-        torch.testing.assert_close(matrix, other)
-        values = torch.linalg.svdvals((matrix - old).detach()) / (
-            0.1 * 0.2 * max(matrix.shape) ** 0.5
-        )
-        assert 0.6 < values.min() <= values.max() < 1.3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_muon_computes_in_the_precision_of_the_gradients(dtype: torch.dtype) -> None:
-    [matrix] = _matrices((8, 24))
-    exact = orthogonal(matrix.grad[None].double())[0]  # whose size does not matter
-    found = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad)
-    assert (found - exact).norm() / exact.norm() < {torch.float64: 1e-12, torch.float32: 1e-5}[
-        dtype
-    ]
-    rounded = _direction(nn.Parameter(matrix.detach().to(dtype)), matrix.grad, torch.bfloat16)
-    assert 1e-3 < (rounded - exact).norm() / exact.norm() < 0.03
-
-
-def _direction(
-    matrix: nn.Parameter, gradient: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    matrix.grad = gradient.to(matrix.dtype)
-    before = matrix.detach().clone()
-    Muon([matrix], lr=1.0, weight_decay=0.0, dtype=dtype).step()
-    return (before - matrix.detach()).double() / (0.2 * max(matrix.shape) ** 0.5)
+    assert muon | set.union(*adamw) == all_names(model)
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)]
 )
-def test_muon_has_the_runs_precision_and_momentum(
+def test_muon_has_the_precision_of_the_run_and_the_momentum_of_the_flag(
     precision: str, dtype: torch.dtype | None
 ) -> None:
     config = OptimConfig(optim="muon", adam_beta1=0.7)
-    accelerator = SimpleNamespace(
-        mixed_precision=precision, ddp_handler=None, state=None, num_processes=1
+    model = GPT(GPTConfig(n_embd=16), 30)
+
+    muon, _ = make_optimizer(one_process(precision), model, config).parts
+
+    (group,) = muon.param_groups
+    assert group["dtype"] == dtype
+    assert group["momentum"] == 0.7
+
+
+# The steps of Muon
+
+
+def random_matrices(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
+    """Return the same matrices with gradients at each call."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.randn(matrix.shape, generator=generator)
+    return matrices
+
+
+def copies_of(matrices: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [matrix.detach().clone() for matrix in matrices]
+
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]
+
+
+def test_muon_makes_the_steps_of_torch_except_for_the_rounding_to_bfloat16() -> None:
+    matrices = random_matrices(SHAPES)
+    expected_matrices = random_matrices(SHAPES)
+    muon = Muon(matrices, lr=0.1, weight_decay=0.2, momentum=0.95)
+    reference = torch.optim.Muon(
+        expected_matrices, lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
     )
-    muon, _ = make_optimizer(accelerator, GPT(GPTConfig(n_embd=16), 30), config).parts
-    assert [(group["dtype"], group["momentum"]) for group in muon.param_groups] == [(dtype, 0.7)]
+    generator = torch.Generator().manual_seed(1)
+    bfloat16_error = 0.05
+
+    for _ in range(3):
+        for matrix, expected in zip(matrices, expected_matrices, strict=True):
+            matrix.grad = torch.randn(matrix.shape, generator=generator)
+            expected.grad = matrix.grad
+        before = copies_of(expected_matrices)
+
+        muon.step()
+        reference.step()
+
+        for matrix, expected, old in zip(matrices, expected_matrices, before, strict=True):
+            assert (matrix - expected).norm() < bfloat16_error * (expected - old).norm()
+            matrix.data.copy_(expected)  # so that errors do not add up
 
 
-def trained(dtype: torch.dtype) -> nn.Module:
-    return nn.Linear(4, 4).to(dtype)
+def test_the_steps_of_muon_are_orthogonal() -> None:
+    matrices = random_matrices(SHAPES)
+    before = copies_of(matrices)
+
+    Muon(matrices, lr=0.1, weight_decay=0.0).step()
+
+    for matrix, old in zip(matrices, before, strict=True):
+        scale = 0.1 * 0.2 * max(matrix.shape) ** 0.5
+        singular_values = torch.linalg.svdvals((matrix - old).detach()) / scale
+        assert singular_values.min() > 0.6
+        assert singular_values.max() < 1.3
+
+
+def test_muon_makes_the_same_steps_for_one_matrix_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_batches = random_matrices(SHAPES)
+    Muon(in_batches, lr=0.1, weight_decay=0.0).step()
+
+    monkeypatch.setitem(muon_module._BATCH_NUMBERS, "cpu", 1)
+    one_by_one = random_matrices(SHAPES)
+    Muon(one_by_one, lr=0.1, weight_decay=0.0).step()
+
+    torch.testing.assert_close(in_batches, one_by_one)
+
+
+def direction_of_step(
+    matrix: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the orthogonal matrix that a step of Muon subtracts, in float64."""
+    parameter = nn.Parameter(matrix.clone())
+    parameter.grad = gradient.to(matrix.dtype)
+    Muon([parameter], lr=1.0, weight_decay=0.0, dtype=dtype).step()
+    return (matrix - parameter.detach()).double() / (0.2 * max(matrix.shape) ** 0.5)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "is_sharded", "why"),
+    ("dtype", "largest_error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str
+)
+def test_muon_computes_in_the_precision_of_the_gradients_or_in_bfloat16(
+    dtype: torch.dtype, largest_error: float
+) -> None:
+    (parameter,) = random_matrices([(8, 24)])
+    matrix = parameter.detach().to(dtype)
+    exact = orthogonal(parameter.grad[None].double())[0]
+
+    def relative_error(direction: torch.Tensor) -> float:
+        return ((direction - exact).norm() / exact.norm()).item()
+
+    assert relative_error(direction_of_step(matrix, parameter.grad)) < largest_error
+    in_bfloat16 = direction_of_step(matrix, parameter.grad, dtype=torch.bfloat16)
+    assert 1e-3 < relative_error(in_bfloat16) < 0.03
+
+
+def test_muon_may_have_several_groups_next_to_adamw() -> None:
+    fast, slow, head = random_matrices([(4, 4), (4, 4), (4, 4)])
+    muon = Muon([{"params": [fast]}, {"params": [slow], "lr": 0.01}], lr=0.1, weight_decay=0.0)
+    optimizer = MuonWithAdamW(muon, torch.optim.AdamW([head], lr=0.3))
+    optimizer.load_state_dict(optimizer.state_dict())  # which replaces the groups
+    fast_before, slow_before = copies_of([fast, slow])
+
+    optimizer.step()
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.3]
+    assert [*optimizer.state[fast]] == ["momentum_buffer"]
+    assert [*optimizer.state[slow]] == ["momentum_buffer"]
+    assert {"exp_avg", "exp_avg_sq"} <= {*optimizer.state[head]}
+    assert (fast - fast_before).norm() > 5 * (slow - slow_before).norm()
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype", "is_sharded", "message"),
     [
-        ("adafactor", torch.bfloat16, False, "adafactor loses small updates of bfloat16 weights"),
-        (
+        pytest.param(
+            "adafactor",
+            torch.bfloat16,
+            False,
+            "adafactor loses small updates of bfloat16 weights",
+            id="adafactor, bfloat16",
+        ),
+        pytest.param(
             "adafactor",
             torch.float32,
             True,
             "adafactor cannot train sharded weights; use .*multi_gpu",
+            id="adafactor, sharded",
         ),
-        ("paged_adamw_8bit", torch.float32, False, "needs bitsandbytes: pip install"),
+        pytest.param(
+            "paged_adamw_8bit",
+            torch.float32,
+            False,
+            "needs bitsandbytes: pip install",
+            id="bitsandbytes is not installed",
+        ),
     ],
 )
-def test_an_optimizer_that_cannot_train_these_weights_is_one_line(
-    name: str,
+def test_an_optimizer_that_cannot_train_the_weights_is_refused(
+    optim: str,
     dtype: torch.dtype,
     is_sharded: bool,
-    why: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(optim_module, "Ranks", lambda _: SimpleNamespace(is_sharded=is_sharded))
     monkeypatch.setattr(optim_module.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=why):
-        make_optimizer(ALONE, trained(dtype), OptimConfig(optim=name))
+
+    with pytest.raises(UserError, match=message):
+        make_optimizer(one_process(), nn.Linear(4, 4).to(dtype), OptimConfig(optim=optim))
 
 
 def test_paged_adamw_of_bitsandbytes_makes_a_step() -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model = nn.Linear(64, 64)
-    optimizer = make_optimizer(ALONE, model, OptimConfig(optim="paged_adamw_8bit"))
+    optimizer = make_optimizer(one_process(), model, OptimConfig(optim="paged_adamw_8bit"))
     before = model.weight.detach().clone()
+
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
+
     assert is_made_by_flag(optimizer, "paged_adamw_8bit", model)
     assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_torch_8bit", "muon", "adafactor"])
-def test_a_flag_knows_the_optimizer_that_it_makes(name: str) -> None:
+OPTIMIZERS = ["adamw", "adamw_torch_8bit", "muon", "adafactor"]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_an_optimizer_is_recognised_as_that_of_its_flag_only(optim: str) -> None:
     model = build_gpt(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8), 64)
-    optimizers = {
-        other: make_optimizer(ALONE, model, OptimConfig(optim=other))
-        for other in ("adamw", "adamw_torch_8bit", "muon", "adafactor")
-    }
-    matching = [o for o in optimizers if is_made_by_flag(optimizers[o], name, model)]
-    assert matching == [name]
+
+    optimizer = make_optimizer(one_process(), model, OptimConfig(optim=optim))
+
+    assert [name for name in OPTIMIZERS if is_made_by_flag(optimizer, name, model)] == [optim]

@@ -1,4 +1,4 @@
-"""How a plan chooses the micro-batch of a layout, and what it says about each layout."""
+"""A plan chooses the micro-batch of a layout, and has notes about each layout."""
 
 from types import SimpleNamespace
 
@@ -17,11 +17,12 @@ from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.settings import OptimConfig
 
 CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)
-FSDP2 = Sharding(replicas=1, shards=64)
+PROCESSES = 64
+FSDP2 = Sharding(replicas=1, shards=PROCESSES)
 
 
 def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
-    """A plan for 64 GPUs of 80 GiB, without a layout yet."""
+    """Make a plan for 64 GPUs of 80 GiB, without a layout yet."""
     with torch.device("meta"):
         model = GPT(CONFIG, 1000)
     settings = SimpleNamespace(
@@ -33,13 +34,14 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
             per_device_train_batch_size=per_device_train_batch_size,
         ),
     )
+
     recipe = RecipeModel(model, settings, precision="bf16", positions=32)
     device = get_device("h100-80gb")
     link = Link(device.link, 0.0)
     return Plan(
         memory=Memory(recipe, on_gpu=True),
         device=device,
-        cluster=Cluster(8, link, link, True),
+        cluster=Cluster(per_machine=8, inside=link, between=link, nccl=True),
         compute=None,
         layouts=[],
         left_out=[],
@@ -48,40 +50,42 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
 
 @pytest.fixture(scope="module")
 def layout() -> PlannedLayout:
-    """Each of 64 processes has 4 rows of the global batch; the recipe asks for micro-batches of 2."""
-    plan = plan_of(global_batch_size=4 * 64, per_device_train_batch_size=2)
+    """Each process has 4 rows of the global batch. The recipe has micro-batches of 2 rows."""
+    plan = plan_of(global_batch_size=4 * PROCESSES, per_device_train_batch_size=2)
     return _plan_layout("FSDP2", FSDP2, plan)
 
 
-def test_a_micro_batch_that_fits_is_found_though_smaller_ones_do_not_fit(
-    layout: PlannedLayout,
-) -> None:
-    """With several micro-batches in a step the whole gradient is kept between them, which takes 70 GiB."""
+def test_a_micro_batch_may_fit_although_smaller_ones_do_not(layout: PlannedLayout) -> None:
+    """A step of several micro-batches keeps full gradients between them, which take 70 GiB."""
     assert layout.fitting == [4]
-    assert (layout.largest, layout.too_large) == (4, [1, 2])
+    assert layout.largest == 4
+    assert layout.too_large == [1, 2]
 
 
-def test_smaller_micro_batches_that_do_not_fit_are_named(layout: PlannedLayout) -> None:
+def test_the_micro_batch_of_the_plan_fits(layout: PlannedLayout) -> None:
+    assert layout.rows == 4
+    assert layout.accumulation == 1
+    assert layout.bytes.total < 20 * 2**30
+
+
+def test_a_note_names_smaller_micro_batches_that_do_not_fit(layout: PlannedLayout) -> None:
     assert notes(layout) == [
-        "FSDP2: micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not: a step with several micro-batches "
-        "keeps gradients between them"
+        "FSDP2: micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not: a step with "
+        "several micro-batches keeps gradients between them"
     ]
     assert notes(layout._replace(fitting=[1, 2, 4], too_large=[])) == []
 
 
-def test_a_flag_with_which_it_would_fit_is_named() -> None:
+def test_a_note_names_a_flag_with_which_the_layout_would_fit() -> None:
     """Between micro-batches of 1 row, gradients take 70 GiB. 17 rows at once need 8,475 MiB."""
-    plan = plan_of(global_batch_size=17 * 64, per_device_train_batch_size=1)
+    plan = plan_of(global_batch_size=17 * PROCESSES, per_device_train_batch_size=1)
     device = plan.device._replace(memory=8465 * 2**20 / 0.94)
+
     layout = _plan_layout("FSDP2", FSDP2, plan._replace(device=device))
+
     assert layout.fitting == []
     assert notes(layout) == [
         "FSDP2: with --sync_each_batch micro-batches of 1 row fit, because gradients are reduced "
         "after each of them"
     ]
     assert notes(layout._replace(fits_if_synced=False)) == []
-
-
-def test_a_way_is_planned_with_a_micro_batch_that_fits(layout: PlannedLayout) -> None:
-    assert (layout.rows, layout.accumulation) == (4, 1)
-    assert layout.bytes.total < 20 * 2**30

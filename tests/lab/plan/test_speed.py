@@ -1,4 +1,4 @@
-"""Seconds of collectives, and what of them hides behind work, against sums that one can make by hand."""
+"""The seconds of collectives, and how many of them are hidden behind work, as computed by hand."""
 
 import math
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from llmtrain.lab.plan.speed import (
     Cluster,
     Compute,
     Link,
+    Step,
     _exposed_prefetches,
     _exposed_sends,
     bytes_sent,
@@ -21,115 +22,233 @@ from llmtrain.parallel.sharding import Sharding
 from llmtrain.training.parameter_bytes import LocalParameter, Unit
 from llmtrain.training.predicted_memory import Memory
 
-FAST, SLOW = Link(100.0, 0.25), Link(10.0, 2.0)
+BANDWIDTH_INSIDE = 100.0  # bytes per second
+LATENCY_INSIDE = 0.25  # seconds
+BANDWIDTH_BETWEEN = 10.0
+LATENCY_BETWEEN = 2.0
+INSIDE = Link(BANDWIDTH_INSIDE, LATENCY_INSIDE)
+BETWEEN = Link(BANDWIDTH_BETWEEN, LATENCY_BETWEEN)
 
 
-def test_a_ring_sends_twice_all_but_one_part_and_waits_once_around() -> None:
-    inside = Cluster(8, FAST, SLOW, nccl=False)
-    assert inside.all_reduce(1000, 4) == pytest.approx(2 * 3 / 4 * 1000 / 100 + 2 * 3 * 0.25)
-    assert inside.all_gather(1000, 4) == pytest.approx(3 / 4 * 1000 / 100 + 3 * 0.25)
-    assert inside.all_reduce(1000, 1) == inside.all_gather(1000, 1) == 0
+# Collectives of 1000 bytes
+
+
+def test_a_ring_in_a_machine_sends_all_parts_but_one_once_or_twice() -> None:
+    cluster = Cluster(per_machine=8, inside=INSIDE, between=BETWEEN, nccl=False)
+
+    once_around = 3 / 4 * 1000 / BANDWIDTH_INSIDE + 3 * LATENCY_INSIDE
+    assert cluster.all_gather(1000, 4) == pytest.approx(once_around)
+    assert cluster.all_reduce(1000, 4) == pytest.approx(2 * once_around)
+
+
+def test_one_process_sends_nothing() -> None:
+    cluster = Cluster(per_machine=8, inside=INSIDE, between=BETWEEN, nccl=False)
+
+    assert cluster.all_gather(1000, 1) == 0
+    assert cluster.all_reduce(1000, 1) == 0
 
 
 def test_a_ring_over_machines_is_as_fast_as_its_slowest_link() -> None:
-    across = Cluster(2, FAST, SLOW, nccl=False)
-    once_around = 1 * 2.0 + 2 * 0.25  # two machines of two: one hop between, two inside
-    rate = 10 * 1448 / 1514  # less the headers of TCP
-    assert across.all_reduce(1000, 4) == pytest.approx(1.5 * 1000 / rate + 2 * once_around)
-    assert across.all_reduce(1000, 2, stride=2) == pytest.approx(1000 / rate + 2 * 2.0)
+    cluster = Cluster(per_machine=2, inside=INSIDE, between=BETWEEN, nccl=False)
+    bandwidth = BANDWIDTH_BETWEEN * 1448 / 1514  # without the headers of TCP
+
+    # Two machines of two processes: one hop between machines, and two inside them.
+    latency = LATENCY_BETWEEN + 2 * LATENCY_INSIDE
+    expected = 2 * 3 / 4 * 1000 / bandwidth + 2 * latency
+    assert cluster.all_reduce(1000, 4) == pytest.approx(expected)
+
+    # One process of each machine.
+    expected = 2 * 1 / 2 * 1000 / bandwidth + 2 * LATENCY_BETWEEN
+    assert cluster.all_reduce(1000, 2, stride=2) == pytest.approx(expected)
 
 
-def test_nccl_has_a_ring_for_each_card_and_a_tree_over_many_machines() -> None:
-    few, many = Cluster(4, FAST, SLOW, nccl=True), 4096
-    assert few.all_gather(1000, 8) == pytest.approx(7 / 8 * 1000 / 40 + 1 * 2.0 + 6 * 0.25)
-    tree = 2 * 1000 / 40 + 2 * (math.log2(many / 4) * 2.0 + 4 * 0.25)
-    assert few.all_reduce(1000, many) == pytest.approx(tree)
-    assert tree < Cluster(4, FAST, SLOW, nccl=False).all_reduce(1000, many)
+def test_nccl_has_a_ring_for_each_card_of_a_machine() -> None:
+    cluster = Cluster(per_machine=4, inside=INSIDE, between=BETWEEN, nccl=True)
+
+    bandwidth = 4 * BANDWIDTH_BETWEEN
+    latency = 1 * LATENCY_BETWEEN + 6 * LATENCY_INSIDE
+    assert cluster.all_gather(1000, 8) == pytest.approx(7 / 8 * 1000 / bandwidth + latency)
 
 
-def test_what_is_sent_hides_behind_the_work_that_is_left() -> None:
-    assert _exposed_sends([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last has nothing to hide behind
-    assert _exposed_sends([1, 1, 1], [2, 2, 2]) == 4.0  # from 1 to 7, and the work ends at 3
-    assert _exposed_prefetches([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the first is waited for
-    assert _exposed_prefetches([1, 1, 1], [2, 2, 2]) == pytest.approx(
-        4.0
-    )  # all of them, and the last one's work: 7 to 3
+def test_nccl_has_a_tree_over_many_machines() -> None:
+    processes = 4096
+    with_nccl = Cluster(per_machine=4, inside=INSIDE, between=BETWEEN, nccl=True)
+    with_gloo = with_nccl._replace(nccl=False)
+
+    height = math.log2(processes / 4)
+    latency = height * LATENCY_BETWEEN + 4 * LATENCY_INSIDE
+    tree = 2 * 1000 / (4 * BANDWIDTH_BETWEEN) + 2 * latency
+    assert with_nccl.all_reduce(1000, processes) == pytest.approx(tree)
+    assert tree < with_gloo.all_reduce(1000, processes)
 
 
-def memory_of(*sizes: int, bucket: float = 25.0) -> Memory:
-    parameters = [
-        LocalParameter(name=f"{number}", rows=size, row_numel=1, element_bytes=4, is_trained=True)
-        for number, size in enumerate(sizes)
-    ]
-    settings = SimpleNamespace(parallel=ParallelConfig(ddp_bucket_cap_mb=bucket))
-    recipe = SimpleNamespace(settings=settings)
-    units = [
-        Unit(frozenset([parameter.name]), is_bf16=False, stays_gathered=False)
-        for parameter in reversed(parameters)
-    ]
-    found = SimpleNamespace(
-        recipe=recipe,
+# Exposed seconds
+
+
+@pytest.mark.parametrize(
+    ("sending", "exposed"),
+    [
+        pytest.param(0.5, 0.5, id="only the last message"),
+        pytest.param(2, 4.0, id="sending takes from 1 to 7, and computing ends at 3"),
+    ],
+)
+def test_messages_are_hidden_by_the_computing_that_follows(sending: float, exposed: float) -> None:
+    assert _exposed_sends([1, 1, 1], [sending] * 3) == exposed
+
+
+@pytest.mark.parametrize(
+    ("gathering", "exposed"),
+    [
+        pytest.param(0.5, 0.5, id="only the first unit"),
+        pytest.param(2, 4.0, id="gathering takes until 6, and computing ends at 7 instead of 3"),
+    ],
+)
+def test_gathering_is_hidden_by_the_computing_before_it(gathering: float, exposed: float) -> None:
+    assert _exposed_prefetches([1, 1, 1], [gathering] * 3) == pytest.approx(exposed)
+
+
+# Steps
+
+MIB_OF_FLOATS = 2**18
+
+
+def memory_of(sizes: list[int], bucket_mib: float = 25.0, is_set: bool = False) -> Memory:
+    """Stand for the memory of a model.
+
+    Args:
+        sizes: the number of float32 values of each parameter, which is a unit of FSDP2.
+        bucket_mib: the size of DDP's buckets.
+        is_set: whether the user has set this size.
+    """
+    parallel = ParallelConfig(ddp_bucket_cap_mb=bucket_mib)
+    if is_set:
+        parallel.origins = {"ddp_bucket_cap_mb": "command line"}
+
+    parameters = []
+    units = []
+    for index, size in enumerate(sizes):
+        name = str(index)
+        parameters.append(
+            LocalParameter(name=name, rows=size, row_numel=1, element_bytes=4, is_trained=True)
+        )
+        units.insert(0, Unit(frozenset([name]), is_bf16=False, stays_gathered=False))
+    return SimpleNamespace(  # type: ignore[return-value]
+        recipe=SimpleNamespace(settings=SimpleNamespace(parallel=parallel)),
         parameters=parameters,
         units=units,
         bf16=False,
         reduces_once=True,
     )
-    return found  # type: ignore[return-value]
 
 
-def test_buckets_are_filled_from_the_last_parameter_as_torch_fills_them() -> None:
-    """The first bucket is smaller only if the user leaves the size of buckets to torch."""
-    mib = 2**18  # numbers of four bytes
-    sizes = [30 * mib, 10 * mib, 10 * mib, 3 * mib]
+@pytest.mark.parametrize(
+    ("bucket_mib", "is_set", "limits"),
+    [
+        pytest.param(
+            25.0,
+            False,
+            [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20],
+            id="default, with a small first bucket",
+        ),
+        pytest.param(25.0, True, [25 * 2**20], id="default, set by the user"),
+        pytest.param(8.0, False, [8 * 2**20], id="chosen by the recipe"),
+        pytest.param(0.5, True, [2**19], id="smaller than a gradient"),
+    ],
+)
+def test_buckets_are_filled_from_the_last_parameter_as_in_torch(
+    bucket_mib: float, is_set: bool, limits: list[int]
+) -> None:
+    sizes = [30 * MIB_OF_FLOATS, 10 * MIB_OF_FLOATS, 10 * MIB_OF_FLOATS, 3 * MIB_OF_FLOATS]
     gradients = [torch.empty(size, device="meta") for size in reversed(sizes)]
-    first_bytes = torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
-    for bucket, is_set, limits in (
-        (25.0, False, [first_bytes, 25 * 2**20]),
-        (25.0, True, [25 * 2**20]),
-        (8.0, False, [8 * 2**20]),
-        (0.5, True, [2**19]),
-    ):
-        memory = memory_of(*sizes, bucket=bucket)
-        if is_set:
-            memory.recipe.settings.parallel.origins = {"ddp_bucket_cap_mb": "command line"}
-        assignment, _ = torch.distributed._compute_bucket_assignment_by_size(
-            gradients, limits, [False] * len(gradients)
-        )
-        expected = [sum(gradients[i].nbytes for i in indices) for indices in assignment]
-        assert ddp_buckets(memory) == expected
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(
+        gradients, limits, [False] * len(gradients)
+    )
+    expected = []
+    for bucket in buckets:
+        expected.append(sum(gradients[index].nbytes for index in bucket))
+
+    assert ddp_buckets(memory_of(sizes, bucket_mib, is_set)) == expected
 
 
-def test_an_update_under_ddp_sends_once_however_many_micro_batches_it_has() -> None:
-    memory = memory_of(2**18)
-    cluster, compute = Cluster(8, Link(2**20, 0.0), SLOW, nccl=False), Compute(0.1, 0.2, 0.05)
-    one, four = (step_time(memory, compute, cluster, Sharding(4, 1), 2, count) for count in (1, 4))
-    assert one.communication == four.communication == pytest.approx(1.5)
-    assert one.compute == pytest.approx(2 * 0.3 + 0.05)
-    assert four.compute == pytest.approx(4 * 2 * 0.3 + 0.05)
-    handled = step_time(memory, compute._replace(per_sent_byte=1e-6), cluster, Sharding(4, 1), 2, 1)
-    assert handled.compute - one.compute == pytest.approx(1e-6 * 2 * 3 / 4 * 2**20)
-    assert (
-        one.exposed == four.exposed == pytest.approx(1.5)
-    )  # a single bucket is full when the backward pass ends
+FORWARD = 0.1  # seconds of a row
+BACKWARD = 0.2
+OPTIMIZER = 0.05
+COMPUTE = Compute(forward=FORWARD, backward=BACKWARD, optimizer=OPTIMIZER)
+ROWS = 2
+# Links that send a MiB per second, without latency.
+CLUSTER = Cluster(per_machine=8, inside=Link(2**20, 0.0), between=BETWEEN, nccl=False)
 
 
-MIB_A_SECOND = Cluster(8, Link(2**20, 0.0), SLOW, nccl=False)
-COMPUTE = Compute(0.1, 0.2, 0.05)
+def step_under(
+    sharding: Sharding, memory: Memory, accumulation: int, compute: Compute = COMPUTE
+) -> Step:
+    return step_time(memory, compute, CLUSTER, sharding, rows=ROWS, accumulation=accumulation)
 
 
-def test_fsdp_gathers_twice_a_micro_batch_and_reduces_once_an_update() -> None:
-    memory, both = memory_of(2**18, 2**18), Sharding(1, 2)  # half of a MiB is sent for each unit
-    one, four = (step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, count) for count in (1, 4))
-    assert one.communication == pytest.approx(2 * 1 + 1)
-    assert four.communication == pytest.approx(4 * 2 * 1 + 1)
-    assert bytes_sent(memory, both, 4) == pytest.approx(2**20 * 9)
-    forward, backward = 0.1, 0.2  # of a unit: two rows, two units
-    late = (
-        1.0 - forward
-    )  # both are fetched at once, one after the other: the first has 0.1 of the other's 0.5 hidden
-    last = max(1.0 - backward, 2.0 - backward)  # reduced as well, each 0.5, in the last micro-batch
-    assert four.exposed == pytest.approx(4 * late + 3 * (1.0 - backward) + last)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_under_ddp_sends_gradients_once(accumulation: int) -> None:
+    """The single bucket of a MiB is full at the end of the backward pass, which hides nothing."""
+    memory = memory_of([MIB_OF_FLOATS])
+
+    step = step_under(Sharding(replicas=4, shards=1), memory, accumulation)
+
+    mib_sent = 2 * 3 / 4
+    assert step.communication == pytest.approx(mib_sent)
+    assert step.exposed == pytest.approx(mib_sent)
+    seconds_of_rows = accumulation * ROWS * (FORWARD + BACKWARD)
+    assert step.compute == pytest.approx(seconds_of_rows + OPTIMIZER)
+
+
+def test_sending_over_tcp_takes_time_of_the_processors() -> None:
+    memory = memory_of([MIB_OF_FLOATS])
+    sharding = Sharding(replicas=4, shards=1)
+    step = step_under(sharding, memory, accumulation=1)
+
+    slower = COMPUTE._replace(per_sent_byte=1e-6)
+    slower_step = step_under(sharding, memory, accumulation=1, compute=slower)
+
+    bytes_of_gradients = 2 * 3 / 4 * 2**20
+    assert slower_step.compute - step.compute == pytest.approx(1e-6 * bytes_of_gradients)
+
+
+TWO_SHARDS = Sharding(replicas=1, shards=2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_step_under_fsdp2_gathers_twice_a_micro_batch_and_reduces_once(
+    accumulation: int,
+) -> None:
+    memory = memory_of([MIB_OF_FLOATS, MIB_OF_FLOATS])
+
+    step = step_under(TWO_SHARDS, memory, accumulation)
+
+    mib_per_collective = 2 * 1 / 2  # two units, half of each
+    mib_sent = (accumulation * 2 + 1) * mib_per_collective
+    assert step.communication == pytest.approx(mib_sent)
+    assert bytes_sent(memory, TWO_SHARDS, accumulation) == pytest.approx(mib_sent * 2**20)
+
+
+def test_fsdp2_may_reduce_after_each_micro_batch() -> None:
+    memory = memory_of([MIB_OF_FLOATS, MIB_OF_FLOATS])
     memory.reduces_once = False  # type: ignore[misc]
-    assert step_time(memory, COMPUTE, MIB_A_SECOND, both, 2, 4).communication == pytest.approx(
-        4 * 3
+
+    step = step_under(TWO_SHARDS, memory, accumulation=4)
+
+    assert step.communication == pytest.approx(4 * (2 + 1))
+
+
+def test_a_step_under_fsdp2_hides_communication_behind_one_unit() -> None:
+    memory = memory_of([MIB_OF_FLOATS, MIB_OF_FLOATS])
+    forward_of_unit = ROWS * FORWARD / 2
+    backward_of_unit = ROWS * BACKWARD / 2
+    gathering = 2 * 0.5  # seconds for both units
+
+    step = step_under(TWO_SHARDS, memory, accumulation=4)
+
+    exposed_in_forward = gathering - forward_of_unit
+    exposed_in_backward = gathering - backward_of_unit
+    # In the last micro-batch, each unit is also reduced, which takes as long as gathering it.
+    exposed_in_last_backward = 2 * gathering - backward_of_unit
+    assert step.exposed == pytest.approx(
+        4 * exposed_in_forward + 3 * exposed_in_backward + exposed_in_last_backward
     )
