@@ -124,7 +124,7 @@ def test_the_flags_that_fit_do_so_and_the_next_cheaper_ones_do_not(
     def bytes_needed(candidate: Candidate) -> float:
         flags = " ".join(f"--{name} {value}" for name, value in candidate.flags.items())
         measured = measured_bytes(flags)
-        score(f"fit: {flags}: predicted {candidate.total / measured - 1:+.1%}")
+        score(f"fit: {flags or 'default flags'}: predicted {candidate.total / measured - 1:+.1%}")
         return measured
 
     for limit in (800e6, 400e6, 200e6):
