@@ -1,4 +1,4 @@
-"""Everything offline, nothing written outside temporary folders, no process left behind."""
+"""Let tests run offline, and write nothing outside temporary folders."""
 
 import os
 import sys
@@ -9,39 +9,41 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", NETRC=os.devnull)
 os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for threads
-for name in [name for name in os.environ if name.startswith(("WANDB_", "ACCELERATE_"))]:
-    del os.environ[name]
+for name in [*os.environ]:
+    if name.startswith(("WANDB_", "ACCELERATE_")):
+        del os.environ[name]
 
-from tests.launching import LONG, WARNING_FILTERS, write_text  # noqa: E402 - the environment must be set before Hugging Face is imported
+# After the environment is set, since Hugging Face's libraries read it when they are imported.
+from tests.launching import LONG, WARNING_FILTERS, write_text  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.mktemp("private")
     os.environ["LLMTRAIN_CACHE"] = str(base / "cache")
-    os.environ["HF_HOME"] = str(
-        base / "hf"
-    )  # no accelerate config of the person who runs the tests
+    os.environ["HF_HOME"] = str(base / "hf")  # has no accelerate config of the user
 
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 30 kB of text with some structure to learn."""
+    """A text of about 30 kB that a model can learn."""
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all of pytest's workers; who makes something in it takes a lock."""
+    """A folder for all workers of pytest. To make something in it, take a lock."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder = base / "shared"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_group_left() -> Iterator[None]:
-    """Fail if the tests of a file leave a process group, which the next file would belong to."""
+    """Fail if the tests of a file leave a process group, since the next file would be part of it."""
     yield
     dist = sys.modules.get("torch.distributed")
     assert dist is None or not dist.is_initialized()
@@ -49,7 +51,7 @@ def _no_process_group_left() -> Iterator[None]:
 
 @pytest.fixture
 def score(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Say what a campaign counted; the lines stand together at the end of the tests."""
+    """Report a count or a difference. All of them are printed together, after the tests."""
     return lambda line: record_property("score", line)
 
 
@@ -63,18 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="a long form: make test-all runs it"))
 
-    # Files whose tests start processes take longest. Begun first, they leave no worker waiting at the
-    # end. The order within a file stays, and with it the fixtures that its tests share.
+    # Files whose tests start processes take longest. They come first, so that no worker waits at the
+    # end. The order within a file stays the same, and so do the fixtures that its tests share.
     items.sort(key=lambda item: "/tests/system/" not in str(item.path))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [
-        report
-        for outcome in ("passed", "failed")
-        for report in terminalreporter.stats.get(outcome, [])
-    ]
-    lines = [line for report in reports for name, line in report.user_properties if name == "score"]
+    lines = []
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            lines += [line for name, line in report.user_properties if name == "score"]
+
     if lines:
         terminalreporter.section("scoreboard")
         for line in sorted(lines):
@@ -83,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def accelerator():
-    """A fresh one-process Accelerator on the CPU, with the settings of a run."""
+    """An Accelerator of one process on the CPU, with the settings of a run."""
     from accelerate.state import AcceleratorState, GradientState
 
     from llmtrain.launching.accelerator import start_accelerator

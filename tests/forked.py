@@ -1,6 +1,8 @@
-"""Starting recipes without waiting for imports, which are four of the five seconds of a start: the processes are forked
-from one that has imported everything. For tests of what processes compute; those of launchers, signals and ends start
-real ones."""
+"""Start recipes without the imports, which take four of the five seconds of a start.
+
+The processes are forked from one that has imported everything. Use it for tests about the results
+of processes. Tests about launchers, signals and exits start real processes.
+"""
 
 import multiprocessing
 import os
@@ -11,7 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -26,14 +28,10 @@ IMPORTED = [
     "llmtrain.launching.process",
     "llmtrain.training.loop",
     "llmtrain.training.summary",
-]
-IMPORTED += [
     "llmtrain.data.prepare",
     "llmtrain.models.gpt",
     "llmtrain.models.pretrained",
     "llmtrain.record.publish",
-]
-IMPORTED += [
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "pytest",
@@ -44,85 +42,116 @@ IMPORTED += [
 def run_forked(
     command: list[str], env: dict[str, str] | None = None, timeout: float = 240
 ) -> Ended:
-    """What ``run`` gives, of a script under ``python``, ``torchrun`` or ``accelerate launch`` with several processes.
-    Where one fails, the others are killed, and its status is that of all."""
-    count, words, told = _as_launched(command)
-    environment = {**os.environ, **told, "PYTHONPATH": str(ROOT), **(env or {})}
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(IMPORTED)
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # as torchrun has one
+    """Run a command in forked processes, and wait for them to end.
+
+    If a process fails, the others are killed, and the result has its exit status.
+
+    Args:
+        command: begins with ``python``, ``torchrun``, or ``accelerate launch`` with several
+            processes.
+        env: variables to add to the environment.
+        timeout: seconds after which the test fails.
+    """
+    launch = _parse_launch(command)
+    environment = {**os.environ, **launch.variables, "PYTHONPATH": str(ROOT), **(env or {})}
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(IMPORTED)
+    # torchrun has such a store for its workers.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
     with tempfile.TemporaryDirectory() as folder:
-        ends = [Path(folder, name) for name in ("out", "err")]
-        ranks = [_of_rank(rank, count, store.port) if count > 1 else {} for rank in range(count)]
-        processes: list[Any] = [
-            forks.Process(target=_live, args=(words, environment | rank, ends)) for rank in ranks
-        ]
+        outputs = [Path(folder, "out"), Path(folder, "err")]
+        processes: list[Any] = []
+        for rank in range(launch.processes):
+            variables = dict(environment)
+            if launch.processes > 1:
+                variables |= _rank_variables(rank, launch.processes, store.port)
+            arguments = (launch.script, variables, outputs)
+            processes.append(forkserver.Process(target=_run_script, args=arguments))
+
         for process in processes:
             process.start()
-        until = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and not any(
-            process.exitcode for process in processes
-        ):
-            if time.monotonic() > until:
-                break
-            time.sleep(0.01)
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        ended = Ended(
-            max(abs(status or 0) for status in statuses), *(path.read_text() for path in ends)
-        )
-    assert ended.status or None not in statuses, (
-        f"{command} takes more than {timeout} s\n{ended.out}\n{ended.err}"
-    )
-    return ended
+        statuses = _wait(processes, timeout)
+        out, err = [path.read_text() for path in outputs]
+
+    has_timed_out = None in statuses and not any(statuses)
+    assert not has_timed_out, f"{command} takes more than {timeout} s\n{out}\n{err}"
+    return Ended(max(abs(status or 0) for status in statuses), out, err)
 
 
-def _as_launched(command: list[str]) -> tuple[int, list[str], dict[str, str]]:
-    """How many processes, what each runs, and what the launcher puts into their environment but for their ranks."""
+class _Launch(NamedTuple):
+    """A command as its launcher reads it."""
+
+    processes: int
+    script: list[str]  # with its arguments
+    variables: dict[str, str]  # for all processes
+
+
+def _parse_launch(command: list[str]) -> _Launch:
     if command[: len(PYTHON)] == PYTHON:
-        return 1, command[len(PYTHON) :], {}
-    name, *words = command
-    if Path(name).name == "torchrun":
-        assert words[:2] == ["--standalone", "--nproc-per-node"]
-        return int(words[2]), words[3:], {}
-    arguments = launch_command_parser().parse_args(words[1:])
+        return _Launch(processes=1, script=command[len(PYTHON) :], variables={})
+
+    launcher, *words = command
+    if Path(launcher).name == "torchrun":
+        standalone, option, processes, *script = words
+        assert (standalone, option) == ("--standalone", "--nproc-per-node")
+        return _Launch(int(processes), script, variables={})
+
+    _, *flags = words  # the first is "launch"
+    arguments = launch_command_parser().parse_args(flags)
     arguments, *_ = _validate_launch_command(arguments)
     assert arguments.num_machines in (None, 1)
     assert arguments.num_processes > 1
     script = [arguments.training_script, *arguments.training_script_args]
-    return arguments.num_processes, script, prepare_multi_gpu_env(arguments)
+    return _Launch(arguments.num_processes, script, prepare_multi_gpu_env(arguments))
 
 
-def _of_rank(rank: int, count: int, port: int) -> dict[str, str]:
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "MASTER_PORT": port,
-    }
-    store = {
+def _rank_variables(rank: int, processes: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a worker."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    return {name: str(number) for name, number in numbers.items()} | store
 
 
-def _live(words: list[str], environment: dict[str, str], ends: list[Path]) -> None:
+def _wait(processes: list[Any], timeout: float) -> list[int | None]:
+    """Wait until all processes have ended, one has failed, or the time is over. Kill the rest.
+
+    Returns:
+        The exit statuses. That of a killed process is None.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        is_running = any(process.is_alive() for process in processes)
+        has_failed = any(process.exitcode for process in processes)
+        if has_failed or not is_running:
+            break
+        time.sleep(0.01)
+
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    return statuses
+
+
+def _run_script(script: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
+    """Become a process that runs a script."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
-    for number, path in enumerate(ends, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    tqdm.set_lock(
-        threading.RLock()
-    )  # its own lock, of many processes, is left behind by those that end at once
-    sys.argv = words
-    sys.path[:0] = [str(Path(words[0]).resolve().parent), str(ROOT)]
-    runpy.run_path(words[0], run_name="__main__")
+    for descriptor, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    # tqdm's own lock is shared by processes. One that ends at once would leave it locked.
+    tqdm.set_lock(threading.RLock())
+
+    sys.argv = script
+    sys.path[:0] = [str(Path(script[0]).resolve().parent), str(ROOT)]
+    runpy.run_path(script[0], run_name="__main__")

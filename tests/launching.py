@@ -1,9 +1,10 @@
-"""Starting recipes as real processes, in a process group of their own that never outlives the test."""
+"""Start recipes as real processes. Each has its own process group, which ends with the test."""
 
 import contextlib
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,35 +18,35 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-GPT, FINETUNE, PREFERENCE = "recipes/gpt.py", "recipes/finetune.py", "recipes/preference.py"
-LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
-long_form = pytest.mark.long
-TINY = [
-    *(
-        "--n_layer",
-        "2",
-        "--n_head",
-        "2",
-        "--n_embd",
-        "32",
-        "--block_size",
-        "32",
-        "--tokenizer",
-        "byte",
-    ),
-    *("--global_batch_size", "8", "--per_device_train_batch_size", "2", "--warmup_steps", "2"),
-    *("--max_steps", "6", "--logging_steps", "1", "--eval_steps", "100", "--report_to", "none"),
-]
-
-SMALL_LLAMA = [
-    *("--config_overrides", "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8"),
-    *("--block_size", "32", "--tokenizer", "byte", "--eval_fraction", "0.1", *TINY[10:]),
-]
-
 PYTHON = [str(BIN / "python")]
 
-# Deprecations are errors, in the tests and in the processes that they start. The exceptions are what
-# libraries do among themselves. A message is the beginning of the text, without a comma or colon.
+GPT = "recipes/gpt.py"
+FINETUNE = "recipes/finetune.py"
+PREFERENCE = "recipes/preference.py"
+
+LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
+long_form = pytest.mark.long
+
+# Flags are written as people type them, and split as a shell would split them. A path goes in with
+# an f-string, since pytest's temporary folders have no spaces.
+
+# Six steps that log each loss and evaluate once, for a model of any kind.
+SIX_STEPS = shlex.split(
+    "--global_batch_size 8 --per_device_train_batch_size 2 --warmup_steps 2 "
+    "--max_steps 6 --logging_steps 1 --eval_steps 100 --report_to none"
+)
+
+# Flags of recipes/gpt.py.
+TINY_GPT = shlex.split("--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --tokenizer byte")
+TINY = [*TINY_GPT, *SIX_STEPS]
+
+# Flags of recipes/finetune.py and recipes/preference.py, for any base model with these fields.
+SMALL_SIZE = "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8"
+BYTE_DATA = shlex.split("--block_size 32 --tokenizer byte --eval_fraction 0.1")
+SMALL_LLAMA = ["--config_overrides", SMALL_SIZE, *BYTE_DATA, *SIX_STEPS]
+
+# Deprecations are errors, in the tests and in the processes that they start. The exceptions are
+# calls between libraries. A message is the beginning of the warning, without a comma or colon.
 WARNING_FILTERS = [
     "error::DeprecationWarning",
     "error::FutureWarning",
@@ -63,23 +64,31 @@ WARNING_FILTERS = [
 ]
 
 
+# --- commands
+
+
 def torchrun(processes: int) -> list[str]:
+    """Return the beginning of a command that starts a recipe under torchrun."""
     return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(processes)]
 
 
 def accelerate(config: str, *flags: str) -> list[str]:
-    return [
-        str(BIN / "accelerate"),
-        "launch",
-        "--config_file",
-        f"accelerate_configs/{config}.yaml",
-        *flags,
-    ]
+    """Return the beginning of a command that starts a recipe under `accelerate launch`.
+
+    Args:
+        config: the name of a file in accelerate_configs/, without its ending.
+        flags: further flags of `accelerate launch`.
+    """
+    config_file = f"accelerate_configs/{config}.yaml"
+    return [str(BIN / "accelerate"), "launch", "--config_file", config_file, *flags]
+
+
+# --- processes
 
 
 @dataclass
 class Ended:
-    """A process that has ended: its status and what it printed."""
+    """A process that has ended: its exit status and its output."""
 
     status: int
     out: str
@@ -93,15 +102,17 @@ class Ended:
 def begin(
     command: list[str], env: dict[str, str] | None = None, tree: Path = ROOT
 ) -> subprocess.Popen:
+    """Start a command in a process group of its own, with ``tree`` as its working directory."""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": ",".join(WARNING_FILTERS),
+        **(env or {}),
+    }
     return subprocess.Popen(
         command,
         cwd=tree,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONWARNINGS": ",".join(WARNING_FILTERS),
-            **(env or {}),
-        },
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,19 +121,21 @@ def begin(
 
 
 def wait(process: subprocess.Popen, timeout: float = 240) -> Ended:
+    """Wait for a process to end, and then end the rest of its group."""
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
         stop_group(process)
-    return Ended(process.returncode, out.decode(), err.decode())  # \r stays \r
+    return Ended(process.returncode, out.decode(), err.decode())  # decode() keeps every \r
 
 
 def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 240) -> Ended:
+    """Start a command and wait for it to end."""
     return wait(begin(command, env), timeout)
 
 
 def stop_group(process: subprocess.Popen) -> None:
-    """Kill whatever is left of a process's children and group; torchrun's workers lead sessions of their own."""
+    """Kill a process, its children and its group. Each worker of torchrun leads its own session."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
@@ -131,19 +144,22 @@ def stop_group(process: subprocess.Popen) -> None:
     process.wait(timeout=10)
 
 
+# --- run folders
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    whole = (
-        (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
-    )  # the last line may be half written
-    return [json.loads(line) for line in whole.splitlines()]
+    """Return the complete lines of metrics.jsonl. A run may still be writing the last one."""
+    complete_lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete_lines.splitlines()]
 
 
 def series(folder: Path, key: str) -> dict[int, float]:
-    """step -> value of one key of metrics.jsonl."""
+    """Return the values of one key of metrics.jsonl by step."""
     return {line["step"]: line[key] for line in metrics(folder) if key in line}
 
 
 def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> None:
+    """Wait until a run has written ``count`` lines to metrics.jsonl."""
     deadline = time.monotonic() + 90
     while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < count:
         assert process.poll() is None, process.communicate()
@@ -155,63 +171,68 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+# --- data
+
+NOUNS = ["model", "token", "batch", "gradient", "process"]
+NOUNS += ["kernel", "weight", "bucket", "sampler", "epoch"]
+VERBS = ["reads", "sends", "keeps", "sums", "hides", "splits", "joins", "drops"]
+
+
 def write_text(path: Path, sentences: int = 600, seed: int = 0) -> Path:
+    """Write sentences that share a pattern, so that a model can learn something."""
     draw = random.Random(seed)
-    nouns = [
-        "model",
-        "token",
-        "batch",
-        "gradient",
-        "process",
-        "kernel",
-        "weight",
-        "bucket",
-        "sampler",
-        "epoch",
-    ]
-    verbs = ["reads", "sends", "keeps", "sums", "hides", "splits", "joins", "drops"]
-    lines = [
-        f"The {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}, and {draw.randint(2, 99)} "
-        f"{draw.choice(nouns)}s wait.\n"
-        for _ in range(sentences)
-    ]
-    path.write_text("".join(lines))
+
+    def sentence() -> str:
+        statement = f"The {draw.choice(NOUNS)} {draw.choice(VERBS)} the {draw.choice(NOUNS)}"
+        return f"{statement}, and {draw.randint(2, 99)} {draw.choice(NOUNS)}s wait.\n"
+
+    path.write_text("".join(sentence() for _ in range(sentences)))
     return path
 
 
 def write_chats(path: Path, count: int = 60, seed: int = 0) -> Path:
-    """Conversations of one to three turns, with a rule to learn in them."""
+    """Write conversations of one to three turns. Each answer is the question, reversed."""
     draw = random.Random(seed)
-    lines = []
+    conversations = []
     for _ in range(count):
         messages = []
         for _ in range(draw.choice([1, 1, 2, 3])):
-            word = "".join(draw.choice("abcd") for _ in range(draw.randint(1, 4)))
-            messages += [
-                {"role": "user", "content": word},
-                {"role": "assistant", "content": word[::-1]},
-            ]
-        lines.append(json.dumps({"messages": messages}))
-    path.write_text("\n".join(lines) + "\n")
+            word = _random_word(draw, 1, 4)
+            messages.append({"role": "user", "content": word})
+            messages.append({"role": "assistant", "content": word[::-1]})
+        conversations.append({"messages": messages})
+
+    _write_json_lines(path, conversations)
     return path
 
 
 def write_pairs(path: Path, count: int = 60, seed: int = 0) -> Path:
-    """Write ragged pairs with a rule to learn in them: a word is turned round, not said again."""
+    """Write preference pairs of varying length: the reversed word is better than the word itself."""
     draw = random.Random(seed)
-    words = [
-        "".join(draw.choice("abcd") for _ in range(draw.randint(3, 9))) + "e" for _ in range(count)
-    ]
+    words = [_random_word(draw, 3, 9) + "e" for _ in range(count)]
     pairs = [
         {"prompt": word, "chosen": word[::-1], "rejected": word * draw.randint(1, 2)}
         for word in words
     ]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+    _write_json_lines(path, pairs)
     return path
 
 
-def bound(failures: int, of: int) -> str:
-    """A count of failures with its 95 % bound: with none in n, three in n (the rule of three)."""
-    return f"{failures} of {of}" + (
-        f" (95 % bound {3 / of:.2%})" if not failures and of > 3 else ""
-    )
+def _random_word(draw: random.Random, shortest: int, longest: int) -> str:
+    return "".join(draw.choice("abcd") for _ in range(draw.randint(shortest, longest)))
+
+
+def _write_json_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# --- reports
+
+
+def bound(failures: int, trials: int) -> str:
+    """Return a count of failures. If there are none, add the 95 % bound, 3 / trials (rule of three)."""
+    count = f"{failures} of {trials}"
+    if failures or trials <= 3:
+        return count
+    return f"{count} (95 % bound {3 / trials:.2%})"

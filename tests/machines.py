@@ -1,17 +1,19 @@
-"""Two machines, as two network namespaces joined by a cable (a veth pair)."""
+"""Two machines, as two network namespaces that are joined by a cable (a veth pair)."""
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
 
-FIRST, SECOND = f"llmtrain-a{os.getpid() % 10000}", f"llmtrain-b{os.getpid() % 10000}"
+FIRST = f"llmtrain-a{os.getpid() % 10000}"
+SECOND = f"llmtrain-b{os.getpid() % 10000}"
 ADDRESS = {FIRST: "10.231.0.1", SECOND: "10.231.0.2"}
 
 
 class UnavailableError(Exception):
-    """This machine does not let one make namespaces."""
+    """This machine does not allow network namespaces."""
 
 
 def command(*words: str) -> None:
@@ -20,7 +22,11 @@ def command(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
-    """The names of two namespaces that reach each other and nothing else; each sends at most ``mbit`` Mbit/s."""
+    """Make two namespaces that reach only each other, and yield their names.
+
+    Args:
+        mbit: the rate in Mbit/s at which each may send.
+    """
     if shutil.which("ip") is None:
         raise UnavailableError("needs iproute2 (the ip command)")
     with contextlib.ExitStack() as cleanup:
@@ -28,17 +34,9 @@ def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
             for name in (FIRST, SECOND):
                 command("ip", "netns", "add", name)
                 cleanup.callback(command, "ip", "netns", "delete", name)
-            words = ("type", "veth", "peer", "name", "cable0", "netns", SECOND)
-            command("ip", "link", "add", "cable0", "netns", FIRST, *words)
-            for name in (FIRST, SECOND):
-                command("ip", "-n", name, "address", "add", f"{ADDRESS[name]}/24", "dev", "cable0")
-                for device in ("lo", "cable0"):
-                    command("ip", "-n", name, "link", "set", device, "up")
-                if mbit is not None:
-                    limit = ("rate", f"{mbit}mbit", "burst", "256kbit", "latency", "50ms")
-                    command(
-                        "tc", "-n", name, "qdisc", "add", "dev", "cable0", "root", "tbf", *limit
-                    )
+            _connect()
+            if mbit is not None:
+                _limit_rate(mbit)
         except subprocess.CalledProcessError as error:
             raise UnavailableError(
                 f"may not make network namespaces here: {error.stderr.strip()}"
@@ -46,6 +44,25 @@ def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
         yield [FIRST, SECOND]
 
 
+def _connect() -> None:
+    _call(f"ip link add cable0 netns {FIRST} type veth peer name cable0 netns {SECOND}")
+    for name in (FIRST, SECOND):
+        _call(f"ip -n {name} address add {ADDRESS[name]}/24 dev cable0")
+        _call(f"ip -n {name} link set lo up")
+        _call(f"ip -n {name} link set cable0 up")
+
+
+def _limit_rate(mbit: int) -> None:
+    for name in (FIRST, SECOND):
+        _call(
+            f"tc -n {name} qdisc add dev cable0 root tbf rate {mbit}mbit burst 256kbit latency 50ms"
+        )
+
+
+def _call(line: str) -> None:
+    command(*shlex.split(line))
+
+
 def on_machine(name: str, words: list[str]) -> list[str]:
-    """A command, run there; gloo has to be told GLOO_SOCKET_IFNAME=cable0."""
+    """Return a command that runs on a machine. For gloo, set GLOO_SOCKET_IFNAME=cable0."""
     return ["ip", "netns", "exec", name, *words]

@@ -1,45 +1,63 @@
-"""What a run really holds: its updates from the third on, watched by the operating system."""
+"""Measure the memory of a run with the operating system, to compare it with a plan."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.launching import read_json, run
 
 SCRIPT = "tests/system/memory_ranks.py"
 
 
-def measured(launcher: list[str], recipe: str, flags: list[str], folder: Path) -> dict[str, float]:
-    """Bytes of ``weights``, ``gradients`` and ``optimizer`` state, and the ``most`` that was added to what stayed from
-    the update before; of the process that holds most."""
+class MeasuredMemory(NamedTuple):
+    """Bytes of one process."""
+
+    weights: int
+    gradients: int  # the most at any time
+    optimizer: int
+    added_by_step: float  # the most during a step, minus the memory before that step
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.optimizer + self.added_by_step
+
+
+def measure_run(launcher: list[str], recipe: str, flags: list[str], folder: Path) -> MeasuredMemory:
+    """Train in a new folder, and return the memory of the process that holds the most."""
     folder.mkdir()
-    env = {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "OMP_NUM_THREADS": "1",
-    }  # what is freed goes back to the system
-    run(
-        [*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")],
-        env,
-        400,
-    ).assert_ok()
-    ranks: list[dict[str, float]] = [read_json(path) for path in folder.glob("*.json")]
-    return max(ranks, key=lambda found: found["weights"] + found["optimizer"])
+    command = [*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")]
+    # With this threshold, malloc returns freed memory to the system.
+    variables = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    run(command, variables, timeout=400).assert_ok()
+
+    ranks = [MeasuredMemory(**read_json(path)) for path in folder.glob("*.json")]
+    return max(ranks, key=lambda memory: memory.weights + memory.optimizer)
 
 
-def predicted_most(way: dict[str, Any]) -> float:
-    """The same of a plan's way: DDP's gradients stay where they are."""
-    held = way["bytes"]
-    stays = held["weights"] + held["optimizer"] + (held["gradients"] if way["name"] == "DDP" else 0)
-    return held["total"] - stays
+def planned_step(layout: dict[str, Any]) -> int:
+    """Return the bytes that a step adds, by a layout of `llmtrain plan --json`.
+
+    DDP keeps its gradients between steps. Other layouts release them.
+    """
+    memory = layout["bytes"]
+    kept = memory["weights"] + memory["optimizer"]
+    if layout["name"] == "DDP":
+        kept += memory["gradients"]
+    return memory["total"] - kept
 
 
 def resident(key: str) -> int:
-    """Bytes of this process that are in memory (``VmRSS``), or were at most (``VmHWM``): proc(5)."""
-    [line] = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
-    ]
-    return 1024 * int(line.split()[1])
+    """Return how many bytes of this process are in memory, by proc(5).
+
+    Args:
+        key: ``VmRSS`` for the memory now, or ``VmHWM`` for its peak.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(key)]
+    kilobytes = int(line.split()[1])
+    return 1024 * kilobytes
 
 
 def can_measure() -> bool:
+    """Return whether this process may reset its peak."""
     return os.access("/proc/self/clear_refs", os.W_OK)

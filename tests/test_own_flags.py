@@ -1,9 +1,9 @@
-"""A recipe adds sections of flags of its own, with all that the package's own flags have."""
+"""A recipe can add sections of flags, which behave like the flags of the package."""
 
 import dataclasses
 import re
 import runpy
-import sys
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import llmtrain as lt
 from llmtrain.config.flags import configs_of, resolved, settings_fingerprint
 from recipes import finetune, gpt
-from tests.launching import ROOT, read_json, run
+from tests.launching import PYTHON, ROOT, read_json, run
 from tests.test_cli import ended
 
 PAGE = ROOT / "docs" / "guides" / "own-flags.md"
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "guides" / "own-flags.md"
 
 @dataclass
 class PenaltyConfig(lt.Config):
-    """Flags of a recipe."""
+    """A section that a recipe adds."""
 
     group = "objective"
     affects = "pass"
@@ -37,7 +37,7 @@ class PenaltyConfig(lt.Config):
 
 @dataclass
 class Settings(lt.Settings):
-    """The settings of a recipe with a section of its own."""
+    """The settings of a recipe with that section."""
 
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
 
@@ -45,60 +45,73 @@ class Settings(lt.Settings):
 DEFAULTS = Settings(data=lt.BatchConfig())
 
 
-def parsed(*argv: str, defaults: Any = DEFAULTS) -> Any:
-    return lt.parse(defaults, list(argv))
+def parsed(flags: str, defaults: Any = DEFAULTS) -> Any:
+    return lt.parse(defaults, shlex.split(flags))
 
 
-def with_section(section: type[lt.Config]) -> lt.Settings:
-    """Settings with a section of one more class."""
+def settings_with(section: type[lt.Config]) -> lt.Settings:
+    """Return settings whose section `own` is of a class."""
     fields = [("own", section, field(default_factory=section))]
     own = dataclasses.make_dataclass("Settings", fields, bases=(lt.Settings,), kw_only=True)
     settings: lt.Settings = own(data=lt.BatchConfig())
     return settings
 
 
-def error_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     with pytest.raises(lt.UserError) as caught:
-        call(*arguments, **options)
+        function(*arguments, **options)
     return str(caught.value)
 
 
-# --- the user
+def section_error(section: type[lt.Config]) -> str:
+    """Return the error of a recipe with a section of this class."""
+    return error_of(lt.parse, settings_with(section), [])
 
 
-def test_own_flags_are_parsed_and_helped_like_any_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+# --- for users
+
+
+def test_own_flags_are_set_by_yaml_and_on_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text("penalty: 0.25\npenalty_steps: [3]\n")
+
+    settings = parsed(f"--config {config} --penalty_kind l2 --log_penalty")
+
+    assert settings.penalty == PenaltyConfig(
+        penalty=0.25, penalty_kind="l2", penalty_steps=[3], log_penalty=True
+    )
+
+
+def test_mistakes_in_own_flags_are_errors_of_one_line() -> None:
+    misspelled = error_of(parsed, "--penalti 1")
+    assert misspelled.startswith("unknown flag --penalti - did you mean --penalty?")
+
+    no_number = error_of(parsed, "--penalty_steps x")
+    assert no_number == "--penalty_steps: invalid int value: 'x'; --help lists the flags."
+
+
+def test_own_flags_are_in_the_help_and_in_the_printed_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    file = tmp_path / "my.yaml"
-    file.write_text("penalty: 0.25\npenalty_steps: [3]\n")
-    settings = parsed("--config", str(file), "--penalty_kind", "l2", "--log_penalty")
-    assert settings.penalty == PenaltyConfig(0.25, "l2", [3], log_penalty=True)
-    assert error_of(parsed, "--penalti", "1").startswith(
-        "unknown flag --penalti - did you mean --penalty?"
-    )
-    assert error_of(parsed, "--penalty_steps", "x") == (
-        "--penalty_steps: invalid int value: 'x'; --help lists the flags."
-    )
-
     with pytest.raises(SystemExit):
         parsed("--help")
     assert re.search(r"\nobjective:\n  --penalty X +weight of", capsys.readouterr().out)
+
     with pytest.raises(SystemExit):
-        parsed("--penalty", "2", "--print_config")
+        parsed("--penalty 2 --print_config")
     assert "\npenalty: 2.0\n" in capsys.readouterr().out
 
 
 def test_a_record_has_the_value_the_origin_and_the_effects_of_each_flag() -> None:
-    record = resolved(parsed("--penalty", "2"))
+    record = resolved(parsed("--penalty 2"))
     assert record["penalty"] == {"value": 2.0, "from": "command line", "affects": "pass"}
     assert record["log_penalty"] == {"value": False, "from": "recipe", "affects": "nowhere"}
-    assert "lora_r" not in record  # the recipe has no such section
+    assert "lora_r" not in record, "the recipe has no such section"
 
 
-def test_the_fingerprint_has_own_flags_that_change_the_run_and_no_secrets() -> None:
-    assert settings_fingerprint(gpt.DEFAULTS) == settings_fingerprint(finetune.DEFAULTS) == {}
-    assert settings_fingerprint(parsed("--penalty_token", "Q9word")) == {
+def test_the_fingerprint_has_the_own_flags_that_change_the_run_and_no_secrets() -> None:
+    assert settings_fingerprint(parsed("--penalty_token Q9word")) == {
         "penalty": 0.5,
         "penalty_kind": "l1",
         "penalty_steps": [1, 2],
@@ -106,77 +119,85 @@ def test_the_fingerprint_has_own_flags_that_change_the_run_and_no_secrets() -> N
     }
 
 
-def test_a_flag_that_a_recipe_adds_to_a_shipped_section_is_its_own() -> None:
+def test_recipes_without_own_flags_have_no_fingerprint_of_settings() -> None:
+    assert settings_fingerprint(gpt.DEFAULTS) == {}
+    assert settings_fingerprint(finetune.DEFAULTS) == {}
+
+
+def test_a_flag_added_to_a_section_of_the_package_is_in_the_fingerprint() -> None:
     @dataclass
     class ShiftedOptimConfig(lt.OptimConfig):
         learning_rate: float = lt.flag(3e-4, "another default")
-        shift: int = lt.flag(1, "a further flag")
+        shift: int = lt.flag(1, "a new flag")
 
-    settings = parsed(defaults=Settings(data=lt.BatchConfig(), optim=ShiftedOptimConfig()))
+    settings = parsed("", defaults=Settings(data=lt.BatchConfig(), optim=ShiftedOptimConfig()))
+
     assert settings.optim.learning_rate == 3e-4
-    assert "shift" in settings_fingerprint(settings)
-    assert "learning_rate" not in settings_fingerprint(settings)
+    fingerprint = settings_fingerprint(settings)
+    assert "shift" in fingerprint
+    assert "learning_rate" not in fingerprint
 
 
 def test_sections_of_a_recipe_come_before_those_of_every_recipe() -> None:
-    assert [*configs_of(finetune.DEFAULTS)] == [
-        "data",
-        "model",
-        "lora",
-        "chat",
-        "optim",
-        "parallel",
-        "eval",
-        "log",
-        "run",
-    ]
+    of_recipe = ["data", "model", "lora", "chat"]
+    of_every_recipe = ["optim", "parallel", "eval", "log", "run"]
+    assert [*configs_of(finetune.DEFAULTS)] == [*of_recipe, *of_every_recipe]
 
 
-def test_what_a_program_assigns_is_a_default_and_what_it_sets_is_kept(
-    capsys: pytest.CaptureFixture,
-) -> None:
+# --- for programs
+
+
+def test_a_value_that_a_program_assigns_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
     config = PenaltyConfig()
     config.penalty = 3.0
+
     config.set_default("penalty", 4.0, "for a test")
+
     assert config.penalty == 4.0
     assert "--penalty 4 (for a test)" in capsys.readouterr().out
 
+
+def test_a_value_that_a_program_sets_is_kept_unless_a_flag_overrides_it() -> None:
+    config = PenaltyConfig()
     config.set(penalty=3.0)
+
     config.set_default("penalty", 4.0, "for a test")
+
     assert config.penalty == 3.0
-    settings = parsed(defaults=Settings(data=lt.BatchConfig(), penalty=config))
+    settings = parsed("", defaults=Settings(data=lt.BatchConfig(), penalty=config))
     assert resolved(settings)["penalty"]["from"] == "program"
-    assert parsed("--penalty", "5", defaults=settings).penalty.penalty == 5.0
+    assert parsed("--penalty 5", defaults=settings).penalty.penalty == 5.0
+
+
+def test_a_program_cannot_set_a_flag_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match="PenaltyConfig has no flag penalti"):
-        config.set(penalti=3.0)
+        PenaltyConfig().set(penalti=3.0)
 
 
-# --- the author
+# --- for authors of recipes
 
 
-def test_two_sections_with_a_flag_of_one_name_are_both_named() -> None:
+def test_two_sections_with_the_same_flag_are_both_named() -> None:
     @dataclass
-    class Clashing(lt.Config):
-        learning_rate: float = lt.flag(1.0, "which is in OptimConfig, too")
-
-    @dataclass
-    class Negated(lt.Config):
-        no_bitwise: bool = lt.flag(False, "the other side of a switch")
+    class SameFlag(lt.Config):
+        learning_rate: float = lt.flag(1.0, "a flag of OptimConfig, too")
 
     @dataclass
-    class Reserved(lt.Config):
+    class SameSwitch(lt.Config):
+        no_bitwise: bool = lt.flag(False, "the negation of a switch of ParallelConfig")
+
+    @dataclass
+    class ReservedFlag(lt.Config):
         config: str = lt.flag("", "an option of every recipe")
 
-    assert error_of(lt.parse, with_section(Clashing), []) == (
-        "--learning_rate is a flag of own (Clashing) and of optim (OptimConfig); rename one of "
+    assert section_error(SameFlag) == (
+        "--learning_rate is a flag of own (SameFlag) and of optim (OptimConfig); rename one of "
         "them."
     )
-    assert "--no_bitwise is a flag of own (Negated) and of parallel (ParallelConfig)" in error_of(
-        lt.parse, with_section(Negated), []
-    )
-    assert "--config is a flag of the options of every recipe and of own (Reserved)" in error_of(
-        lt.parse, with_section(Reserved), []
-    )
+    same_switch = "--no_bitwise is a flag of own (SameSwitch) and of parallel (ParallelConfig)"
+    assert same_switch in section_error(SameSwitch)
+    reserved = "--config is a flag of the options of every recipe and of own (ReservedFlag)"
+    assert reserved in section_error(ReservedFlag)
 
 
 @dataclass
@@ -190,14 +211,14 @@ class WithoutDefault(lt.Config):
 
 
 @dataclass
-class BadWord(lt.Config):
+class UnknownPart(lt.Config):
     affects = "pass loss"
 
     size: int = lt.flag(3, "a size")
 
 
 @dataclass
-class BadWordOfFlag(lt.Config):
+class UnknownPartOfFlag(lt.Config):
     size: int = lt.flag(3, "a size", affects="now here")
 
 
@@ -210,27 +231,27 @@ class UndecoratedOptim(lt.OptimConfig):
 
 
 @dataclass
-class Mapped(lt.Config):
+class WithDictionary(lt.Config):
     sizes: dict[str, int] = lt.flag({}, "sizes by name")
 
 
 @dataclass
-class Pathed(lt.Config):
+class WithPath(lt.Config):
     file: str = lt.flag(Path("x"), "a file")
 
 
 @dataclass
-class Numbered(lt.Config):
+class WithNumberChoices(lt.Config):
     size: Literal[1, 2] = lt.flag(1, "a size")
 
 
 @dataclass
-class Taken(lt.Config):
-    origins: str = lt.flag("", "what Config has, too")
+class WithAttributeOfConfig(lt.Config):
+    origins: str = lt.flag("", "an attribute of lt.Config, too")
 
 
 @dataclass
-class Unknown(lt.Config):
+class UnknownAnnotation(lt.Config):
     size: "Intt" = lt.flag(3, "a size")  # type: ignore[name-defined]  # noqa: F821
 
 
@@ -239,106 +260,145 @@ class Unknown(lt.Config):
     [
         (WithoutFlag, 'WithoutFlag.size is no flag: write size: int = lt.flag(3, "what it is").'),
         (WithoutDefault, "WithoutDefault.sizes is no flag: write sizes: list"),
-        (BadWord, "BadWord.size affects 'loss', which is no part of a run. The parts are seed, "),
-        (BadWordOfFlag, "BadWordOfFlag.size affects 'now', which is no part of a run - did you"),
+        (
+            UnknownPart,
+            "UnknownPart.size affects 'loss', which is no part of a run. The parts are seed, ",
+        ),
+        (
+            UnknownPartOfFlag,
+            "UnknownPartOfFlag.size affects 'now', which is no part of a run - did you",
+        ),
         (Undecorated, "Undecorated is no dataclass: write @dataclass above the class."),
         (UndecoratedOptim, "UndecoratedOptim is no dataclass: write @dataclass above the class."),
-        (Mapped, "Mapped.sizes: a flag without parse=... is a str, int, float or bool, a Literal "),
-        (Pathed, "Pathed.file has the default PosixPath('x'), which is no text, number or "),
-        (Numbered, "Numbered.size: a flag without parse=... is a str, int, float or bool, a "),
-        (Taken, "Taken.origins: lt.Config has something else of this name; rename the flag."),
-        (Unknown, "Unknown.size has an unknown annotation: name 'Intt' is not defined."),
+        (
+            WithDictionary,
+            "WithDictionary.sizes: a flag without parse=... is a str, int, float or bool, a Literal ",
+        ),
+        (WithPath, "WithPath.file has the default PosixPath('x'), which is no text, number or "),
+        (
+            WithNumberChoices,
+            "WithNumberChoices.size: a flag without parse=... is a str, int, float or bool, a ",
+        ),
+        (
+            WithAttributeOfConfig,
+            "WithAttributeOfConfig.origins: lt.Config has something else of this name; rename the flag.",
+        ),
+        (
+            UnknownAnnotation,
+            "UnknownAnnotation.size has an unknown annotation: name 'Intt' is not defined.",
+        ),
     ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_a_section_that_cannot_be_flags_is_an_error_of_one_line(
+def test_a_section_that_cannot_become_flags_is_an_error_of_one_line(
     section: type[lt.Config], message: str
 ) -> None:
-    assert error_of(lt.parse, with_section(section), []).startswith(message)
+    assert section_error(section).startswith(message)
 
 
-def test_a_list_without_flag_is_refused_by_python_itself() -> None:
+def test_python_itself_refuses_a_list_as_a_default() -> None:
     with pytest.raises(ValueError, match="mutable default"):
 
         @dataclass
-        class Listed(lt.Config):
+        class WithList(lt.Config):
             sizes: list[int] = []  # noqa: RUF008
 
 
-def test_what_is_no_section_is_an_error_of_one_line() -> None:
+def test_an_attribute_of_settings_that_is_no_section_is_an_error_of_one_line() -> None:
     @dataclass
-    class Flat(lt.Settings):
+    class WithNumber(lt.Settings):
         penalty: float = 1.0
 
     @dataclass
-    class Unannotated(lt.Settings):
+    class WithoutAnnotation(lt.Settings):
         own = PenaltyConfig()
 
-    class Bare(lt.Settings):
+    class WithoutDecorator(lt.Settings):
         own: PenaltyConfig = field(default_factory=PenaltyConfig)
 
     data = lt.BatchConfig()
-    assert error_of(lt.parse, Flat(data=data), []).startswith(
-        "Flat.penalty is of type float, but a section of settings is an lt.Config."
+    assert error_of(lt.parse, WithNumber(data=data), []).startswith(
+        "WithNumber.penalty is of type float, but a section of settings is an lt.Config."
     )
-    assert error_of(lt.parse, Unannotated(data=data), []) == (
-        "Unannotated.own has no annotation, so it is no section: write own: PenaltyConfig = "
+    assert error_of(lt.parse, WithoutAnnotation(data=data), []) == (
+        "WithoutAnnotation.own has no annotation, so it is no section: write own: PenaltyConfig = "
         "field(default_factory=PenaltyConfig)."
     )
-    assert error_of(lt.parse, Bare(data=data), []) == (
-        "Bare is no dataclass: write @dataclass above the class."
+    assert error_of(lt.parse, WithoutDecorator(data=data), []) == (
+        "WithoutDecorator is no dataclass: write @dataclass above the class."
     )
 
 
-def test_a_recipe_that_is_gone_may_have_annotations_as_text(tmp_path: Path) -> None:
-    """`llmtrain plan` loads a recipe, and parses its flags when its module is gone."""
+RECIPE_WITH_POSTPONED_ANNOTATIONS = """
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Literal
+import llmtrain as lt
+
+@dataclass
+class Own(lt.Config):
+    kind: Literal["a", "b"] = lt.flag("a", "a kind")
+
+@dataclass
+class Settings(lt.Settings):
+    own: Own = field(default_factory=Own)
+
+DEFAULTS = Settings(data=lt.BatchConfig())
+"""
+
+
+def test_flags_are_parsed_after_the_module_of_the_recipe_is_gone(tmp_path: Path) -> None:
+    """`llmtrain plan` does so. Annotations that are text need the names of that module."""
     recipe = tmp_path / "own.py"
-    recipe.write_text(
-        "from __future__ import annotations\n"
-        "from dataclasses import dataclass, field\n"
-        "from typing import Literal\n"
-        "import llmtrain as lt\n"
-        "@dataclass\n"
-        "class Own(lt.Config):\n"
-        "    kind: Literal['a', 'b'] = lt.flag('a', 'a kind')\n"
-        "@dataclass\n"
-        "class Settings(lt.Settings):\n"
-        "    own: Own = field(default_factory=Own)\n"
-        "DEFAULTS = Settings(data=lt.BatchConfig())\n"
-    )
+    recipe.write_text(RECIPE_WITH_POSTPONED_ANNOTATIONS)
     names = runpy.run_path(str(recipe), run_name="llmtrain.recipe")
-    assert parsed("--kind", "b", defaults=names["DEFAULTS"]).own.kind == "b"
+    assert parsed("--kind b", defaults=names["DEFAULTS"]).own.kind == "b"
 
 
 # --- the page
 
 
-def test_the_recipe_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Its flag is in its help, in its record, in its fingerprint, and a cause for `diff`."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (extension,) = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    recipe = tmp_path / "zloss.py"
+@pytest.fixture(scope="module")
+def page_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of the page, with the flag --z_loss."""
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    recipe = tmp_path_factory.mktemp("page") / "zloss.py"
     recipe.write_text(code)
+    return recipe
 
-    names = runpy.run_path(str(recipe))
+
+def test_the_page_shows_how_to_add_a_flag_to_another_recipe(page_recipe: Path) -> None:
+    [extension] = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = runpy.run_path(str(page_recipe))
     exec(extension, names)
-    extended = lt.parse(names["DEFAULTS"], ["--z_loss", "2", "--lora_r", "4"])
-    assert (extended.z.z_loss, extended.lora.lora_r) == (2.0, 4)
 
-    refused = run([sys.executable, str(recipe), "--z_loss", "-1"])
-    assert (refused.status, refused.err) == (
-        2,
-        "error: --z_loss -1.0 is out of range: it must be at least 0.\n",
-    )
-    for name, flags in (("a", []), ("b", ["--z_loss", "0.1"])):
-        folder = str(tmp_path / name)
-        short = ["--max_steps", "4", "--report_to", "none", "--output_dir", folder]
-        run([sys.executable, str(recipe), *short, *flags]).assert_ok()
-    record = read_json(tmp_path / "b" / "run.json")
-    assert record["settings"]["z_loss"] == {
-        "value": 0.1,
-        "from": "command line",
-        "affects": "pass",
-    }
+    settings = parsed("--z_loss 2 --lora_r 4", defaults=names["DEFAULTS"])
+
+    assert settings.z.z_loss == 2.0
+    assert settings.lora.lora_r == 4
+
+
+def test_the_flag_of_the_page_is_in_the_record_the_fingerprint_and_the_diff(
+    page_recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--max_steps 4 --report_to none"
+    default = tmp_path / "default"
+    changed = tmp_path / "changed"
+    command = [*PYTHON, str(page_recipe)]
+    run([*command, *shlex.split(f"{flags} --output_dir {default}")]).assert_ok()
+    run([*command, *shlex.split(f"{flags} --output_dir {changed} --z_loss 0.1")]).assert_ok()
+
+    record = read_json(changed / "run.json")
+    expected = {"value": 0.1, "from": "command line", "affects": "pass"}
+    assert record["settings"]["z_loss"] == expected
     assert record["fingerprint"]["own_settings"] == {"z_loss": 0.1}
-    _, out, _ = ended(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert re.findall(r"^cause +(.*)$", out, re.MULTILINE) == ["--z_loss 0.0001 and 0.1"]
+
+    _, out, _ = ended(capsys, "diff", str(default), str(changed))
+    causes = re.findall(r"^cause +(.*)$", out, re.MULTILINE)
+    assert causes == ["--z_loss 0.0001 and 0.1"]
+
+
+def test_the_flag_of_the_page_is_checked(page_recipe: Path) -> None:
+    ended = run([*PYTHON, str(page_recipe), "--z_loss", "-1"])
+    assert ended.status == 2
+    assert ended.err == "error: --z_loss -1.0 is out of range: it must be at least 0.\n"

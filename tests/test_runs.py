@@ -1,10 +1,12 @@
-"""`llmtrain runs check` says how a run stands, says what a resume would do, and changes nothing."""
+"""`llmtrain runs` lists runs, and checks the checkpoints of one without changing anything."""
 
 import json
 import os
 import platform
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,163 +22,220 @@ from llmtrain.record.state_tree import FlatState
 from tests.record.test_checkpoint import DAMAGE, Files, flip
 from tests.test_cli import ended
 
-LOSSES = {10: 2.5, 20: 2.125, 30: 2.25}
-STATUS = {
+PREEMPTED = {
     "state": "preempted",
     "step": 30,
     "reason": "asked to stop by SIGTERM",
     "time": "2026-01-01T00:00:00+0000",
 }
+EVAL_LOSSES = {10: 2.5, 20: 2.125, 30: 2.25}  # of the checkpoints of `run`, by step
 
 
 def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine") -> Path:
+    """Save a checkpoint with an eval loss into a checkpoints folder."""
     weights = {"w": torch.full((64,), float(step))}
-    state = {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint}
+    moments = {"w.exp_avg": weights["w"] * 2}
     Saver(folder, Files(), keep=100).save(
         step,
         weights,
-        {"optimizer": FlatState({}, {"w.exp_avg": weights["w"] * 2})},
-        state,
+        {"optimizer": FlatState({}, moments)},
+        {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint},
     )
     return path_of(folder, step)
 
 
-def make(folder: Path, status: dict, steps: dict[int, float]) -> Path:
+def make_run(
+    folder: Path, status: dict[str, Any], eval_losses: dict[int, float] | None = None
+) -> Path:
+    """Make a run folder with a checkpoint for each step of ``eval_losses``."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "run.json").write_text(
-        json.dumps({"format_version": 1, "fingerprint_sha256": "mine"})
-    )
-    (folder / "status.json").write_text(json.dumps(status))
-    for step, loss in steps.items():
+    write_json(folder / "run.json", {"format_version": 1, "fingerprint_sha256": "mine"})
+    write_json(folder / "status.json", status)
+    for step, loss in (eval_losses or {}).items():
         save(folder / "checkpoints", step, loss)
     return folder
 
 
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make(tmp_path / "run", STATUS, LOSSES)
+    """A preempted run with three checkpoints. The newest is not the best."""
+    return make_run(tmp_path / "run", PREEMPTED, EVAL_LOSSES)
 
 
-def check(capsys: pytest.CaptureFixture, path: Path) -> tuple[int, str, dict[int, str]]:
-    """Return the status, all that was said, and the line of each step in the order in which they came."""
+# --- runs check
+
+
+class Check(NamedTuple):
+    """The output of `llmtrain runs check`."""
+
+    status: int
+    out: str
+    lines: dict[int, str]  # the lines of the checkpoints by step, in the printed order
+
+    def steps_with(self, text: str) -> list[int]:
+        return [step for step, line in self.lines.items() if text in line]
+
+
+def check(capsys: pytest.CaptureFixture[str], path: Path) -> Check:
     status, out, err = ended(capsys, "runs", "check", str(path))
     assert not err
-    return (
-        status,
-        out,
-        {int(line.split()[0]): line for line in out.splitlines() if line.split()[0].isdigit()},
-    )
+
+    lines = {}
+    for line in out.splitlines():
+        first_word = line.split()[0]
+        if first_word.isdigit():
+            lines[int(first_word)] = line
+    return Check(status, out, lines)
 
 
-def test_a_whole_run_is_listed_newest_first_with_its_best_and_what_a_resume_takes(
-    run: Path, capsys
+def test_an_intact_run_is_described_with_its_checkpoints_the_newest_first(
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, lines = check(capsys, run)
-    assert status == 0
-    assert "preempted at step 30" in out
-    assert "asked to stop by SIGTERM" in out
-    assert [*lines] == [30, 20, 10]
-    assert all("intact" in line and f"{LOSSES[step]:.4f}" in line for step, line in lines.items())
-    assert [step for step, line in lines.items() if "a resume loads this one" in line] == [30]
-    assert [step for step, line in lines.items() if "best eval loss" in line] == [20]
-    size = sum(
-        path.stat().st_size
-        for path in (run / "checkpoints/step-00000030").rglob("*")
-        if path.is_file()
-    )
-    assert f" {size_text(size)} " in lines[30]
+    result = check(capsys, run)
+
+    assert result.status == 0
+    assert "preempted at step 30" in result.out
+    assert "asked to stop by SIGTERM" in result.out
+    assert [*result.lines] == [30, 20, 10]
+    for step, line in result.lines.items():
+        assert "intact" in line
+        assert f"{EVAL_LOSSES[step]:.4f}" in line
+    assert result.steps_with("a resume loads this one") == [30]
+    assert result.steps_with("best eval loss") == [20]
+
+    newest = run / "checkpoints" / "step-00000030"
+    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    assert f" {size_text(size)} " in result.lines[30]
 
 
-def test_another_model_than_the_run_began_with_is_named_with_status_1(
-    run: Path, tmp_path: Path, capsys
+def test_a_base_model_that_has_changed_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "base"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"the weights")
+    base = tmp_path / "base"
+    base.mkdir()
+    weights = base / "model.safetensors"
+    weights.write_bytes(b"the weights")
     record = json.loads((run / "run.json").read_text())
-    record["settings"] = {"model_name_or_path": {"value": str(model), "origin": "command line"}}
-    record["fingerprint"] = {"initial_weights": {"weights": origin_of(str(model))}}
-    (run / "run.json").write_text(json.dumps(record))
-    status, out, _ = check(capsys, run)
-    assert status == 0
-    assert "changed" not in out
+    record["settings"] = {"model_name_or_path": {"value": str(base), "origin": "command line"}}
+    record["fingerprint"] = {"initial_weights": {"weights": origin_of(str(base))}}
+    write_json(run / "run.json", record)
 
-    (model / "model.safetensors").write_bytes(b"THE WEIGHTS")
-    status, out, _ = check(capsys, run)
-    assert status == 1
-    assert f"{model} has other weights than the run began with" in out
+    unchanged = check(capsys, run)
+    weights.write_bytes(b"THE WEIGHTS")
+    changed = check(capsys, run)
+
+    assert unchanged.status == 0
+    assert "changed" not in unchanged.out
+    assert changed.status == 1
+    assert f"{base} has other weights than the run began with" in changed.out
 
 
-def test_json_says_what_the_lines_say(run: Path, capsys) -> None:
+def test_json_has_the_content_of_the_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     DAMAGE["a truncated file"](run / "checkpoints/step-00000030")
-    _, _, lines = check(capsys, run)
+    lines = check(capsys, run).lines
+
     status, out, _ = ended(capsys, "runs", "check", str(run), "--json")
-    found = json.loads(out)
-    assert (status, found["well"]) == (1, False)
-    assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
-    assert found["checkpoints"][0]["fault"] in lines[30]
-    assert [one["is_resumable"] for one in found["checkpoints"]] == [False, True, False]
-    assert [one["eval_loss"] for one in found["checkpoints"]] == [
-        LOSSES[step] for step in (30, 20, 10)
-    ]
-    assert "asked to stop by SIGTERM" in found["summary"]
+
+    report = json.loads(out)
+    assert status == 1
+    assert report["well"] is False
+    assert "asked to stop by SIGTERM" in report["summary"]
+    newest, second, third = report["checkpoints"]
+    assert [newest["step"], second["step"], third["step"]] == [30, 20, 10]
+    assert newest["fault"] in lines[30]
+    assert [newest["is_resumable"], second["is_resumable"]] == [False, True]
+    assert third["is_resumable"] is False, "a resume loads a newer one"
+    for entry in report["checkpoints"]:
+        assert entry["eval_loss"] == EVAL_LOSSES[entry["step"]]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_with_status_1_and_a_resume_takes_what_it_would_take(
-    damage: str, run: Path, capsys
+def test_damage_is_named_and_the_check_names_the_checkpoint_that_a_resume_loads(
+    damage: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    DAMAGE[damage](run / "checkpoints/step-00000030")
-    status, _, lines = check(capsys, run)
-    taken = newest_valid(run / "checkpoints", False, "mine")
-    fault = checkpoint.find_fault(run / "checkpoints/step-00000030")
-    assert status == 1
+    damaged = run / "checkpoints" / "step-00000030"
+    DAMAGE[damage](damaged)
+
+    result = check(capsys, run)
+
+    fault = checkpoint.find_fault(damaged)
+    assert result.status == 1
     assert fault
-    assert fault in lines[30]
-    assert "intact" not in lines[30]
-    assert taken is not None
-    assert [f"step-{step:08d}" for step, line in lines.items() if "a resume loads" in line] == [
-        taken.name
-    ]
+    assert fault in result.lines[30]
+    assert "intact" not in result.lines[30]
+
+    assert result.steps_with("a resume loads this one") == [20]
+    loaded_by_resume = newest_valid(run / "checkpoints", False, "mine")
+    assert loaded_by_resume is not None
+    assert loaded_by_resume.name == "step-00000020"
 
 
-def test_an_older_one_that_is_damaged_is_status_1(run: Path, capsys) -> None:
+def test_damage_of_an_older_checkpoint_is_status_1(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(run / "checkpoints/step-00000010/model/model.safetensors")
-    status, _, lines = check(capsys, run)
-    assert status == 1
-    assert "a resume loads this one" in lines[30]
-    assert "differs from its hash" in lines[10]
+
+    result = check(capsys, run)
+
+    assert result.status == 1
+    assert "differs from its hash" in result.lines[10]
+    assert result.steps_with("a resume loads this one") == [30]
 
 
-def test_a_checkpoint_of_another_run_is_not_taken(run: Path, capsys) -> None:
-    save(run / "checkpoints", 40, fingerprint="theirs")
-    status, _, lines = check(capsys, run)
-    assert status == 1
-    assert "it belongs to another run" in lines[40]
-    assert "a resume loads this one" in lines[30]
+def test_a_checkpoint_of_another_run_is_not_loaded(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(run / "checkpoints", 40, fingerprint="of another run")
+
+    result = check(capsys, run)
+
+    assert result.status == 1
+    assert "it belongs to another run" in result.lines[40]
+    assert result.steps_with("a resume loads this one") == [30]
 
 
-def test_folders_set_aside_and_leftovers_are_named(run: Path, capsys) -> None:
+def test_damaged_and_temporary_folders_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000010").rename(folder / "damaged-step-00000010")
     (folder / ".tmp-step-00000040-123").mkdir()
     (run / ".tmp-abc").write_text("{")
-    status, out, _ = check(capsys, run)
-    assert status == 0, "the newest is whole"
+
+    result = check(capsys, run)
+
+    assert result.status == 0, "the newest checkpoint is intact"
     for name in ("damaged-step-00000010", ".tmp-step-00000040-123", ".tmp-abc"):
-        assert name in out
+        assert name in result.out
+
+
+def test_a_temporary_folder_of_a_running_process_is_being_written(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / ".tmp-step-00000040-123").mkdir()
     with lock_of(run):
-        assert ".tmp-step-00000040-123 is being written" in check(capsys, run)[1]
-    for path in folder.glob("step-*"):
-        shutil.rmtree(path)
-    (run / "status.json").write_text(json.dumps(STATUS | {"state": "failed"}))
-    status, out, _ = check(capsys, run)
-    assert status == 1, "a resume would refuse"
-    assert "no checkpoint is left" in out
+        result = check(capsys, run)
+    assert ".tmp-step-00000040-123 is being written" in result.out
+
+
+def test_a_failed_run_whose_only_checkpoint_was_damaged_cannot_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", PREEMPTED | {"state": "failed"})
+    (run / "checkpoints" / "damaged-step-00000010").mkdir()
+
+    result = check(capsys, run)
+
+    assert result.status == 1
+    assert "no checkpoint is left" in result.out
 
 
 @pytest.mark.parametrize(
-    ("state", "step", "status", "says"),
+    ("state", "step", "status", "message"),
     [
         ("running", 0, 0, "no checkpoint has been made yet"),
         ("failed", 3, 0, "no checkpoint has been made yet"),
@@ -185,217 +244,300 @@ def test_folders_set_aside_and_leftovers_are_named(run: Path, capsys) -> None:
         ("finished", 10, 1, "no checkpoint is left"),
     ],
 )
-def test_a_run_without_a_checkpoint_says_whether_one_is_missing(
-    state: str, step: int, status: int, says: str, tmp_path: Path, capsys
+def test_a_run_without_a_checkpoint_is_at_fault_only_if_it_must_have_had_one(
+    state: str,
+    step: int,
+    status: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found, out, lines = check(capsys, make(tmp_path / "run", {"state": state, "step": step}, {}))
-    assert (found, lines) == (status, {})
-    assert f"{state} at step {step}" in out
-    assert says in out
+    run = make_run(tmp_path / "run", {"state": state, "step": step})
+
+    result = check(capsys, run)
+
+    assert result.status == status
+    assert result.lines == {}
+    assert f"{state} at step {step}" in result.out
+    assert message in result.out
 
 
-def test_a_run_that_another_process_holds_is_in_progress_and_a_killed_one_is_not(
-    tmp_path: Path, capsys
+def test_a_running_status_means_killed_unless_a_process_has_the_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make(
-        tmp_path / "run", {"state": "running", "step": 10, "host": os.uname().nodename}, {10: 1.0}
-    )
-    assert "was killed" in check(capsys, run)[1]
+    status = {"state": "running", "step": 10, "host": os.uname().nodename}
+    run = make_run(tmp_path / "run", status, {10: 1.0})
+
+    assert "was killed" in check(capsys, run).out
     with lock_of(run):
-        out = check(capsys, run)[1]
-        assert "in progress" in out
-        assert "killed" not in out
-    assert "was killed" in check(capsys, run)[1]
-    with lock_of(run).acquire(blocking=False):  # the check keeps no lock
+        result = check(capsys, run)
+    assert "in progress" in result.out
+    assert "killed" not in result.out
+
+    assert "was killed" in check(capsys, run).out
+    with lock_of(run).acquire(blocking=False):  # fails if the check has kept the lock
         pass
 
 
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_fault(
-    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_the_run_deletes_during_the_check_is_no_fault(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prune_first(path: Path, fingerprint: str | None) -> str | None:
-        if path.name.endswith("10"):
+    find_fault = checkpoint.find_fault
+
+    def delete_oldest_first(path: Path, fingerprint: str | None) -> str | None:
+        if path.name == "step-00000010":
             shutil.rmtree(path)
         return find_fault(path, fingerprint)
 
-    find_fault = checkpoint.find_fault
-    monkeypatch.setattr(checkpoint, "find_fault", prune_first)
-    status, _, lines = check(capsys, run)
-    assert (status, [*lines]) == (0, [30, 20])
+    monkeypatch.setattr(checkpoint, "find_fault", delete_oldest_first)
+
+    result = check(capsys, run)
+
+    assert result.status == 0
+    assert [*result.lines] == [30, 20]
 
 
-def tree(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:
-    """Return the inode, mode, time of change and content of each path."""
-    found = {}
+class FileState(NamedTuple):
+    inode: int
+    mode: int
+    modified: int
+    content: bytes
+
+
+def file_states(folder: Path) -> dict[Path, FileState]:
+    states = {}
     for path in [folder, *folder.rglob("*")]:
         stat = path.lstat()
         content = path.read_bytes() if path.is_file() else b""
-        found[str(path)] = stat.st_ino, stat.st_mode, stat.st_mtime_ns, content
-    return found
+        states[path] = FileState(stat.st_ino, stat.st_mode, stat.st_mtime_ns, content)
+    return states
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_nothing_is_changed(held: bool, run: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    "has_lock_file", [pytest.param(False, id="no lock file"), pytest.param(True, id="lock file")]
+)
+def test_a_check_changes_nothing(
+    has_lock_file: bool, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = run / "checkpoints"
     flip(folder / "step-00000030/model/model.safetensors")
     (folder / "damaged-step-00000005").mkdir()
     (folder / ".tmp-step-00000040-123").mkdir()
-    if held:
+    if has_lock_file:
         with lock_of(run):
             pass
         os.utime(run / ".lock", (1, 1))
-    before = tree(run)
+    before = file_states(run)
+
     for path in (run, folder, folder / "step-00000030", folder / "step-00000020"):
         check(capsys, path)
-    assert tree(run) == before
+
+    assert file_states(run) == before
 
 
-def test_the_checkpoints_folder_and_one_checkpoint_may_be_named(
-    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoints_folder_is_checked_like_its_run(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(run / "checkpoints/step-00000010/optimizer/state.safetensors")
-    assert check(capsys, run / "checkpoints") == check(capsys, run)
-    status, out, lines = check(capsys, run / "checkpoints/step-00000020")
-    assert (status, [*lines]) == (0, [20])
-    assert "preempted at step 30" in out
-    assert check(capsys, run / "checkpoints/step-00000010")[0] == 1
+    of_run = check(capsys, run)
+
+    assert check(capsys, run / "checkpoints") == of_run
     monkeypatch.chdir(run / "checkpoints")
-    assert check(capsys, Path()) == check(capsys, run)
+    assert check(capsys, Path()) == of_run
+
+
+def test_a_single_checkpoint_can_be_checked(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(run / "checkpoints/step-00000010/optimizer/state.safetensors")
+
+    damaged = check(capsys, run / "checkpoints/step-00000010")
+    intact = check(capsys, run / "checkpoints/step-00000020")
+
+    assert damaged.status == 1
+    assert intact.status == 0
+    assert [*intact.lines] == [20]
+    assert "preempted at step 30" in intact.out
     monkeypatch.chdir(run / "checkpoints/step-00000020")
-    assert check(capsys, Path()) == (status, out, lines)
+    assert check(capsys, Path()) == intact
 
 
-def test_files_that_hold_something_else_are_no_traceback(run: Path, capsys) -> None:
+def test_files_with_unexpected_json_are_faults(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("status.json", "run.json", "checkpoints/step-00000030/state.json"):
         (run / name).write_text("[1]")
-    status, out, lines = check(capsys, run)
-    assert status == 1
-    assert "no status.json can be read" in out
-    assert "state.json differs from its hash" in lines[30]
+
+    result = check(capsys, run)
+
+    assert result.status == 1
+    assert "no status.json can be read" in result.out
+    assert "state.json differs from its hash" in result.lines[30]
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["check", "no/such/run"], "no/such/run is neither a run folder nor a checkpoint"),
-        (["check", "{here}"], "is neither a run folder nor a checkpoint"),
-        (["check", "{here}/file"], "is neither a run folder nor a checkpoint"),
-        (["check"], "RUN"),
-        (["mend", "{here}"], "give one folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(
-    argv: list[str], says: str, tmp_path: Path, capsys
+def test_a_run_that_cannot_be_read_is_an_error_of_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    status, out, err = ended(capsys, "runs", *[word.format(here=tmp_path) for word in argv])
-    assert (status, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
-
-
-def test_a_folder_that_cannot_be_read_is_one_line(
-    run: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(path: Path, _: bool) -> bool:
+    def deny(path: Path, as_json: bool) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(runs, "_check", denied)
+    monkeypatch.setattr(runs, "_check", deny)
+
     status, _, err = ended(capsys, "runs", "check", str(run))
+
     assert status == 2
     assert err == f"error: {run} could not be read: Permission denied.\n"
 
 
-def test_runs_are_listed_with_state_losses_and_age_the_newest_first(tmp_path: Path, capsys) -> None:
-    old = make(tmp_path / "runs" / "old", STATUS, {})
-    new = make(
-        tmp_path / "runs" / "sweep" / "new",
-        STATUS | {"state": "running", "host": platform.node()},
-        {},
-    )
-    (new / "run.json").write_text(
-        json.dumps({"format_version": 1, "settings": {"max_steps": {"value": 60}}})
-    )
-    lines = [
-        {"step": 0, "eval/loss": 9.0},
-        {"step": 40, "train/loss": 2.5},
-        {"step": 40, "eval/loss": 3.25},
-    ]
-    (new / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 50, "tr'
-    )
+# --- the list
+
+
+def list_runs(capsys: pytest.CaptureFixture[str], flags: str) -> list[list[str]]:
+    """Return the columns of `llmtrain runs`, without the heading."""
+    status, out, err = ended(capsys, "runs", *shlex.split(flags))
+    assert (status, err) == (0, "")
+    return [line.split() for line in out.splitlines()[1:]]
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> Path:
+    """Make a folder with the run "old", which has no loss, and "sweep/new", which was killed."""
+    old = make_run(tmp_path / "runs/old", PREEMPTED)
     for path in old.iterdir():
         os.utime(path, (1e9, 1e9))
-    status, out, err = ended(capsys, "runs", str(tmp_path / "runs"))
-    assert (status, err) == (0, "")
-    first, second = (line.split() for line in out.splitlines()[1:])
-    assert first[:5] == [str(new), "killed", "40/60", "2.5000", "3.2500"]
-    assert second[:3] == [str(old), "preempted", "30"]
-    assert second[-1] == "d"
-    with lock_of(new).acquire():
-        assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
-    status, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--json")
-    found = json.loads(out)
-    assert [(run["state"], run["loss"], run["eval_loss"]) for run in found] == [
-        ("killed", 2.5, 3.25),
-        ("preempted", None, None),
-    ]
+
+    running = PREEMPTED | {"state": "running", "host": platform.node()}
+    new = make_run(tmp_path / "runs/sweep/new", running)
+    write_json(new / "run.json", {"format_version": 1, "settings": {"max_steps": {"value": 60}}})
+    (new / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/loss": 9.0}\n'
+        '{"step": 40, "train/loss": 2.5}\n'
+        '{"step": 40, "eval/loss": 3.25}\n'
+        '{"step": 50, "tr'
+    )
+    return tmp_path / "runs"
 
 
-def test_runs_are_sorted_by_a_loss_and_those_without_one_come_last(tmp_path: Path, capsys) -> None:
-    losses = {"a": 3.0, "b": 2.0, "c": None, "d": 4.0}
-    for name, loss in losses.items():
-        folder = make(tmp_path / "runs" / name, STATUS, {})
-        entry = {"step": 1, "train/loss": 1.0} | ({} if loss is None else {"eval/loss": loss})
-        (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
-    _, out, _ = ended(capsys, "runs", str(tmp_path / "runs"), "--sort", "eval_loss")
-    names = [Path(line.split()[0]).name for line in out.splitlines()[1:]]
-    assert names == ["b", "a", "d", "c"]
-    status, _, err = ended(capsys, "runs", str(tmp_path / "runs"), "--sort", "size")
-    assert status == 2
-    assert "invalid choice: 'size'" in err
-
-
-def test_a_run_of_another_machine_may_be_running_there(tmp_path: Path, capsys) -> None:
-    make(tmp_path / "runs" / "far", STATUS | {"state": "running", "host": "elsewhere"}, {})
-    assert "running" in ended(capsys, "runs", str(tmp_path / "runs"))[1]
-
-
-def test_a_step_of_an_extended_run_is_repeated_in_the_run_that_made_it(
-    tmp_path: Path, capsys
+def test_runs_are_listed_with_state_losses_and_age_the_newest_first(
+    two_runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make(tmp_path / "run-2", STATUS, {})
-    extends = {"run": "runs/run", "step": 20, "start_times": []}
-    (run / "run.json").write_text(json.dumps({"format_version": 1, "extends": extends}))
-    status, _, err = ended(capsys, "replay", str(run), "--step", "20")
-    assert status == 2
-    assert "llmtrain replay runs/run --step 20" in err
+    new, old = list_runs(capsys, str(two_runs))
+
+    assert new[:5] == [f"{two_runs}/sweep/new", "killed", "40/60", "2.5000", "3.2500"]
+    assert old[:3] == [f"{two_runs}/old", "preempted", "30"]
+    assert old[-1] == "d", "its age is in days"
+
+
+def test_a_run_whose_process_has_the_lock_is_listed_as_running(
+    two_runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lock_of(two_runs / "sweep/new"):
+        new, _ = list_runs(capsys, str(two_runs))
+    assert new[1] == "running"
+
+
+def test_the_list_as_json_has_null_for_a_loss_that_is_missing(
+    two_runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = ended(capsys, "runs", str(two_runs), "--json")
+
+    new, old = json.loads(out)
+    assert (new["state"], new["loss"], new["eval_loss"]) == ("killed", 2.5, 3.25)
+    assert (old["state"], old["loss"], old["eval_loss"]) == ("preempted", None, None)
+
+
+def test_runs_sorted_by_a_loss_come_before_those_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_entries = {
+        "third": {"step": 1, "train/loss": 1.0, "eval/loss": 4.0},
+        "first": {"step": 1, "train/loss": 1.0, "eval/loss": 2.0},
+        "without eval": {"step": 1, "train/loss": 1.0},
+        "second": {"step": 1, "train/loss": 1.0, "eval/loss": 3.0},
+    }
+    for name, entry in log_entries.items():
+        folder = make_run(tmp_path / "runs" / name.replace(" ", "_"), PREEMPTED)
+        (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+
+    rows = list_runs(capsys, f"{tmp_path}/runs --sort eval_loss")
+
+    names = [Path(columns[0]).name for columns in rows]
+    assert names == ["first", "second", "third", "without_eval"]
+
+
+def test_a_run_of_another_machine_is_listed_as_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the machine of a run can tell whether its process is alive."""
+    make_run(tmp_path / "runs/far", PREEMPTED | {"state": "running", "host": "elsewhere"})
+    [columns] = list_runs(capsys, f"{tmp_path}/runs")
+    assert columns[1] == "running"
+
+
+# --- runs --finished
 
 
 @pytest.mark.parametrize(
     ("state", "status"), [("finished", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
 )
-def test_scripts_can_ask_whether_a_run_is_finished(
-    state: str, status: int, tmp_path: Path, capsys
+def test_the_exit_status_tells_whether_a_run_is_finished(
+    state: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make(tmp_path / "run", STATUS | {"state": state}, {})
-    found, out, err = ended(capsys, "runs", "--finished", str(run))
-    assert (found, err, out.count("\n")) == (status, "", 1)
-    assert f"run       {run}: {state} at step 30" in out
-    found, out, _ = ended(capsys, "runs", "--finished", str(run), "--json")
-    assert found == status
-    assert json.loads(out)["step"] == 30
+    run = make_run(tmp_path / "run", PREEMPTED | {"state": state})
+
+    text_status, text, err = ended(capsys, "runs", "--finished", str(run))
+    json_status, json_text, _ = ended(capsys, "runs", "--finished", str(run), "--json")
+
+    assert (text_status, err) == (status, "")
+    assert text.count("\n") == 1
+    assert f"run       {run}: {state} at step 30" in text
+    assert json_status == status
+    assert json.loads(json_text)["step"] == 30
 
 
-def test_what_is_no_run_is_neither_finished_nor_unfinished(tmp_path: Path, capsys) -> None:
-    for words in (["--finished", str(tmp_path)], ["--finished", str(tmp_path), "runs"]):
-        status, out, err = ended(capsys, "runs", *words)
-        assert (status, out, err.count("\n")) == (2, "", 1)
+# --- replay
+
+
+def test_a_replay_of_an_inherited_step_names_the_run_that_made_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run-2", PREEMPTED)
+    extends = {"run": "runs/run", "step": 20, "start_times": []}
+    write_json(run / "run.json", {"format_version": 1, "extends": extends})
+
+    status, _, err = ended(capsys, "replay", str(run), "--step", "20")
+
+    assert status == 2
+    assert "llmtrain replay runs/run --step 20" in err
+
+
+# --- mistakes
 
 
 @pytest.mark.parametrize(
-    "words", [["check"], ["check", "a", "b"], ["a", "b"], ["absent"], ["check", "a", "--json"]]
+    ("flags", "message"),
+    [
+        ("check no/such/run", "no/such/run is neither a run folder nor a checkpoint"),
+        ("check {folder}", "is neither a run folder nor a checkpoint"),
+        ("check {folder}/file", "is neither a run folder nor a checkpoint"),
+        ("check", "RUN"),
+        ("check a b", "give one folder"),
+        ("check a --json", "a is neither a run folder nor a checkpoint"),
+        ("mend {folder}", "give one folder"),
+        ("a b", "give one folder"),
+        ("absent", "absent is not a folder"),
+        ("{folder} --sort size", "invalid choice: 'size'"),
+        ("--finished {folder}", "is not a run folder"),
+        ("--finished {folder} runs", "--finished takes one run"),
+    ],
 )
-def test_what_lists_nothing_is_one_line(words: list[str], capsys) -> None:
-    status, _, err = ended(capsys, "runs", *words)
-    assert (status, err.count("\n")) == (2, 1)
+def test_a_mistake_is_an_error_of_one_line(
+    flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    status, out, err = ended(capsys, "runs", *shlex.split(flags.format(folder=tmp_path)))
+
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err

@@ -1,11 +1,15 @@
+"""How a process starts a run: the launcher, the device, the precision and the threads."""
+
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
@@ -16,223 +20,329 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.sharding import Sharding
 
 
+def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+# --- precision
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, emulates_bf16: bool) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return has_bf16 or (including_emulation and emulates_bf16)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_gpu_with_bfloat16_uses_it_by_default(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, has_bf16=True, emulates_bf16=True)
+    assert start._precision(None, cpu=False, sharded=sharded) == "bf16"
+
+
 @pytest.mark.parametrize(
-    ("chosen", "gpu", "expected"),
+    ("sharded", "precision"),
+    [pytest.param(False, "fp16", id="replicated"), pytest.param(True, "no", id="sharded")],
+)
+def test_a_gpu_that_emulates_bfloat16_does_not_use_it(
+    sharded: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, has_bf16=False, emulates_bf16=True)
+    assert start._precision(None, cpu=False, sharded=sharded) == precision
+
+
+def test_a_cpu_uses_float32_by_default() -> None:
+    assert start._precision(None, cpu=True, sharded=False) == "no"
+
+
+@pytest.mark.parametrize(("requested", "cpu"), [("no", False), ("fp16", False), ("bf16", True)])
+def test_a_requested_precision_is_used(
+    requested: str, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, has_bf16=True, emulates_bf16=True)
+    assert start._precision(requested, cpu=cpu, sharded=False) == requested
+
+
+@pytest.mark.parametrize(
+    ("precision", "cpu", "sharding", "bitwise", "message"),
     [
-        (None, True, "bf16"),
-        (None, False, "no"),
-        ("no", True, "no"),
-        ("fp16", True, "fp16"),
-        ("bf16", False, "bf16"),
+        pytest.param("fp16", True, None, False, "fp16 needs a GPU", id="fp16 on a CPU"),
+        pytest.param(
+            "fp16",
+            False,
+            Sharding(1, 2),
+            False,
+            "fp16 is not supported for sharded models",
+            id="fp16 with shards",
+        ),
+        pytest.param(
+            "no",
+            True,
+            Sharding(1, 2),
+            True,
+            "--bitwise is not supported for sharded models",
+            id="bitwise with shards",
+        ),
     ],
 )
-def test_bf16_is_the_default_of_a_gpu_that_has_it(
-    chosen: str | None, gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_an_unsupported_precision_is_refused(
+    precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool, message: str
 ) -> None:
-    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(start.torch.cuda, "is_bf16_supported", lambda including_emulation: gpu)
-    assert start._precision(chosen, cpu=not gpu, sharded=False) == expected
-
-
-@pytest.mark.parametrize(("sharded", "expected"), [(False, "fp16"), (True, "no")])
-def test_a_gpu_that_emulates_bf16_does_not_use_it(
-    sharded: bool, expected: str, monkeypatch
-) -> None:
-    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        start.torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    assert start._precision(None, cpu=False, sharded=sharded) == expected
-
-
-def test_threads_are_shared_unless_a_number_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = start.torch.get_num_threads()
-    monkeypatch.setattr(start.os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # what a launcher sets where nobody said anything
-    monkeypatch.setattr(start, "_SHARED_THREADS", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
-    assert start._share_threads(None) == 2
-    for bitwise, threads in (
-        (True, 1),
-        (False, 2),
-    ):  # other runs of one process, which find what the last one wrote
-        written = int(start.os.environ["OMP_NUM_THREADS"])
-        assert start._share_threads(written, bitwise) == threads
-    assert start._share_threads(3) == 3
-    assert start._share_threads(5) == 5
-    assert start.torch.get_num_threads() == 5
-    start.torch.set_num_threads(before)
+    with pytest.raises(UserError, match=message):
+        start._check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the variables of a single process whose address accelerate, or the user, has set."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, by_launcher: bool, processes: int | None) -> None:
-    launched = Launched(
-        by_launcher=by_launcher, precision=None, threads=None, on_cpu=False, processes=processes
-    )
-    monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
-
-
-@pytest.mark.usefixtures("address")
-def test_two_processes_asked_for_and_one_started_stops_with_the_command_that_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend(monkeypatch, by_launcher=True, processes=2)
-    says = r"^2 processes were requested, .* accelerate launch --multi_gpu --num_processes 2 "
-    with pytest.raises(UserError, match=says) as visible:
-        check_launch()
-    assert "MASTER_ADDR" not in str(visible.value)
-
-    pretend(monkeypatch, by_launcher=False, processes=None)  # behind a wrapper script
-    says = (
-        r"^several processes were requested, .*; for one process, unset MASTER_ADDR; for several, "
-    )
-    with pytest.raises(UserError, match=says):
-        check_launch()
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    check_launch()
-
-
-@pytest.mark.usefixtures("address")
-def test_one_process_with_an_address_that_the_user_exported_is_fine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for processes in (None, 1):
-        pretend(monkeypatch, by_launcher=True, processes=processes)
-        check_launch()
-
-    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # by the user of plain python
-    pretend(monkeypatch, by_launcher=False, processes=None)
-    check_launch()
-
-
-def test_a_world_size_that_no_launcher_set_is_one_line(monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        UserError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR or MASTER_PORT is not set; unset"
-    ):
-        check_launch()
-
-
-def test_a_command_to_use_instead_keeps_its_quotes(monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(launch_checks.sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
-    with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
-        check_launch()
-
-
-@pytest.mark.parametrize(
-    ("processes", "devices", "kind"), [(2, 1, "cuda"), (2, 2, "cuda"), (2, 1, "mps")]
-)
-def test_more_processes_than_gpus_stop_and_on_a_mac_use_the_cpu(
-    processes, devices, kind, monkeypatch
-) -> None:
-    monkeypatch.setattr(
-        start.torch.accelerator, "current_accelerator", lambda **_: start.torch.device(kind)
-    )
-    monkeypatch.setattr(start.torch.accelerator, "device_count", lambda: devices)
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    if (kind, devices) == ("cuda", 1):
-        with pytest.raises(
-            UserError, match=r"2 processes were started on a machine with 1 GPU; start one per GPU"
-        ):
-            start.use_cpu(is_chosen=False)
-    else:
-        assert start.use_cpu(is_chosen=False) is (kind == "mps")
-    assert start.use_cpu(is_chosen=True)
-
-
-def test_fp16_on_a_cpu_is_refused() -> None:
-    with pytest.raises(UserError, match="fp16 needs a GPU"):
-        start._check_precision("fp16", True, None, False)
-
-
-def test_what_sharding_does_not_do_is_refused() -> None:
-    with pytest.raises(UserError, match="fp16 is not supported for sharded models"):
-        start._check_precision("fp16", False, Sharding(1, 2), False)
-    with pytest.raises(UserError, match="--bitwise is not supported for sharded models"):
-        start._check_precision("no", True, Sharding(1, 2), True)
-
-
-def test_accumulation_in_the_accelerate_config_is_refused(monkeypatch) -> None:
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(UserError, match="gradient_accumulation_steps to 4"):
-        check_launch()
-
-
-@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
-def test_what_the_loop_does_not_support_is_refused_with_a_command(name, monkeypatch) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(
-        UserError,
-        match=r"not support yet; use: accelerate launch --config_file accelerate_configs/",
-    ):
-        check_launch()
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
-    check_launch()
-
-
-def test_a_group_of_another_size_than_the_launcher_started_is_refused(monkeypatch) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    alone = SimpleNamespace(num_processes=1)
-    monkeypatch.setattr(start, "TrainingAccelerator", lambda **_: alone)
-    for name, value in {
-        "WORLD_SIZE": "2",
-        "RANK": "0",
-        "MASTER_ADDR": "::1",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="each would train alone"):
-        start.start_accelerator()
-
-
-def test_another_run_of_this_process_may_have_another_precision(accelerator, monkeypatch) -> None:
-    assert accelerator.mixed_precision == "no"
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert start.start_accelerator().mixed_precision == "bf16"
-
-
-@pytest.fixture
-def arithmetic(monkeypatch: pytest.MonkeyPatch):
-    """Undo the process-wide settings of arithmetic after a test."""
+def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo the arithmetic settings of this process after a test."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.usefixtures("accelerator", "arithmetic")
-def test_each_start_sets_precision_and_determinism_whatever_an_earlier_run_had(monkeypatch) -> None:
-    def settings_after_start(bitwise: bool) -> tuple[str, bool, str | None]:
+class Arithmetic:
+    """The arithmetic settings of this process after a start."""
+
+    def __init__(self, bitwise: bool) -> None:
         start.start_accelerator(ParallelConfig(bitwise=bitwise))
-        return (
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-        )
+        self.matmul_precision = torch.get_float32_matmul_precision()
+        self.is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self.cublas_workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
+
+@pytest.mark.usefixtures("accelerator", "arithmetic")
+def test_each_start_on_a_gpu_sets_the_arithmetic_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "use_cpu", lambda is_chosen: False)
+
     for _ in range(2):
-        assert settings_after_start(bitwise=False) == ("high", False, None)
-        assert settings_after_start(bitwise=True) == ("highest", True, ":4096:8")
+        fast = Arithmetic(bitwise=False)
+        assert fast.matmul_precision == "high"
+        assert not fast.is_deterministic
+        assert fast.cublas_workspace is None
 
+        bitwise = Arithmetic(bitwise=True)
+        assert bitwise.matmul_precision == "highest"
+        assert bitwise.is_deterministic
+        assert bitwise.cublas_workspace == ":4096:8"
+
+
+@pytest.mark.usefixtures("accelerator", "arithmetic")
+def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(start, "use_cpu", lambda is_chosen: True)
-    assert settings_after_start(bitwise=False) == ("highest", False, None)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert settings_after_start(bitwise=False) == ("highest", False, ":16:8")
+    assert Arithmetic(bitwise=False).cublas_workspace is None
 
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    arithmetic = Arithmetic(bitwise=False)
+
+    assert arithmetic.matmul_precision == "highest"
+    assert not arithmetic.is_deterministic
+    assert arithmetic.cublas_workspace == ":16:8"
+
+
+def test_a_second_run_of_a_process_may_have_another_precision(
+    accelerator: start.TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert accelerator.mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert start.start_accelerator().mixed_precision == "bf16"
+
+
+# --- threads
+
+
+@pytest.fixture
+def four_processes_on_eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by a launcher, if the user sets nothing
+    monkeypatch.setattr(start, "_SHARED_THREADS", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("four_processes_on_eight_cores")
+def test_processes_share_the_cores_of_a_machine() -> None:
+    assert start._share_threads(None) == 2
+
+
+@pytest.mark.usefixtures("four_processes_on_eight_cores")
+def test_a_shared_number_of_threads_is_not_taken_for_the_user_s_by_the_next_run() -> None:
+    start._share_threads(None)
+    for bitwise, threads in ((True, 1), (False, 2)):
+        written_by_last_run = int(os.environ["OMP_NUM_THREADS"])
+        assert start._share_threads(written_by_last_run, bitwise) == threads
+
+
+@pytest.mark.usefixtures("four_processes_on_eight_cores")
+@pytest.mark.parametrize("threads", [3, 5])
+def test_a_requested_number_of_threads_is_used(threads: int) -> None:
+    assert start._share_threads(threads) == threads
+    assert torch.get_num_threads() == threads
+
+
+# --- processes and devices
+
+
+def pretend_launched(
+    monkeypatch: pytest.MonkeyPatch, by_launcher: bool, processes: int | None
+) -> None:
+    launched = Launched(
+        by_launcher=by_launcher, precision=None, threads=None, on_cpu=False, processes=processes
+    )
+    monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables of a single process whose address accelerate, or the user, has set."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    set_variables(monkeypatch, MASTER_ADDR="127.0.0.1", ACCELERATE_DYNAMO_MODE="default")
+
+
+@pytest.mark.usefixtures("address")
+def test_one_process_instead_of_two_is_an_error_with_the_right_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_launched(monkeypatch, by_launcher=True, processes=2)
+    message = r"^2 processes were requested, .* accelerate launch --multi_gpu --num_processes 2 "
+    with pytest.raises(UserError, match=message) as caught:
+        check_launch()
+    assert "MASTER_ADDR" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("address")
+def test_one_process_behind_a_wrapper_script_may_be_meant_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wrapper hides the command line of the launcher."""
+    pretend_launched(monkeypatch, by_launcher=False, processes=None)
+    message = (
+        r"^several processes were requested, .*; for one process, unset MASTER_ADDR; for several, "
+    )
+    with pytest.raises(UserError, match=message):
+        check_launch()
+
+    set_variables(monkeypatch, WORLD_SIZE=2, RANK=0, MASTER_PORT=1)
+    check_launch()
+
+
+@pytest.mark.usefixtures("address")
+@pytest.mark.parametrize("processes", [None, 1])
+def test_one_requested_process_with_an_address_may_start(
+    processes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_launched(monkeypatch, by_launcher=True, processes=processes)
+    check_launch()
+
+
+@pytest.mark.usefixtures("address")
+def test_plain_python_with_exported_variables_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")  # only accelerate sets it
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    pretend_launched(monkeypatch, by_launcher=False, processes=None)
+    check_launch()
+
+
+def test_a_world_size_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "WORLD_SIZE is 2, but RANK, MASTER_ADDR or MASTER_PORT is not set; unset"
+    with pytest.raises(UserError, match=message):
+        check_launch()
+
+
+def test_a_process_group_without_all_launched_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    single = SimpleNamespace(num_processes=1)
+    monkeypatch.setattr(start, "TrainingAccelerator", lambda **_: single)
+    set_variables(monkeypatch, WORLD_SIZE=2, RANK=0, MASTER_ADDR="::1", MASTER_PORT=1)
+
+    with pytest.raises(UserError, match="each would train alone"):
+        start.start_accelerator()
+
+
+def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    device = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_devices(monkeypatch, "cuda", count=1)
+    message = "2 processes were started on a machine with 1 GPU; start one per GPU"
+    with pytest.raises(UserError, match=message):
+        start.use_cpu(is_chosen=False)
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize(
+    ("kind", "count", "uses_cpu"),
+    [
+        pytest.param("cuda", 2, False, id="a GPU each"),
+        pytest.param("mps", 1, True, id="a Mac, whose GPU takes one process"),
+    ],
+)
+def test_two_processes_use_gpus_if_there_is_one_for_each(
+    kind: str, count: int, uses_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_devices(monkeypatch, kind, count)
+    assert start.use_cpu(is_chosen=False) is uses_cpu
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("cuda", 2), ("mps", 1)])
+def test_processes_use_the_cpu_if_the_user_chose_it(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_devices(monkeypatch, kind, count)
+    assert start.use_cpu(is_chosen=True)
+
+
+# --- what an accelerate config may ask for
+
+
+def test_accumulation_in_the_accelerate_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(UserError, match="gradient_accumulation_steps to 4"):
+        check_launch()
+
+
+@pytest.mark.parametrize("library", ["DEEPSPEED", "MEGATRON_LM"])
+def test_an_unsupported_library_is_refused_with_the_command_to_use(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{library}", "true")
+    message = "not support yet; use: accelerate launch --config_file accelerate_configs/"
+    with pytest.raises(UserError, match=message):
+        check_launch()
+
+    monkeypatch.setenv(f"ACCELERATE_USE_{library}", "false")
+    check_launch()
+
+
+def test_the_command_to_use_keeps_the_quotes_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
+    with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
+        check_launch()
+
+
+# --- the process of a recipe
 
 RECIPE = """
 from llmtrain.launching.process import launch, leave_group
@@ -243,7 +353,7 @@ class Result:
 def main() -> object:
     leave_group()
     leave_group()
-    print("made")
+    print("trained")
     if {fails}: raise SystemExit(3)
     return Result()
 
@@ -252,20 +362,29 @@ launch(main)
 
 
 @pytest.mark.parametrize(
-    ("fails", "status", "out"), [(False, 0, "made\nshown\n"), (True, 3, "made\n")]
+    ("fails", "status", "out"),
+    [
+        pytest.param(False, 0, "trained\nshown\n", id="success"),
+        pytest.param(True, 3, "trained\n", id="failure"),
+    ],
 )
-def test_what_a_recipe_returns_is_shown_when_it_ended_well(
-    fails: bool, status: int, out: str
-) -> None:
+def test_the_result_of_a_recipe_is_shown_if_it_succeeds(fails: bool, status: int, out: str) -> None:
     command = [sys.executable, "-c", RECIPE.format(fails=fails)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (status, out), done.stderr
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (status, out), ended.stderr
 
 
-def test_a_process_knows_for_how_long_it_has_existed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = process.seconds_since_start()
-    assert 0 < seconds < 3600
-    monkeypatch.setattr(process.time, "time", lambda: psutil.Process().create_time() + 100)
+def test_the_age_of_a_process_is_that_of_the_operating_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 0 < process.seconds_since_start() < 3600
+
+    start_time = psutil.Process().create_time()
+    monkeypatch.setattr(process.time, "time", lambda: start_time + 100)
     assert process.seconds_since_start() == pytest.approx(100)
+
+
+def test_a_notebook_has_no_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was started long before the run."""
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     assert process.seconds_since_start() == 0

@@ -1,7 +1,8 @@
-"""A flag of another program is answered with what to write here, and that is true of the recipe."""
+"""A flag of another program is answered with the flag to use here, and the recipe has that flag."""
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,17 @@ RECIPES = {
 }
 
 
-def error_of(recipe: str, *argv: str) -> str:
+def error_of(recipe: str, flags: str) -> str:
+    """Return the error of a recipe, of one line."""
     with pytest.raises(UserError) as caught:
-        parse(RECIPES[recipe], list(argv))
-    return str(caught.value)
+        parse(RECIPES[recipe], shlex.split(flags))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
-def own_flags(recipe: str) -> set[str]:
-    """The flags of a recipe, without other names of them."""
+def flags_of_recipe(recipe: str) -> set[str]:
+    """Return the flags of a recipe, by their first names."""
     flags = {"--config"}
     for config in configs_of(RECIPES[recipe]).values():
         for name, field in flags_of(config).items():
@@ -36,14 +40,20 @@ def own_flags(recipe: str) -> set[str]:
     return flags
 
 
-def other_names(recipe: str) -> set[str]:
-    configs = configs_of(RECIPES[recipe]).values()
-    fields = [field for config in configs for field in flags_of(config).values()]
-    return {f"--{field.metadata['alias']}" for field in fields if field.metadata["alias"]}
+def aliases_of_recipe(recipe: str) -> set[str]:
+    """Return the second names of flags."""
+    aliases = set()
+    for config in configs_of(RECIPES[recipe]).values():
+        names = [field.metadata["alias"] for field in flags_of(config).values()]
+        aliases |= {f"--{name}" for name in names if name}
+    return aliases
 
 
-# A flag that users of another program type -> a part of the answer, in each recipe.
-ANSWERS = {
+# --- flags
+
+
+# Flags that users of other programs type, with a part of the hint that every recipe gives.
+HINTS = {
     "lr": "use --learning_rate",
     "bf16": "accelerate launch --mixed_precision bf16",
     "fp16": "accelerate launch --mixed_precision fp16",
@@ -91,8 +101,8 @@ ANSWERS = {
     "num_processes": "goes before the recipe: accelerate launch --multi_gpu --num_processes 2",
     "mixed_precision": "goes before the recipe: accelerate launch --mixed_precision bf16",
 }
-# The same, if the answer depends on the recipe.
-ANSWERS_OF = {
+# Flags whose hint depends on the recipe.
+HINTS_OF_RECIPE = {
     ("gpt", "max_seq_length"): "use --block_size",
     ("finetune", "max_seq_length"): "use --max_length",
     ("preference", "max_seq_len"): "use --max_length",
@@ -130,63 +140,87 @@ ANSWERS_OF = {
     ("preference", "dpo_beta"): "use --beta",
     ("preference", "ref_model"): "the reference in --loss_type is the model with its initial",
 }
-CASES = [(recipe, name, answer) for name, answer in ANSWERS.items() for recipe in RECIPES]
-CASES += [(recipe, name, answer) for (recipe, name), answer in ANSWERS_OF.items()]
+EVERY_HINT = [(recipe, *hint) for recipe in RECIPES for hint in HINTS.items()]
+EVERY_HINT += [(recipe, name, hint) for (recipe, name), hint in HINTS_OF_RECIPE.items()]
 
 
-@pytest.mark.parametrize(("recipe", "name", "answer"), CASES)
-def test_a_flag_of_another_program_is_answered_on_the_command_line(recipe, name, answer) -> None:
-    for word in (f"--{name}", f"--{name.replace('_', '-')}=x"):
-        message = error_of(recipe, word)
-        assert message.startswith(f"unknown flag {word.partition('=')[0]}: ")
-        assert answer in message
+@pytest.mark.parametrize(("recipe", "name", "hint"), EVERY_HINT)
+def test_a_flag_of_another_program_is_answered_with_a_hint(
+    recipe: str, name: str, hint: str
+) -> None:
+    with_dashes = name.replace("_", "-")
+    for flag, words in ((f"--{name}", f"--{name}"), (f"--{with_dashes}", f"--{with_dashes}=x")):
+        message = error_of(recipe, words)
+        assert message.startswith(f"unknown flag {flag}: ")
+        assert hint in message
         assert "did you mean" not in message
 
 
-def test_a_yaml_file_of_another_program_is_answered_in_one_line(tmp_path: Path) -> None:
-    """With a hint for each of its keys, also for those with nested values."""
+def test_each_key_in_a_yaml_file_of_another_program_is_answered(tmp_path: Path) -> None:
     path = tmp_path / "axolotl.yaml"
-    lines = [f"{name}: {{a: [b]}}" for name in ANSWERS]
-    path.write_text("max_steps: 3\n" + "\n".join(lines))
-    message = error_of("finetune", "--config", str(path))
+    lines = ["max_steps: 3", *(f"{name}: {{a: [b]}}" for name in HINTS)]  # also nested values
+    path.write_text("\n".join(lines))
+
+    message = error_of("finetune", f"--config {path}")
+
     assert message.startswith(f"{path}: unknown keys: 'lr' (use --learning_rate), 'bf16' (")
-    assert "\n" not in message
-    for name, answer in ANSWERS.items():
-        assert re.search(rf"'{name}' \([^()]*{re.escape(answer)}", message), name
+    for name, hint in HINTS.items():
+        assert re.search(rf"'{name}' \([^()]*{re.escape(hint)}", message), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_hint_names_only_flags_of_the_recipe_that_prints_it(recipe: str) -> None:
-    own = own_flags(recipe)
-    taken = own | other_names(recipe)
-    answered = {f"--{name}": hint_for(name, own) for name in hints("recipes") if "=" not in name}
-    answered = {flag: hint for flag, hint in answered.items() if hint and flag not in taken}
-    message = error_of(recipe, *answered)
-    for unknown, hint in answered.items():
-        assert f"{unknown} ({hint})" in message
+    own_flags = flags_of_recipe(recipe)
+    known_names = own_flags | aliases_of_recipe(recipe)
+    hint_of_flag = {}
+    for name in hints("recipes"):
+        hint = hint_for(name, own_flags)
+        is_flag = "=" not in name
+        if is_flag and hint and f"--{name}" not in known_names:
+            hint_of_flag[f"--{name}"] = hint
+
+    message = error_of(recipe, " ".join(hint_of_flag))
+
+    for unknown_flag, hint in hint_of_flag.items():
+        assert f"{unknown_flag} ({hint})" in message
         assert not re.search(r"[()]|\.$", hint), "hints of several flags are in parentheses"
-        for flag in flags_in(hint):
-            assert flag in own, unknown
-            assert flag != unknown
+        assert flags_in(hint) <= own_flags, unknown_flag
+        assert unknown_flag not in flags_in(hint)
 
 
 @pytest.mark.parametrize("name", hints("recipes"))
 def test_each_hint_is_printed_by_a_recipe(name: str) -> None:
     """No hint is for a flag that is gone, and none has a value that its flag takes."""
     flag, _, value = name.partition("=")
-    printed = set()
+    printed_hints = set()
     for recipe in RECIPES:
-        words = [f"--{flag}", value] if value else [f"--{flag}"]
-        is_own = f"--{flag}" in own_flags(recipe) | other_names(recipe)
-        hint = hint_for(name, own_flags(recipe))
-        if hint and is_own == bool(value):
-            assert error_of(recipe, *words).endswith(f": {hint}.")
-            printed.add(hint)
-    assert printed
+        own_flags = flags_of_recipe(recipe)
+        is_known = f"--{flag}" in own_flags | aliases_of_recipe(recipe)
+        hint = hint_for(name, own_flags)
+        # A hint for a value needs the flag, and a hint for a flag needs that it is unknown.
+        if hint and is_known == bool(value):
+            assert error_of(recipe, f"--{flag} {value}").endswith(f": {hint}.")
+            printed_hints.add(hint)
+    assert printed_hints
+
+
+@pytest.mark.parametrize("name", hints("commands"))
+def test_each_hint_of_the_commands_is_printed_by_one(name: str) -> None:
+    parser = build_parser()
+    [subparsers] = [action for action in parser._actions if isinstance(action.choices, dict)]
+    printing_commands = []
+    for command in ("generate", "chat", "eval", "export"):
+        flags = set(subparsers.choices[command]._option_string_actions)
+        if f"--{name}" not in flags and hint_for(name, flags, "commands"):
+            printing_commands.append(command)
+    assert printing_commands
+
+
+# --- values
 
 
 @pytest.mark.parametrize(
-    ("recipe", "flag", "value", "answer"),
+    ("recipe", "flag", "value", "hint"),
     [
         ("finetune", "optim", "adamw_torch", "use adamw."),
         ("gpt", "optim", "adamw_torch_fused", "use adamw."),
@@ -205,33 +239,34 @@ def test_each_hint_is_printed_by_a_recipe(name: str) -> None:
         ("finetune", "format", "chat_template", "use messages, or auto."),
     ],
 )
-def test_a_value_of_another_program_is_answered_beside_the_choices(
-    recipe: str, flag: str, value: str, answer: str
+def test_a_value_of_another_program_is_answered_after_the_choices(
+    recipe: str, flag: str, value: str, hint: str
 ) -> None:
-    for argv in ([f"--{flag}", value], [f"--{flag.replace('_', '-')}={value}", "--max_steps=3"]):
-        message = error_of(recipe, *argv)
+    with_dashes = flag.replace("_", "-")
+    for words in (f"--{flag} {value}", f"--{with_dashes}={value} --max_steps=3"):
+        message = error_of(recipe, words)
         assert message.startswith(f"--{flag}: invalid choice: '{value}' (choose from ")
-        assert f"): {answer}" in message
+        assert f"): {hint}" in message
 
 
 def test_a_value_of_another_program_is_answered_in_a_yaml_file(tmp_path: Path) -> None:
     path = tmp_path / "trainer.yaml"
     path.write_text("optim: adamw_hf\n")
-    message = error_of("finetune", "--config", str(path))
+
+    message = error_of("finetune", f"--config {path}")
+
     assert message.startswith(f"{path}: --optim: invalid choice: 'adamw_hf'")
     assert message.endswith("): use adamw.")
 
 
-def test_a_wrong_value_of_no_program_gets_only_the_choices() -> None:
-    message = error_of("gpt", "--optim", "x")
+def test_an_unknown_value_without_a_hint_gets_only_the_choices() -> None:
+    message = error_of("gpt", "--optim x")
     assert re.search(r"invalid choice: 'x' \(choose from .*\); --help lists the flags\.$", message)
 
 
-def test_an_unknown_flag_of_no_program_gets_the_nearest_name() -> None:
-    assert "--learning_rat - did you mean --learning_rate?" in error_of("gpt", "--learning_rat")
+# --- misspelled flags
 
-
-# A misspelled flag -> the flag that is meant, in each recipe; None if the recipe has no such flag.
+# Misspelled flags, with the suggestions of recipes/gpt.py and recipes/finetune.py, or None.
 TYPOS: dict[str, tuple[str | None, str | None]] = {
     "learing_rate": ("learning_rate", "learning_rate"),
     "learningrate": ("learning_rate", "learning_rate"),
@@ -279,28 +314,24 @@ TYPOS: dict[str, tuple[str | None, str | None]] = {
 }
 
 
+@pytest.mark.parametrize("recipe", ["gpt", "finetune"])
 @pytest.mark.parametrize("typo", TYPOS)
-def test_a_misspelled_flag_gets_the_flag_that_is_meant(typo: str) -> None:
-    for recipe, meant in zip(("gpt", "finetune"), TYPOS[typo], strict=True):
-        message = error_of(recipe, f"--{typo}")
-        if meant:
-            suggestion = f" - did you mean --{meant}?"
-            assert message == f"unknown flag --{typo}{suggestion} --help lists the flags."
-        else:
-            assert "did you mean" not in message
+def test_a_misspelled_flag_gets_the_nearest_flag_of_the_recipe(typo: str, recipe: str) -> None:
+    gpt_flag, finetune_flag = TYPOS[typo]
+    suggestion = gpt_flag if recipe == "gpt" else finetune_flag
+
+    message = error_of(recipe, f"--{typo}")
+
+    if suggestion:
+        question = f"did you mean --{suggestion}?"
+        assert message == f"unknown flag --{typo} - {question} --help lists the flags."
+    else:
+        assert "did you mean" not in message
 
 
 def test_the_page_of_questions_shows_the_error() -> None:
     page = (ROOT / "docs" / "guides" / "faq.md").read_text()
-    shown = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
-    assert shown
-    assert error_of("finetune", *shown[1].split()) == shown[2]
-
-
-@pytest.mark.parametrize("name", hints("commands"))
-def test_each_hint_of_the_commands_is_printed_by_one(name: str) -> None:
-    parser = build_parser()
-    (subparsers,) = [action for action in parser._actions if isinstance(action.choices, dict)]
-    commands = [subparsers.choices[command] for command in ("generate", "chat", "eval", "export")]
-    flags = [set(command._option_string_actions) for command in commands]
-    assert any(f"--{name}" not in known and hint_for(name, known, "commands") for known in flags)
+    example = re.search(r"\$ python recipes/finetune.py (.*)\nerror: (.*)\n", page)
+    assert example
+    flags, message = example.groups()
+    assert error_of("finetune", flags) == message

@@ -1,4 +1,4 @@
-"""A W&B server, as much of it as one run needs."""
+"""A W&B server that answers the requests of one run."""
 
 import contextlib
 import gzip
@@ -6,7 +6,7 @@ import http.server
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +14,40 @@ import pytest
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A W&B server, as much of it as one run needs; ``history`` is what it was sent of it."""
+    """A W&B server that answers the requests of one run.
+
+    Attributes:
+        history: the rows that the run has sent.
+        run_name: W&B's id of the run.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), Handler)
         self.history: list[dict[str, Any]] = []
         self.run_name = "abcd1234"
 
-    def handle_error(self, *_: Any) -> None: ...  # W&B's service hangs up when its run ends
+    def handle_error(self, *_: Any) -> None:
+        """Print nothing. W&B's service closes its connection when a run ends."""
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if "file_stream" in path:
-            lines = json.loads(body).get("files", {}).get("wandb-history.jsonl")
-            if lines:
-                self.history[lines["offset"] :] = [json.loads(line) for line in lines["content"]]
+            self.receive_history(json.loads(body))
             return {}
-        request = json.loads(body)
-        (name,) = re.findall(r"(?:query|mutation) (\w+)", request["query"])[:1]
+        return self.answer_query(json.loads(body))
+
+    def receive_history(self, message: dict[str, Any]) -> None:
+        rows = message.get("files", {}).get("wandb-history.jsonl")
+        if rows:
+            self.history[rows["offset"] :] = [json.loads(row) for row in rows["content"]]
+
+    def answer_query(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request in GraphQL. An unknown one gets an empty answer."""
+        name = re.findall(r"(?:query|mutation) (\w+)", request["query"])[0]
         if name == "UpsertBucket":
             self.run_name = request["variables"].get("name") or self.run_name
-        self.asked.append(name)
-        answers = {
+        answers: dict[str, Callable[[], dict[str, Any]]] = {
             "ArtifactType": self.artifact_type,
             "CreateArtifact": self.create_artifact,
             "CreateRunFiles": self.create_run_files,
@@ -67,14 +77,14 @@ class Server(http.server.ThreadingHTTPServer):
     def run_resume_status(self) -> dict[str, Any]:
         if not self.history:
             return {}
-        last = json.dumps(self.history[-1])
+        last_row = json.dumps(self.history[-1])
         status = {
             "historyLineCount": len(self.history),
             "eventsLineCount": 0,
             "logLineCount": 0,
-            "historyTail": json.dumps([last]),
+            "historyTail": json.dumps([last_row]),
             "eventsTail": "[]",
-            "summaryMetrics": last,
+            "summaryMetrics": last_row,
             "wandbConfig": '{"t": 1}',
         }
         return {"model": self.project | {"bucket": self.run | status}}
@@ -86,7 +96,7 @@ class Server(http.server.ThreadingHTTPServer):
         return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": []}}
 
     def artifact_type(self) -> dict[str, Any]:
-        return {"project": None}  # no artifact of this type is there yet
+        return {"project": None}  # there is no artifact of this type yet
 
     def create_artifact(self) -> dict[str, Any]:
         """Answer as if another run had sent the same content, so that nothing is uploaded."""
@@ -95,26 +105,31 @@ class Server(http.server.ThreadingHTTPServer):
         return {"createArtifact": {"artifact": artifact}}
 
 
-class Answer(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Passes each request to the server, and sends its answer."""
+
     server: Server
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None: ...
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
-        told = json.dumps({"data": self.server.answer(self.path, body)}).encode()
+
+        answer = json.dumps({"data": self.server.answer(self.path, body)}).encode()
+
         self.send_response(200)
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(answer)
 
 
 @contextlib.contextmanager
 def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A W&B server that processes started from here are logged in to.
+    """Run a W&B server to which the processes of a test are logged in.
 
     Args:
         home: their home folder.
@@ -125,6 +140,7 @@ def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         monkeypatch.setenv("HOME", str(home))
-        monkeypatch.delenv("WANDB_SERVICE", raising=False)  # another test's, of another umask
+        # The service of another test may have another umask.
+        monkeypatch.delenv("WANDB_SERVICE", raising=False)
         yield server
         server.shutdown()

@@ -1,7 +1,7 @@
-"""Hash the rows that a version of the source makes of many small data sets, to compare two versions.
+"""Hash the rows that a version of llmtrain makes of many small data sets, to compare two versions.
 
-`python -m tests.system.data_digits OUT.json [TREE]` makes the rows of every case with the source in TREE, and writes
-the sha256 of their columns. A refactoring leaves every bit as it was, and every error message.
+`python -m tests.system.data_digits OUT.json [TREE]` makes the rows of every case with the source in
+TREE, and writes the sha256 of their columns. A refactoring changes no bit and no error message.
 """
 
 import itertools
@@ -23,20 +23,24 @@ from tests.data import test_published_templates as published
 from tests.data import test_shortcuts as shortcuts
 from tests.launching import ROOT, write_text
 
-Fields: TypeAlias = dict[str, Any]
-Digits: TypeAlias = dict[
-    str, dict[str, Any]
-]  # name of a case -> what was made -> its hash or number
+Record: TypeAlias = dict[str, Any]
+Flags: TypeAlias = dict[str, Any]
+Case: TypeAlias = dict[str, Any]  # the result of `case_of`
+NamedCase: TypeAlias = tuple[str, Case]
+Digits: TypeAlias = dict[str, dict[str, Any]]  # a hash or number by case and by column or property
 
-# Runs in the tree that is measured, and uses nothing of it but its public names.
+# Runs in the tree to be measured, and uses only its public names.
 PROGRAM = """
 import hashlib, json, sys
 import numpy as np
 import llmtrain as lt
 from llmtrain.errors import UserError
 
-METADATA = ("data_sha256", "train_tokens", "eval_tokens", "train_rows", "eval_rows", "eval_bytes", "source_rows",
-            "eval_source_rows", "source_targets", "block_size", "vocabulary", "tokenizer_sha256", "task", "pairs", "shared")
+METADATA = (
+    "data_sha256", "train_tokens", "eval_tokens", "train_rows", "eval_rows", "eval_bytes",
+    "source_rows", "eval_source_rows", "source_targets", "block_size", "vocabulary",
+    "tokenizer_sha256", "task", "pairs", "shared",
+)
 
 def digest_of(column):
     digest = hashlib.sha256()
@@ -47,20 +51,23 @@ def digest_of(column):
     return digest.hexdigest()
 
 def digits_of(case):
-    kind, flags = case["chat"] or ("", {})
-    chat = {"": lambda **_: None, "chat": lt.ChatConfig, "pairs": lt.PairConfig}[kind](**flags)
+    config = None
+    if case["chat"]:
+        kind, flags = case["chat"]
+        config = {"chat": lt.ChatConfig, "pairs": lt.PairConfig}[kind](**flags)
+    data = lt.DataConfig(**case["data"])
     try:
-        rows = lt.tokenize(lt.DataConfig(**case["data"]), case["max_length"], chat, unpaired=case["unpaired"])
+        rows = lt.tokenize(data, case["max_length"], config, unpaired=case["unpaired"])
     except UserError as error:
         return {"error": str(error)}
     digits = {name: getattr(rows.metadata, name) for name in METADATA}
     digits["stop_token_ids"] = list(rows.stop_token_ids)
     digits["eval_sources"] = rows.eval_sources
     for split in ("train", "eval"):
-        of_split = getattr(rows, split)
-        if of_split is not None:
-            for name in of_split.column_names:
-                digits[f"{split}/{name}"] = digest_of(of_split.data.column(name))
+        split_rows = getattr(rows, split)
+        if split_rows is not None:
+            for name in split_rows.column_names:
+                digits[f"{split}/{name}"] = digest_of(split_rows.data.column(name))
     return digits
 
 folder, target = sys.argv[1:]
@@ -96,22 +103,26 @@ def measure(tree: Path, inputs: Path, target: Path) -> Digits:
     return digits
 
 
-def write_inputs(folder: Path) -> dict[str, Fields]:
-    """Write the data sets, the tokenizers and ``cases.json``, and return the cases."""
+def write_inputs(folder: Path) -> dict[str, Case]:
+    """Write the data sets, the tokenizers and ``cases.json``, and return the cases by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    cases: dict[str, Fields] = {}
-    for name, case in itertools.chain(
-        text_cases(folder),
-        format_cases(folder),
-        template_cases(folder),
-        published_cases(folder),
-        process_cases(folder),
-        pair_cases(folder),
-        mixed_cases(folder),
-        bad_cases(folder),
-    ):
-        assert name not in cases, name
-        cases[name] = case
+    cases: dict[str, Case] = {}
+    # Later groups use data sets and tokenizers of earlier ones.
+    groups = [
+        text_cases,
+        format_cases,
+        template_cases,
+        published_cases,
+        process_cases,
+        pair_cases,
+        mixed_cases,
+        bad_cases,
+        bad_pair_cases,
+    ]
+    for cases_of_group in groups:
+        for name, case in cases_of_group(folder):
+            assert name not in cases, name
+            cases[name] = case
     (folder / "cases.json").write_text(json.dumps(cases, indent=1))
     return cases
 
@@ -120,25 +131,40 @@ def case_of(
     *paths: Path,
     tokenizer: str | Path = "byte",
     max_length: int | str = 95,
-    chat: Fields | None = None,
-    pairs: Fields | None = None,
+    chat: Flags | None = None,
+    pairs: Flags | None = None,
     unpaired: bool = False,
     **data: Any,
-) -> Fields:
-    """Return the arguments of ``tokenize``, as JSON."""
-    kinds = [
-        [name, flags] for name, flags in (("chat", chat), ("pairs", pairs)) if flags is not None
-    ]
-    settings = {"dataset": [str(path) for path in paths], "tokenizer": str(tokenizer), **data}
+) -> Case:
+    """Return the arguments of ``lt.tokenize``, as JSON.
+
+    Args:
+        paths: the data sets.
+        tokenizer: the name or folder of a tokenizer.
+        max_length: tokens per row.
+        chat: fields of ``ChatConfig``, for conversations.
+        pairs: fields of ``PairConfig``, for preferences.
+        unpaired: whether answers are judged one by one.
+        data: further fields of ``DataConfig``.
+    """
+    config: list[Any] | None = None
+    if chat is not None:
+        config = ["chat", chat]
+    elif pairs is not None:
+        config = ["pairs", pairs]
     return {
-        "data": settings,
+        "data": {
+            "dataset": [str(path) for path in paths],
+            "tokenizer": str(tokenizer),
+            **data,
+        },
         "max_length": max_length,
-        "chat": kinds[0] if kinds else None,
+        "chat": config,
         "unpaired": unpaired,
     }
 
 
-def write_records(path: Path, records: list[Fields]) -> Path:
+def write_records(path: Path, records: list[Record]) -> Path:
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
     elif path.suffix == ".json":
@@ -151,19 +177,17 @@ def write_records(path: Path, records: list[Fields]) -> Path:
 # --- text
 
 
-def text_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def text_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of plain text: few and many documents, all tokenizers, isolated or not."""
     text = write_text(folder / "text.txt")
     draw = random.Random(1)
-    documents = [
-        {
-            "text": " ".join(
-                draw.choice(["a", "bc", "漢字", "🙂", "long word"])
-                for _ in range(draw.randint(1, 60))
-            )
-        }
-        for _ in range(120)
-    ]
+
+    def random_document() -> Record:
+        word_count = draw.randint(1, 60)
+        words = [draw.choice(["a", "bc", "漢字", "🙂", "long word"]) for _ in range(word_count)]
+        return {"text": " ".join(words)}
+
+    documents = [random_document() for _ in range(120)]
     many = write_records(folder / "documents.jsonl", documents)
     table = write_records(folder / "documents.parquet", documents)
     few = write_records(folder / "few.jsonl", documents[:3])
@@ -171,21 +195,20 @@ def text_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
     special = write_records(
         folder / "special.jsonl", [{"text": "a <|im_end|> b </s> c"}, *documents[:20]]
     )
-    own = chats.make("{{ messages }}")
-    own.save_pretrained(folder / "own")
+    chats.make("{{ messages }}").save_pretrained(folder / "own")
     published.tokenizer_of("qwen3").save_pretrained(folder / "qwen")
     with_bos = bos_tokenizer(folder / "bos")
 
     tokenizers = ["char", "byte", "bpe:300", folder / "own", folder / "qwen", with_bos]
-    for tokenizer, (name, path), isolated in itertools.product(
-        tokenizers,
-        {"one": text, "many": many, "few": few, "empty": empty, "special": special}.items(),
-        (False, True),
-    ):
+    data_sets = {"one": text, "many": many, "few": few, "empty": empty, "special": special}
+    for tokenizer, name, isolated in itertools.product(tokenizers, data_sets, (False, True)):
         yield (
             f"text {name} {Path(tokenizer).name} isolated={isolated}",
-            case_of(path, tokenizer=tokenizer, max_length=32, isolate_documents=isolated),
+            case_of(
+                data_sets[name], tokenizer=tokenizer, max_length=32, isolate_documents=isolated
+            ),
         )
+
     for fraction in (0.0, 0.02, 0.3, 0.8):
         yield f"text eval {fraction}", case_of(many, max_length=16, eval_fraction=fraction)
         yield f"text one eval {fraction}", case_of(text, max_length=16, eval_fraction=fraction)
@@ -215,129 +238,141 @@ def bos_tokenizer(folder: Path) -> Path:
 # --- conversations
 
 
-def conversation(*contents: str, system: str | None = None) -> Fields:
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": content}
-        for i, content in enumerate(contents)
-    ]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return {"messages": messages}
+def conversation(*contents: str) -> Record:
+    """Return messages of the user and the assistant, in turn."""
+    roles = itertools.cycle(["user", "assistant"])
+    pairs = zip(roles, contents, strict=False)
+    return {"messages": [{"role": role, "content": content} for role, content in pairs]}
 
 
-def conversations(count: int, seed: int = 0) -> list[Fields]:
+def conversations(count: int, seed: int = 0) -> list[Record]:
     """Return conversations of one to six turns."""
     draw = random.Random(seed)
     words = ["yes", "no ", " the answer", "\n", "question?", "漢字", "🙂", "e\u0301", "x" * 30]
+
+    def random_text() -> str:
+        return "".join(draw.choices(words, k=draw.randint(1, 5)))
+
     records = []
     for number in range(count):
         turns = draw.choice([1, 1, 2, 3, 6])
-        contents = [
-            f"{number} " + "".join(draw.choices(words, k=draw.randint(1, 5)))
-            for _ in range(2 * turns)
-        ]
+        contents = [f"{number} {random_text()}" for _ in range(2 * turns)]
         records.append(conversation(*contents))
     return records
 
 
-def format_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
-    """Yield cases of every format, packed or not, and of every way to leave records out."""
+def records_by_format() -> dict[str, list[Record]]:
+    """Return conversations in every format."""
     draw = random.Random(2)
     numbers = range(40)
     answers = [f"{i * i} " + "ü." * draw.randint(1, 9) for i in numbers]
-    system = [{"system": "Be brief."} if i % 3 == 0 else {} for i in numbers]
-    records: dict[str, list[Fields]] = {
+
+    def system_of(number: int) -> Record:
+        return {"system": "Be brief."} if number % 3 == 0 else {}
+
+    prompt_completion = [{"prompt": f"{i}?", "completion": answers[i]} for i in numbers]
+    message_prompts = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "completion": [{"role": "assistant", "content": answers[i]}],
+        }
+        for i in numbers
+    ]
+    sharegpt = [
+        {
+            **system_of(i),
+            "conversations": [
+                {"from": "human", "value": f"{i}?"},
+                {"from": "gpt", "value": answers[i]},
+            ],
+        }
+        for i in numbers
+    ]
+    alpaca = [
+        {**system_of(i), "instruction": f"{i}?", "input": "x" * (i % 4), "output": answers[i]}
+        for i in numbers
+    ]
+    weights = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": answers[i], "weight": i % 2},
+                {"role": "user", "content": "and?"},
+                {"role": "assistant", "content": "so"},
+            ]
+        }
+        for i in numbers
+    ]
+    tool_calls = [{"messages": chats.CALLING, "tools": [chats.TOOL]} for _ in range(3)]
+
+    other_fields = []
+    for i, record in enumerate(conversations(20, seed=4)):
+        messages = [{**message, "mood": i} for message in record["messages"]]
+        other_fields.append({"messages": messages})
+
+    return {
         "messages": conversations(40),
-        "prompt_completion": [{"prompt": f"{i}?", "completion": answers[i]} for i in numbers],
-        "prompt_completion of messages": [
-            {
-                "prompt": [{"role": "user", "content": f"{i}?"}],
-                "completion": [{"role": "assistant", "content": answers[i]}],
-            }
-            for i in numbers
-        ],
-        "sharegpt": [
-            {
-                **system[i],
-                "conversations": [
-                    {"from": "human", "value": f"{i}?"},
-                    {"from": "gpt", "value": answers[i]},
-                ],
-            }
-            for i in numbers
-        ],
-        "alpaca": [
-            {**system[i], "instruction": f"{i}?", "input": "x" * (i % 4), "output": answers[i]}
-            for i in numbers
-        ],
-        "weights": [
-            {
-                "messages": [
-                    {"role": "user", "content": f"{i}?"},
-                    {"role": "assistant", "content": answers[i], "weight": i % 2},
-                    {"role": "user", "content": "and?"},
-                    {"role": "assistant", "content": "so"},
-                ]
-            }
-            for i in numbers
-        ],
-        "calls": [{"messages": chats.CALLING, "tools": [chats.TOOL]} for _ in range(3)]
-        + conversations(20, seed=3),
+        "prompt_completion": prompt_completion,
+        "prompt_completion of messages": message_prompts,
+        "sharegpt": sharegpt,
+        "alpaca": alpaca,
+        "weights": weights,
+        "calls": [*tool_calls, *conversations(20, seed=3)],
         "special tokens": [
             conversation(f"{i} <|im_end|>", f"<|im_start|>{i}</s> ok") for i in numbers
         ],
-        "other fields": [
-            {"messages": [{**message, "mood": i} for message in record["messages"]]}
-            for i, record in enumerate(conversations(20, seed=4))
-        ],
+        "other fields": other_fields,
         "same prompt": [conversation("same?", answer) for answer in answers],
     }
+
+
+def format_cases(folder: Path) -> Iterator[NamedCase]:
+    """Yield cases of every format, packed or not, and of every way to leave records out."""
+    records = records_by_format()
     tokenizer = folder / "chatml"
     chats.make(chats.unmarked(chats.TEMPLATES["chatml"])).save_pretrained(tokenizer)
-    for name, of_format in records.items():
-        path = write_records(folder / f"{name}.jsonl", of_format)
-        for packing, own in itertools.product((True, False), ("byte", tokenizer)):
+    for name, records_of_format in records.items():
+        path = write_records(folder / f"{name}.jsonl", records_of_format)
+        for packing, tokenizer_name in itertools.product((True, False), ("byte", tokenizer)):
             yield (
-                f"{name} packing={packing} {Path(own).name}",
-                case_of(path, tokenizer=own, chat={"packing": packing}),
+                f"{name} packing={packing} {Path(tokenizer_name).name}",
+                case_of(path, tokenizer=tokenizer_name, chat={"packing": packing}),
             )
+
     messages = folder / "messages.jsonl"
     for overlong, turns, max_length in itertools.product(
         ("drop", "truncate"), ("all", "last"), (60, 150, "auto")
     ):
+        flags = {"overlong": overlong, "turns": turns, "on_bad_row": "skip"}
         yield (
             f"messages {overlong} {turns} {max_length}",
-            case_of(
-                messages,
-                tokenizer=tokenizer,
-                max_length=max_length,
-                chat={"overlong": overlong, "turns": turns, "on_bad_row": "skip"},
-            ),
+            case_of(messages, tokenizer=tokenizer, max_length=max_length, chat=flags),
         )
     yield "messages bpe", case_of(messages, tokenizer="bpe:300", chat={})
-    yield (
-        "plain prompts",
-        case_of(folder / "prompt_completion.jsonl", chat={"chat_template": "none"}),
-    )
+
+    prompts = folder / "prompt_completion.jsonl"
+    yield "plain prompts", case_of(prompts, chat={"chat_template": "none"})
     yield (
         "plain prompts of a tokenizer",
-        case_of(folder / "prompt_completion.jsonl", tokenizer=folder / "bos", chat={}),
+        case_of(prompts, tokenizer=folder / "bos", chat={}),
     )
+
     parquet = write_records(folder / "messages.parquet", records["messages"])
     yield "messages parquet", case_of(parquet, chat={})
-    array = write_records(folder / "sharegpt.json", records["sharegpt"])
-    yield "sharegpt json", case_of(array, chat={})
+    json_array = write_records(folder / "sharegpt.json", records["sharegpt"])
+    yield "sharegpt json", case_of(json_array, chat={})
     renamed = [
         {"q": record["prompt"], "a": record["completion"]}
         for record in records["prompt_completion"]
     ]
     columns = write_records(folder / "renamed.jsonl", renamed)
     yield "columns", case_of(columns, columns=["prompt=q", "completion=a"], chat={})
-    yield "few records", case_of(write_records(folder / "three.jsonl", conversations(3)), chat={})
+    few = write_records(folder / "three.jsonl", conversations(3))
+    yield "few records", case_of(few, chat={})
     yield "eval data of chats", case_of(messages, eval_dataset=[str(parquet)], chat={})
 
 
-def template_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def template_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of templates with and without generation blocks, and of reasoning."""
     templates = {f"{name} unmarked": chats.unmarked(text) for name, text in chats.TEMPLATES.items()}
     templates |= {f"{name} marked": chats.marked(text) for name, text in chats.TEMPLATES.items()}
@@ -379,11 +414,11 @@ def template_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
         )
 
 
-def published_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def published_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield a case for each published template, with conversations of every kind."""
     records = []
     for kind, messages in published.KINDS.items():
-        record: Fields = {"messages": messages}
+        record: Record = {"messages": messages}
         if "call" in kind or any("tool_calls" in message for message in messages):
             record["tools"] = published.TOOLS
         records.append(record)
@@ -398,7 +433,7 @@ def published_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
         )
 
 
-def process_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def process_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases with so many records that processes are started, and the same in one process."""
     path = write_records(folder / "thousands.jsonl", conversations(2_300, seed=7))
     pairs = write_records(folder / "thousands of pairs.jsonl", preferences(2_300))
@@ -412,7 +447,7 @@ def process_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
 # --- preferences
 
 
-def preferences(count: int) -> list[Fields]:
+def preferences(count: int) -> list[Record]:
     draw = random.Random(8)
     return [
         {
@@ -424,14 +459,14 @@ def preferences(count: int) -> list[Fields]:
     ]
 
 
-def pair_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def pair_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of pairs and of single answers with labels."""
     pairs = preferences(40)
     labelled = [
         {"prompt": pair["prompt"], "completion": pair["chosen"], "label": i % 3 > 0}
         for i, pair in enumerate(pairs)
     ]
-    whole = [
+    message_pairs = [
         {
             "chosen": conversation(pair["prompt"], pair["chosen"])["messages"],
             "rejected": conversation(pair["prompt"], pair["rejected"])["messages"],
@@ -441,11 +476,11 @@ def pair_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
     paths = {
         "pairs": write_records(folder / "pairs.jsonl", pairs),
         "labelled": write_records(folder / "labelled.jsonl", labelled),
-        "whole": write_records(folder / "whole.jsonl", whole),
-        "whole parquet": write_records(folder / "whole.parquet", whole),
+        "whole": write_records(folder / "whole.jsonl", message_pairs),
+        "whole parquet": write_records(folder / "whole.parquet", message_pairs),
     }
-    for (name, path), unpaired, packing, sharing, overlong in itertools.product(
-        paths.items(), (False, True), (True, False), (True, False), ("drop", "truncate")
+    for name, unpaired, packing, sharing, overlong in itertools.product(
+        paths, (False, True), (True, False), (True, False), ("drop", "truncate")
     ):
         flags = {
             "packing": packing,
@@ -454,10 +489,11 @@ def pair_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
             "on_bad_row": "skip",
         }
         for max_length in (70, "auto"):
+            options = f"unpaired={unpaired} packing={packing} sharing={sharing} {overlong}"
             yield (
-                f"{name} unpaired={unpaired} packing={packing} sharing={sharing} {overlong} {max_length}",
+                f"{name} {options} {max_length}",
                 case_of(
-                    path,
+                    paths[name],
                     tokenizer=folder / "chatml",
                     max_length=max_length,
                     pairs=flags,
@@ -478,7 +514,7 @@ def pair_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
 # --- several kinds, and records that cannot be used
 
 
-def mixed_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
+def mixed_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of text beside conversations."""
     for packing, tokenizer in itertools.product((True, False), ("byte", folder / "chatml")):
         yield (
@@ -496,10 +532,20 @@ def mixed_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
     )
 
 
-def bad_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
-    """Yield cases with a record that cannot be used, which is an error or skipped."""
-    good = conversations(12, seed=9)
-    bad: dict[str, Fields] = {
+# How a record that cannot be used is treated, by the name of the treatment in the names of cases.
+TREATMENTS: dict[str, Flags] = {
+    "default": {},
+    "skip": {"on_bad_row": "skip"},
+    "error": {"overlong": "error"},
+    "truncate": {"overlong": "truncate"},
+    "truncate skip": {"overlong": "truncate", "on_bad_row": "skip"},
+}
+
+
+def bad_cases(folder: Path) -> Iterator[NamedCase]:
+    """Yield cases with a conversation that cannot be used, among good ones and by itself."""
+    good_records = conversations(12, seed=9)
+    bad_records: dict[str, Record] = {
         "unanswered": {"messages": [{"role": "user", "content": "a"}]},
         "no messages": {"messages": []},
         "half of a pair": conversation("a \ud800", "b"),
@@ -518,21 +564,17 @@ def bad_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
         "long": conversation("a" * 500, "b"),
         "nothing fits": conversation("a", "b" * 500),
     }
-    for name, record in bad.items():
-        path = write_records(folder / f"bad {name}.jsonl", [*good, record])
-        alone = write_records(folder / f"only {name}.jsonl", [record])
-        for flags in (
-            {},
-            {"on_bad_row": "skip"},
-            {"overlong": "error"},
-            {"overlong": "truncate"},
-            {"overlong": "truncate", "on_bad_row": "skip"},
-        ):
-            said = " ".join(flags.values()) or "default"
-            yield f"bad {name} {said}", case_of(path, chat=flags, eval_fraction=0.0)
-            yield f"only {name} {said}", case_of(alone, chat=flags, eval_fraction=0.0)
+    for name, record in bad_records.items():
+        among_good = write_records(folder / f"bad {name}.jsonl", [*good_records, record])
+        by_itself = write_records(folder / f"only {name}.jsonl", [record])
+        for treatment, flags in TREATMENTS.items():
+            yield f"bad {name} {treatment}", case_of(among_good, chat=flags, eval_fraction=0.0)
+            yield f"only {name} {treatment}", case_of(by_itself, chat=flags, eval_fraction=0.0)
 
-    bad_pairs: dict[str, Fields] = {
+
+def bad_pair_cases(folder: Path) -> Iterator[NamedCase]:
+    """Yield cases with a pair that cannot be used."""
+    bad_pairs: dict[str, Record] = {
         "same": {"prompt": "a", "chosen": "b", "rejected": "b"},
         "no prompt": {"chosen": "b", "rejected": "c"},
         "long": {"prompt": "a" * 500, "chosen": "b", "rejected": "c"},
@@ -541,30 +583,26 @@ def bad_cases(folder: Path) -> Iterator[tuple[str, Fields]]:
     }
     for name, record in bad_pairs.items():
         path = write_records(folder / f"bad pair {name}.jsonl", [*preferences(12), record])
-        for flags, unpaired in itertools.product(
-            (
-                {},
-                {"on_bad_row": "skip"},
-                {"overlong": "error"},
-                {"overlong": "truncate"},
-                {"overlong": "truncate", "on_bad_row": "skip"},
-            ),
-            (False, True),
-        ):
-            said = " ".join(flags.values()) or "default"
+        for treatment, unpaired in itertools.product(TREATMENTS, (False, True)):
+            flags = TREATMENTS[treatment]
             yield (
-                f"bad pair {name} {said} unpaired={unpaired}",
+                f"bad pair {name} {treatment} unpaired={unpaired}",
                 case_of(path, pairs=flags, unpaired=unpaired, eval_fraction=0.0),
             )
 
 
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as inputs_name:
+def main() -> None:
+    target = Path(sys.argv[1]).resolve()
+    tree = Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else ROOT
+    with tempfile.TemporaryDirectory() as temporary_folder:
         # Error messages name the files, so the folder is the same in every comparison.
-        inputs = Path(os.environ.get("DATA_DIGITS_INPUTS", inputs_name))
+        inputs = Path(os.environ.get("DATA_DIGITS_INPUTS", temporary_folder))
         if not (inputs / "cases.json").exists():
             write_inputs(inputs)
-        source = Path(sys.argv[2]).resolve() if len(sys.argv) > 2 else ROOT
-        made = measure(source, inputs, Path(sys.argv[1]).resolve())
-    errors = sum("error" in digits for digits in made.values())
-    print(f"{len(made)} cases, {errors} of them errors")
+        digits = measure(tree, inputs, target)
+    errors = [name for name, of_case in digits.items() if "error" in of_case]
+    print(f"{len(digits)} cases, {len(errors)} of them errors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-"""Run by test_diff.py: many small runs of recipes/gpt.py in one process, which differ by a flag or a bug.
+"""Started by test_diff.py: train small models in one process, each with a changed flag or a bug.
 
-python differing_runs.py RUNS, a JSON list of {"flags": [...], "plant": NAME or null, "cache": FOLDER}
+`differing_runs.py FILE` reads a JSON list of {"flags": [...], "bug": NAME or null, "cache": FOLDER}.
 """
 
 import contextlib
@@ -22,32 +22,46 @@ import gpt
 
 from llmtrain.data import loader, samplers
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.models import gpt as model
+from llmtrain.models import gpt as gpt_model
 from llmtrain.parallel.engine import Engine
 from llmtrain.training import start
 from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
-HONEST_CLIP = Engine.clip_grad_norm
-HONEST_RATES = LearningRates.after
+clip_grad_norm = Engine.clip_grad_norm
+rates_after = LearningRates.after
+stream_corpus = EncodedCorpus._stream
 
 
-def not_clipped(engine: Engine, max_norm: float) -> torch.Tensor:
-    return HONEST_CLIP(engine, 1e9)
+def reverse_order(positions: Any, n: int, key: int) -> Any:
+    """Replace the random order of rows."""
+    return np.asarray(positions)[::-1] % n
 
 
-def with_both_ends(
-    corpus: EncodedCorpus, sequences: Any, stream: Any = EncodedCorpus._stream
-) -> Iterator[Any]:
-    """Puts the token at the end of a text there twice, as templates and tokenizers do that both add one."""
-    for piece in stream(corpus, sequences):
-        is_end = piece.begins_document or len(piece) == 1
-        tokens = np.concatenate([piece.tokens[:1], piece.tokens]) if is_end else piece.tokens
+def unshifted_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Let each token predict itself."""
+    return labels[:, :-1]
+
+
+def clip_nothing(engine: Engine, max_norm: float) -> torch.Tensor:
+    return clip_grad_norm(engine, 1e9)
+
+
+def rates_one_step_late(rates: LearningRates, step: int) -> Any:
+    return rates_after(rates, max(step - 1, 0))
+
+
+def repeat_first_tokens(corpus: EncodedCorpus, sequences: Any) -> Iterator[Any]:
+    """Repeat the token between texts, as if both the template and the tokenizer added it."""
+    for piece in stream_corpus(corpus, sequences):
+        tokens = piece.tokens
+        if piece.begins_document or len(piece) == 1:
+            tokens = np.concatenate([tokens[:1], tokens])
         yield replace(piece, tokens=tokens)
 
 
-class LastLabel(loader.Collate):
-    """Trains on all but the first half of a row."""
+class MaskingCollate(loader.Collate):
+    """Ignores the labels in the first half of each row."""
 
     def __call__(self, read: Any) -> Any:
         labels = read.columns["labels"].copy()
@@ -55,30 +69,23 @@ class LastLabel(loader.Collate):
         return super().__call__(read._replace(columns={**read.columns, "labels": labels}))
 
 
-def with_masked_labels(*arguments: Any, **settings: Any) -> Any:
+def loader_with_masked_labels(*arguments: Any, **settings: Any) -> Any:
     batches = loader.train_loader(*arguments, **settings)
-    collate = LastLabel(batches.collate_fn.micro_batch)
+    collate = MaskingCollate(batches.collate_fn.micro_batch)
     return torch.utils.data.DataLoader(
         batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate
     )
 
 
-PLANT: dict[str, tuple[Any, str, Any]] = {
-    "another order": (
-        samplers,
-        "permute",
-        lambda positions, n, key: np.asarray(positions)[::-1] % n,
-    ),
+# The replaced attribute of each bug, and its replacement.
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "another order": (samplers, "permute", reverse_order),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
-    "unshifted labels": (model, "targets_of", lambda labels: labels[:, :-1]),
-    "a token twice": (EncodedCorpus, "_stream", with_both_ends),
-    "masked labels": (start, "train_loader", with_masked_labels),
-    "a schedule one late": (
-        LearningRates,
-        "after",
-        lambda rates, step: HONEST_RATES(rates, max(step - 1, 0)),
-    ),
-    "no clipping": (Engine, "clip_grad_norm", not_clipped),
+    "unshifted labels": (gpt_model, "targets_of", unshifted_targets),
+    "a token twice": (EncodedCorpus, "_stream", repeat_first_tokens),
+    "masked labels": (start, "train_loader", loader_with_masked_labels),
+    "a schedule one late": (LearningRates, "after", rates_one_step_late),
+    "no clipping": (Engine, "clip_grad_norm", clip_nothing),
 }
 
 
@@ -88,7 +95,12 @@ def main() -> None:
         GradientState._reset_state()
         samplers._rows_of_chunk.cache_clear()
         os.environ["LLMTRAIN_CACHE"] = run["cache"]
-        with controls.patched(*PLANT[run["plant"]]) if run["plant"] else contextlib.nullcontext():
+
+        planting = contextlib.nullcontext()
+        if run["bug"]:
+            target, attribute, replacement = BUGS[run["bug"]]
+            planting = controls.patched(target, attribute, replacement)
+        with planting:
             gpt.main(run["flags"])
 
 

@@ -1,7 +1,7 @@
-"""Run by test_plan.py: set-up and two steps as one of many processes that are not there.
+"""Started by test_plan.py: set up a model and make two steps as one of many processes.
 
-`dry_ranks.py FOUND`, under the variables of a launcher. What is sent goes nowhere (torch's fake
-process group).
+`dry_ranks.py FILE` needs the variables of a launcher. The other processes do not exist: torch's
+fake process group discards each message.
 """
 
 import contextlib
@@ -31,17 +31,18 @@ CONFIG = GPTConfig(n_layer=4, n_head=4, n_embd=512, block_size=32)
 
 
 def main() -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    base = resident("VmRSS")
-    began = time.perf_counter()
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    memory_before = resident("VmRSS")
+
+    start_time = time.perf_counter()
     accelerator = start_accelerator()
     with torch.device("meta"):
         gpt = GPT(CONFIG, 300)
     place(accelerator, ModelBundle(gpt, Files(), gpt.initial_weights(3)))
     optimizer = make_optimizer(accelerator, gpt, OptimConfig())
     model, optimizer = accelerator.prepare(gpt, optimizer)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
 
     engine = engine_for(
         Ranks(accelerator),
@@ -50,22 +51,30 @@ def main() -> None:
         config=ParallelConfig(),
         accumulation=1,
     )
-    ids = torch.zeros(2, 33, dtype=torch.int64)
-    batches = [{"input_ids": ids, "labels": ids}]
+    token_ids = torch.zeros(2, 33, dtype=torch.int64)
+    batches = [{"input_ids": token_ids, "labels": token_ids}]
     for _ in range(2):
-        # DDP checks that its sums were made, which they are not here.
+        # DDP checks that its buckets were summed, which the fake process group does not do.
         with contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync():
             train_step(engine, optimizer, batches, max_grad_norm=1.0)
-    held = sum(local_shard(p).numel() * p.element_size() for p in model.parameters())
-    states = [v for state in optimizer.optimizer.state.values() for v in state.values()]
-    found = {
+
+    weights = [local_shard(parameter) for parameter in model.parameters()]
+    result = {
         "seconds": seconds,
-        "weights": held,
-        "states": sum(local_shard(v).numel() * 4 for v in states),
+        "weight_bytes": sum(weight.numel() * weight.element_size() for weight in weights),
+        "state_elements": optimizer_elements(optimizer.optimizer),
+        "resident_bytes": resident("VmHWM") - memory_before,
     }
-    found["resident"] = resident("VmHWM") - base
-    Path(sys.argv[1]).write_text(json.dumps(found))
-    os._exit(0)  # nobody is there to leave
+    Path(sys.argv[1]).write_text(json.dumps(result))
+    os._exit(0)  # there is no process group to leave
+
+
+def optimizer_elements(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of elements of this process's optimizer states."""
+    elements = 0
+    for state in optimizer.state.values():
+        elements += sum(local_shard(value).numel() for value in state.values())
+    return elements
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""Run by test_fuzz.py: bad input after bad input, in one process; says how each ended.
+"""Started by test_fuzz.py: try one bad input after the other in a single process.
 
-python fuzz.py FOLDER SEED COUNT writes FOLDER/found.jsonl, a line for each: what was tried, and how it ended.
+`fuzz.py FOLDER SEED COUNT` writes FOLDER/attempts.jsonl, with the command and the outcome of each
+attempt. If an attempt hangs, the process ends with a traceback.
 """
 
 import faulthandler
 import io
 import json
-import os
 import random
 import runpy
+import shlex
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -25,11 +27,14 @@ from llmtrain import cli
 from llmtrain.errors import UserError
 from tests.launching import ROOT, TINY
 
-_HANG_SECONDS = 60
-GPT, FINETUNE = (
-    runpy.run_path(str(ROOT / "recipes" / name))["main"] for name in ("gpt.py", "finetune.py")
-)
-NASTY = [  # nothing that stands for much of a disk
+HANG_SECONDS = 60
+
+Main = Callable[[list[str]], Any]
+GPT: Main = runpy.run_path(str(ROOT / "recipes" / "gpt.py"))["main"]
+FINETUNE: Main = runpy.run_path(str(ROOT / "recipes" / "finetune.py"))["main"]
+
+# Values that are hard for most flags. None of them stands for a large file.
+NASTY_VALUES = [
     "",
     " ",
     "0",
@@ -46,8 +51,6 @@ NASTY = [  # nothing that stands for much of a disk
     "é",
     "a b",
     "\x07",
-]
-NASTY += [
     "9" * 30,
     "1" * 5000,
     "%s%n",
@@ -58,129 +61,198 @@ NASTY += [
     "/proc/self/mem",
     "\N{PILE OF POO}",
 ]
-FLAGS = {
-    GPT: """
-        n_layer n_head n_embd block_size dropout gradient_checkpointing dataset mixture text_field
-        dataset_train_split dataset_test_split eval_dataset columns isolate_documents
-        eval_fraction tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
-        warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout ddp_comm_hook
-        run_name seed logging_steps eval_steps save_steps save_total_limit max_hours
-        skip_nonfinite resume_from_checkpoint bitwise torch_compile xray_steps log_rows replay_step
-        sample_prompts sync_each_batch report_to config
-    """.split(),  # noqa: SIM905
-    FINETUNE: """
-        model_name_or_path from_config config_overrides block_size attn_implementation freeze lora_r lora_alpha
-        lora_target_modules lora_dropout format chat_template overlong on_bad_row packing tokenizer dataset
-    """.split(),  # noqa: SIM905
-}  # not max_steps, of which many are no mistake; nor output_dir, which might be anybody's
-SMALL_FINETUNE = [
-    "--from_config",
-    "llama",
-    "--tokenizer",
-    "byte",
-    "--block_size",
-    "32",
-    "--max_steps",
-    "1",
-]
-SMALL_FINETUNE += [
-    "--config_overrides",
-    "hidden_size=32,num_hidden_layers=1,intermediate_size=32,num_attention_heads=2",
-]
-SMALL_FINETUNE += ["--eval_fraction", "0.1", "--report_to", "none", "--global_batch_size", "4"]
-Try = tuple[Callable[[list[str]], Any], list[str]]
+
+# All flags but --max_steps, which is no mistake if it is large, and --output_dir, which could name
+# a folder of somebody else.
+GPT_FLAGS = shlex.split("""
+    n_layer n_head n_embd block_size dropout gradient_checkpointing dataset mixture text_field
+    dataset_train_split dataset_test_split eval_dataset columns isolate_documents eval_fraction
+    tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
+    warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout
+    ddp_comm_hook run_name seed logging_steps eval_steps save_steps save_total_limit max_hours
+    skip_nonfinite resume_from_checkpoint bitwise torch_compile xray_steps log_rows replay_step
+    sample_prompts sync_each_batch report_to config
+""")
+FINETUNE_FLAGS = shlex.split("""
+    model_name_or_path from_config config_overrides block_size attn_implementation freeze lora_r
+    lora_alpha lora_target_modules lora_dropout format chat_template overlong on_bad_row packing
+    tokenizer dataset
+""")
+
+ONE_STEP = shlex.split("--max_steps 1 --warmup_steps 0")
+FINETUNE_STEP = shlex.split(
+    "--tokenizer byte --block_size 32 --max_steps 1 --eval_fraction 0.1 --report_to none "
+    "--global_batch_size 4"
+)
+NEW_LLAMA = shlex.split(
+    "--from_config llama --config_overrides "
+    "hidden_size=32,num_hidden_layers=1,intermediate_size=32,num_attention_heads=2"
+)
+
+
+class Attempt(NamedTuple):
+    """A command, and the function that runs it."""
+
+    main: Main
+    argv: list[str]
+
+
+class Outcome(NamedTuple):
+    """How an attempt ended: "success", "one line", "many lines" or "traceback"."""
+
+    kind: str
+    message: str
 
 
 class Fuzz:
+    """Makes bad inputs of all kinds, by a seed.
+
+    Attributes:
+        number: of the current attempt. It keeps its files apart from those of other attempts.
+    """
+
     def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.draw = folder, random.Random(seed)
-        self.good = folder / "good.txt"
-        self.good.write_text("the kernel waits for the bucket of the model\n" * 60)
-        self.runs, self.number = folder / "runs", 0
-        self.kinds = [
-            self.flag,
-            self.flag,
-            self.words,
-            self.yaml,
-            self.yaml,
-            self.data,
-            self.data,
-            self.data,
-        ]
-        self.kinds += [
-            self.tokenizer,
-            self.model,
-            self.model,
-            self.checkpoint,
-            self.checkpoint,
-            self.command,
-        ]
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.number = 0
+        self.good_text = folder / "good.txt"
+        self.good_text.write_text("the kernel waits for the bucket of the model\n" * 60)
 
-    def base(self, main: Any) -> list[str]:
+    def attempt(self) -> tuple[str, Attempt]:
+        """Return the kind of the next attempt, and the attempt."""
+        kinds = {
+            self.bad_value: 2,
+            self.bad_words: 1,
+            self.bad_yaml: 2,
+            self.bad_data: 3,
+            self.bad_tokenizer: 1,
+            self.bad_model: 2,
+            self.bad_checkpoint: 2,
+            self.bad_command: 1,
+        }
+        [make_attempt] = self.random.choices([*kinds], weights=[*kinds.values()])
+        return make_attempt.__name__, make_attempt()
+
+    def output_dir(self) -> list[str]:
+        return ["--output_dir", str(self.folder / "runs" / str(self.number))]
+
+    def good_argv(self, main: Main) -> list[str]:
+        """Return flags with which a recipe makes one step."""
+        data = ["--dataset", str(self.good_text), *self.output_dir()]
         if main is FINETUNE:
-            return [*SMALL_FINETUNE, "--dataset", str(self.good)]
-        return [*TINY, "--max_steps", "1", "--warmup_steps", "0", "--dataset", str(self.good)]
+            return [*NEW_LLAMA, *FINETUNE_STEP, *data]
+        return [*TINY, *ONE_STEP, *data]
 
-    def flag(self) -> Try:
-        """One flag with a value that is none."""
-        main = self.draw.choice([GPT, GPT, FINETUNE])
-        name = self.draw.choice(FLAGS[main])
-        return main, [*self.base(main), f"--{name}", self.draw.choice(NASTY)]
+    def flag_of(self, main: Main) -> str:
+        return self.random.choice(FINETUNE_FLAGS if main is FINETUNE else GPT_FLAGS)
 
-    def words(self) -> Try:
-        """Words that are no flags, abbreviations, flags without their value or twice."""
-        main = self.draw.choice([GPT, FINETUNE])
-        name = self.draw.choice(FLAGS[main])
-        words = self.draw.choice(
-            [[f"--{name[:-1]}", "1"], [name, "1"], [f"--{name}"], [f"-{name}"], [f"--{name}="]]
+    def nasty_value(self) -> str:
+        return self.random.choice(NASTY_VALUES)
+
+    # --- command lines and files of settings
+
+    def bad_value(self) -> Attempt:
+        """Pass a value that the flag does not take."""
+        main = self.random.choice([GPT, GPT, FINETUNE])
+        flag = self.flag_of(main)
+        return Attempt(main, [*self.good_argv(main), f"--{flag}", self.nasty_value()])
+
+    def bad_words(self) -> Attempt:
+        """Pass abbreviations, words that are no flags, or flags without a value."""
+        main = self.random.choice([GPT, FINETUNE])
+        flag = self.flag_of(main)
+        words = self.random.choice(
+            [[f"--{flag[:-1]}", "1"], [flag, "1"], [f"--{flag}"], [f"-{flag}"], [f"--{flag}="]]
         )
-        return main, [*self.base(main), *words, *self.draw.sample(NASTY, self.draw.randrange(2))]
+        if self.random.random() < 0.5:
+            words = [*words, self.nasty_value()]
+        return Attempt(main, [*self.good_argv(main), *words])
 
-    def yaml(self) -> Try:
-        path = self.folder / f"{self.number}.yaml"
-        name = self.draw.choice(FLAGS[GPT])
-        value = self.draw.choice(
-            [*NASTY, "[1, 2]", "{a: 1}", "!!python/object/apply:os.system ['true']", "&a [*a]", "|"]
-        )
-        content = self.draw.choice(
+    def bad_yaml(self) -> Attempt:
+        flag = self.flag_of(GPT)
+        value = self.random.choice(
             [
-                f"{name}: {value}\n".encode(errors="replace"),
-                f"{name}: {value}\n{name}: 1\n".encode(errors="replace"),
-                f"- {name}\n".encode(),
-                f"{name}:\n  - {{\n".encode(),
-                f"\t{name}: 1\n".encode(),
-                f"{name[:-1]}: 1\n".encode(),
-                self.draw.randbytes(50),
-                b"",
-                b"a: &a [*b]\n",
-                b"1: 2\n",
-                b"null: null\n",
+                *NASTY_VALUES,
+                "[1, 2]",
+                "{a: 1}",
+                "!!python/object/apply:os.system ['true']",
+                "&a [*a]",
+                "|",
             ]
         )
-        path.write_bytes(content)
-        where = self.draw.choice([path, path, path, self.folder, self.folder / "absent.yaml"])
-        return GPT, [*self.base(GPT), "--config", str(where)]
+        content = self.random.choice(
+            [
+                f"{flag}: {value}\n",
+                f"{flag}: {value}\n{flag}: 1\n",
+                f"- {flag}\n",
+                f"{flag}:\n  - {{\n",
+                f"\t{flag}: 1\n",
+                f"{flag[:-1]}: 1\n",
+                "",
+                "a: &a [*b]\n",
+                "1: 2\n",
+                "null: null\n",
+                self.random.randbytes(50),
+            ]
+        )
+        path = self.folder / f"{self.number}.yaml"
+        write(path, content)
 
-    def data(self) -> Try:
-        main = self.draw.choice([GPT, FINETUNE])
-        suffix = self.draw.choice(
+        absent = self.folder / "absent.yaml"
+        config = self.random.choice([path, path, path, self.folder, absent])
+        return Attempt(GPT, [*self.good_argv(GPT), "--config", str(config)])
+
+    # --- data and tokenizers
+
+    def bad_data(self) -> Attempt:
+        main = self.random.choice([GPT, FINETUNE])
+        suffix = self.random.choice(
             [".txt", ".md", ".jsonl", ".jsonl", ".jsonl", ".parquet", ".csv", ".bin", ""]
         )
         path = self.folder / f"data-{self.number}{suffix}"
-        record = self.draw.choice(
+        chance = self.random.random()
+        if chance < 0.1:
+            path.mkdir()
+        elif chance < 0.9:
+            write(path, self.bad_content())
+        return Attempt(main, [*self.good_argv(main), "--dataset", str(path)])
+
+    def bad_content(self) -> bytes:
+        bad_line = json.dumps(self.bad_record()).encode()
+        good_line = (
+            b'{"text": "the kernel waits", "messages": [{"role": "user", "content": "a"}]}\n'
+        )
+        good_text = self.good_text.read_bytes()
+        return self.random.choice(
             [
-                {"text": self.draw.choice([None, 3, [], {}, "", "\ud800", "\x00", "a" * 100_000])},
-                {
-                    "messages": self.draw.choice(
-                        [None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello"]
-                    )
-                },
-                {
-                    "messages": [
-                        {"role": r, "content": c}
-                        for r, c in (("assistant", "a"), ("assistant", None))
-                    ]
-                },
+                b"",
+                b"\n",
+                b"\xff\xfe\x00",
+                b"text\n",
+                self.random.randbytes(200),
+                good_text[:100] + self.random.randbytes(5) + good_text[100:],
+                bad_line,
+                bad_line[: len(bad_line) // 2],
+                good_line * 3 + bad_line + b"\n" + good_line,
+                good_line * 3 + b"{",
+                b'text,label\n"a\n',
+                b"PAR1" + self.random.randbytes(30) + b"PAR1",
+                b"[" * 100_000,
+            ]
+        )
+
+    def bad_record(self) -> Any:
+        text = self.random.choice([None, 3, [], {}, "", "\ud800", "\x00", "a" * 100_000])
+        messages = self.random.choice([None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello"])
+        two_answers = [
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": None},
+        ]
+        return self.random.choice(
+            [
+                {"text": text},
+                {"messages": messages},
+                {"messages": two_answers},
                 {"messages": [{"role": "user", "content": "hi"}]},
                 {"prompt": "a"},
                 {"prompt": 3, "completion": 4},
@@ -193,42 +265,18 @@ class Fuzz:
                 3,
             ]
         )
-        line = json.dumps(record).encode()
-        fine = b'{"text": "the kernel waits", "messages": [{"role": "user", "content": "a"}]}\n'
-        good = self.good.read_bytes()
-        content = self.draw.choice(
-            [
-                b"",
-                b"\n",
-                b"\xff\xfe\x00",
-                self.draw.randbytes(200),
-                good[:100] + self.draw.randbytes(5) + good[100:],
-                line,
-                fine * 3 + line + b"\n" + fine,
-                line[: len(line) // 2],
-                fine * 3 + b"{",
-                b"text\n",
-                b'text,label\n"a\n',
-                b"PAR1" + self.draw.randbytes(30) + b"PAR1",
-                b"[" * 100_000,
-            ]
-        )
-        if self.draw.random() < 0.1:
-            path.mkdir()
-        elif self.draw.random() < 0.9:
-            path.write_bytes(content)
-        return main, [*self.base(main), "--dataset", str(path)]
 
-    def tokenizer(self) -> Try:
+    def bad_tokenizer(self) -> Attempt:
         folder = self.folder / f"tokenizer-{self.number}"
         folder.mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            if self.draw.random() < 0.7:
-                content = self.draw.choice(
-                    [b"", b"{}", b"[]", b'{"model": {}}', b'{"version": "1.0"}', b"\xff"]
+            if self.random.random() < 0.7:
+                content = self.random.choice(
+                    ["", "{}", "[]", '{"model": {}}', '{"version": "1.0"}', b"\xff"]
                 )
-                (folder / name).write_bytes(content)
-        spec = self.draw.choice(
+                write(folder / name, content)
+
+        tokenizer = self.random.choice(
             [
                 str(folder),
                 str(folder),
@@ -243,186 +291,198 @@ class Fuzz:
                 "words",
             ]
         )
-        main = self.draw.choice([GPT, FINETUNE])
-        return main, [*self.base(main), "--tokenizer", spec]
+        main = self.random.choice([GPT, FINETUNE])
+        return Attempt(main, [*self.good_argv(main), "--tokenizer", tokenizer])
 
-    def model(self) -> Try:
+    # --- models and runs
+
+    def bad_model(self) -> Attempt:
+        """Fine-tune a model folder of which one file is damaged."""
         folder = self.folder / f"model-{self.number}"
-        size = {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-        }
-        config = AutoConfig.for_model("llama", vocab_size=300, **size)
+        config = AutoConfig.for_model(
+            "llama",
+            vocab_size=300,
+            hidden_size=32,
+            num_hidden_layers=1,
+            intermediate_size=32,
+            num_attention_heads=2,
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        config_file, weights = folder / "config.json", folder / "model.safetensors"
-        raw = json.loads(config_file.read_text())
-        match self.draw.randrange(8):
+        self.damage_model(folder)
+
+        data = ["--dataset", str(self.good_text), *self.output_dir()]
+        more_flags = self.random.choice([[], ["--lora_r", "2"], ["--tokenizer", str(folder)]])
+        model = ["--model_name_or_path", str(folder)]
+        return Attempt(FINETUNE, [*FINETUNE_STEP, *data, *model, *more_flags])
+
+    def damage_model(self, folder: Path) -> None:
+        config_file = folder / "config.json"
+        weights = folder / "model.safetensors"
+        match self.random.randrange(8):
             case 0:
-                weights.write_bytes(weights.read_bytes()[: self.draw.randrange(2000)])
+                weights.write_bytes(weights.read_bytes()[: self.random.randrange(2000)])
             case 1:
                 weights.unlink()
             case 2:
-                key = self.draw.choice([*raw])
-                config_file.write_text(
-                    json.dumps(raw | {key: self.draw.choice([None, -1, "x", [], {}, 10**9])})
-                )
+                config = json.loads(config_file.read_text())
+                key = self.random.choice([*config])
+                config[key] = self.random.choice([None, -1, "x", [], {}, 10**9])
+                config_file.write_text(json.dumps(config))
             case 3:
-                config_file.write_bytes(
-                    self.draw.choice(
-                        [b"", b"{}", b"[]", b"{", b"\xff", b'{"model_type": "nothing"}']
-                    )
+                content = self.random.choice(
+                    ["", "{}", "[]", "{", b"\xff", '{"model_type": "nothing"}']
                 )
+                write(config_file, content)
             case 4:
                 torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
                 weights.unlink()
             case 5:
-                whole = bytearray(weights.read_bytes())
-                whole[self.draw.randrange(8)] ^= 255
-                weights.write_bytes(bytes(whole))
+                content = bytearray(weights.read_bytes())
+                content[self.random.randrange(8)] ^= 255  # in the length of the header
+                weights.write_bytes(bytes(content))
             case 6:
-                (folder / "adapter_config.json").write_text(
-                    self.draw.choice(["{}", "[]", "", '{"peft_type": "LORA"}'])
-                )
+                content = self.random.choice(["{}", "[]", "", '{"peft_type": "LORA"}'])
+                (folder / "adapter_config.json").write_text(content)
             case 7:
-                (folder / "model.safetensors.index.json").write_text(
-                    self.draw.choice(["{}", '{"weight_map": 3}', "x"])
-                )
+                content = self.random.choice(["{}", '{"weight_map": 3}', "x"])
+                (folder / "model.safetensors.index.json").write_text(content)
                 weights.unlink()
-        more = self.draw.choice([[], ["--lora_r", "2"], ["--tokenizer", str(folder)]])
-        flags = [word for word in SMALL_FINETUNE if word not in ("--from_config", "llama")]
-        place = flags.index("--config_overrides")
-        del flags[place : place + 2]
-        return FINETUNE, [
-            *flags,
-            "--dataset",
-            str(self.good),
-            "--model_name_or_path",
-            str(folder),
-            *more,
-        ]
 
-    def checkpoint(self) -> Try:
-        """A resume from a checkpoint, or of a run, of which a part is damaged."""
-        source = self.folder / "whole"
-        flags = [*self.base(GPT), "--save_steps", "1"]
-        if not source.exists():
-            GPT([*flags, "--output_dir", str(source)])
-            _forget()
+    def damaged_run(self) -> Path:
+        """Return a copy of a finished run, of which one file is damaged."""
+        finished = self.folder / "finished"
+        if not finished.exists():
+            GPT([*self.saving_argv(), "--output_dir", str(finished)])
+            reset_accelerate()
+
         copy = self.folder / f"copy-{self.number}"
-        os.system(f"cp -r '{source}' '{copy}'")
+        shutil.copytree(finished, copy)
         files = sorted(path for path in copy.rglob("*") if path.is_file())
-        victim = self.draw.choice(files)
-        content = victim.read_bytes()
-        match self.draw.randrange(4):
+        path = self.random.choice(files)
+        content = path.read_bytes()
+        match self.random.randrange(4):
             case 0:
-                victim.unlink()
+                path.unlink()
             case 1:
-                victim.write_bytes(content[: len(content) // 2])
+                path.write_bytes(content[: len(content) // 2])
             case 2:
-                victim.write_bytes(self.draw.choice([b"", b"{}", b"[]", b"null", b"\xff" * 20]))
+                write(path, self.random.choice(["", "{}", "[]", "null", b"\xff" * 20]))
             case 3:
-                victim.write_bytes(content + b"x")
-        if self.draw.random() < 0.5:
-            return GPT, [
-                *flags,
-                "--resume_from_checkpoint",
-                str(self.draw.choice([copy, copy / "checkpoints/step-00000001"])),
-            ]
-        return GPT, [*flags, "--max_steps", "2", "OUTPUT", str(copy)]
+                path.write_bytes(content + b"x")
+        return copy
 
-    def command(self) -> Try:
-        """What looks at runs, at what is none."""
-        self.checkpoint()
-        copy = str(self.folder / f"copy-{self.number}")
-        absent, nasty = str(self.folder / "absent"), self.draw.choice(NASTY)
-        folder = self.draw.choice([copy, copy, copy, absent, str(self.good), nasty])
+    def saving_argv(self) -> list[str]:
+        return [*self.good_argv(GPT), "--save_steps", "1"]
+
+    def bad_checkpoint(self) -> Attempt:
+        """Resume from a damaged checkpoint, or continue a damaged run."""
+        copy = self.damaged_run()
+        if self.random.random() < 0.5:
+            argv = ["--max_steps", "2", "--output_dir", str(copy)]
+        else:
+            source = self.random.choice([copy, copy / "checkpoints" / "step-00000001"])
+            argv = ["--resume_from_checkpoint", str(source)]
+        return Attempt(GPT, [*self.saving_argv(), *argv])
+
+    def bad_command(self) -> Attempt:
+        """Let a command of `llmtrain` look at a damaged run, or at something else."""
+        copy = str(self.damaged_run())
+        absent = str(self.folder / "absent")
+        text = str(self.good_text)
+        nasty = self.nasty_value()
+        folder = self.random.choice([copy, copy, copy, absent, text, nasty])
         commands = [
-            ["runs", folder],
-            ["runs", "check", folder],
-            ["report", folder, "--output", str(self.folder / "r.html")],
-        ]
-        commands += [
-            ["diff", folder, copy],
+            [],
+            [nasty],
             ["diff", copy, folder],
-            ["report", folder, "--json"],
-            ["replay", folder],
-        ]
-        commands += [
-            ["replay", folder, "--step", nasty],
-            ["generate", folder, "--max_new_tokens", "3"],
+            ["diff", folder, copy],
             ["export", folder],
-        ]
-        commands += [
             ["generate", copy, "--max_new_tokens", nasty],
-            ["plan", str(self.good)],
-            ["xray", absent],
+            ["generate", folder, "--max_new_tokens", "3"],
+            ["init", text],
             ["learn", nasty],
-        ]
-        commands += [
+            ["plan", text],
+            ["replay", folder],
+            ["replay", folder, "--step", nasty],
+            ["report", folder, "--json"],
+            ["report", folder, "--output", str(self.folder / "report.html")],
+            ["runs", "check", folder],
+            ["runs", folder],
             ["verify", "layout", absent],
             ["verify", nasty, folder],
-            ["init", str(self.good)],
-            [nasty],
-            [],
+            ["xray", absent],
         ]
-        return cli.main, self.draw.choice(commands)
+        return Attempt(cli.main, self.random.choice(commands))
 
 
-def _forget() -> None:
+def write(path: Path, content: str | bytes) -> None:
+    if isinstance(content, str):
+        content = content.encode(errors="replace")
+    path.write_bytes(content)
+
+
+# --- attempts
+
+
+def reset_accelerate() -> None:
+    """Let the next run begin as the first one of its process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def outcome(main: Callable[[list[str]], Any], words: list[str]) -> tuple[str, str]:
-    """How it ended, and what was said."""
-    out, err = io.StringIO(), io.StringIO()
+def outcome_of(attempt: Attempt) -> Outcome:
+    out = io.StringIO()
+    err = io.StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err):
-            main(words)
+            attempt.main(attempt.argv)
     except UserError as error:
-        text = str(error)
-        return ("one line" if text and "\n" not in text else "many lines"), text
+        return outcome_of_message(str(error))
     except SystemExit as end:
-        said = err.getvalue()
         if end.code in (0, 1, None):
-            return "did it", ""
-        lines = [line for line in said.splitlines() if line.startswith("error: ")]
-        return ("one line" if len(lines) == 1 else "many lines"), said[-300:]
+            return Outcome("success", "")
+        errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
+        kind = "one line" if len(errors) == 1 else "many lines"
+        return Outcome(kind, err.getvalue()[-300:])
     except BaseException:
-        return "traceback", traceback.format_exc()[-1500:]
-    return "did it", ""
+        return Outcome("traceback", traceback.format_exc()[-1500:])
+    return Outcome("success", "")
+
+
+def outcome_of_message(message: str) -> Outcome:
+    is_one_line = message and "\n" not in message
+    return Outcome("one line" if is_one_line else "many lines", message)
 
 
 def main() -> None:
-    folder, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[1])
+    seed = int(sys.argv[2])
+    count = int(sys.argv[3])
+
     fuzz = Fuzz(folder, seed)
-    with (folder / "found.jsonl").open("w") as found:
+    with (folder / "attempts.jsonl").open("w") as attempts:
         for number in range(count):
             fuzz.number = number
-            kind = fuzz.draw.choice(fuzz.kinds)
-            main, words = kind()
-            place = str(fuzz.runs / str(number))
-            if main is not cli.main:
-                words = [*words, "--output_dir", place] if "OUTPUT" not in words else words
-                words = ["--output_dir" if word == "OUTPUT" else word for word in words]
-            faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True)
-            began = time.monotonic()
-            ended, said = outcome(main, words)
+            kind, attempt = fuzz.attempt()
+
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+            start_time = time.monotonic()
+            outcome = outcome_of(attempt)
+            seconds = time.monotonic() - start_time
             faulthandler.cancel_dump_traceback_later()
-            _forget()
-            left = [str(path.relative_to(folder)) for path in folder.rglob(".tmp-*")]
-            line = {
-                "kind": kind.__name__,
-                "words": [word[:200] for word in words],
-                "ended": ended,
-                "said": said,
+            reset_accelerate()
+
+            temporary_files = folder.rglob(".tmp-*")
+            entry = {
+                "kind": kind,
+                "argv": [word[:200] for word in attempt.argv],
+                "outcome": outcome.kind,
+                "message": outcome.message,
+                "temporary_files": [str(path.relative_to(folder)) for path in temporary_files],
+                "seconds": seconds,
             }
-            found.write(
-                json.dumps(line | {"left": left, "seconds": time.monotonic() - began}) + "\n"
-            )
-            found.flush()
+            attempts.write(json.dumps(entry) + "\n")
+            attempts.flush()
 
 
 if __name__ == "__main__":

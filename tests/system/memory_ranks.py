@@ -1,4 +1,7 @@
-"""Run by test_plan.py: a recipe, and what its updates from the third on hold. `memory_ranks.py FOUND RECIPE FLAG...`"""
+"""Started by tests/memory.py: train with a recipe, and measure each step from the third on.
+
+`memory_ranks.py FOLDER RECIPE FLAG...` writes FOLDER/RANK.json with the fields of MeasuredMemory.
+"""
 
 import gc
 import json
@@ -6,6 +9,7 @@ import os
 import runpy
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +23,92 @@ from llmtrain.parallel.shards import local_shard
 from llmtrain.training import loop
 from tests.memory import resident
 
-FIRST = 3  # those before make optimizer state, and settle DDP's buckets
-own_step = loop.train_step
-calls: list[int] = []
-found: dict[str, float] = {}
-rises: list[int] = []
+# Earlier steps make the states of the optimizer, and let DDP build its buckets.
+FIRST_MEASURED_STEP = 3
 
 
-def bytes_of(tensors: Any) -> int:
-    return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the local shards. Tied weights count once."""
+    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def watched(engine: Engine, optimizer: Any, batches: Any, **settings: Any) -> StepResult:
-    """Make a step, and note what it holds."""
-    calls.append(1)
-    if len(calls) < FIRST:
-        return own_step(engine, optimizer, batches, **settings)
-    model = engine.model
-    parameters = [p for p in model.parameters() if not p.is_meta]
-    storages = {
-        local_shard(p).untyped_storage().data_ptr(): p for p in parameters
-    }  # what is tied, once
-    found["weights"] = bytes_of(storages.values())
-    states = [
-        v
-        for state in optimizer.optimizer.state.values()
-        for v in state.values()
-        if isinstance(v, torch.Tensor)
-    ]
-    found["optimizer"] = bytes_of(states)
-    found.setdefault("gradients", 0)
-    before_optimizer = optimizer.optimizer.register_step_pre_hook(
-        lambda *_: see_gradients(model, parameters)
-    )
-    passes = model.register_forward_pre_hook(lambda *_: see_gradients(model, parameters))
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # the most that was ever resident is from here on, proc(5)
-    before = resident("VmRSS")
-    result = own_step(engine, optimizer, batches, **settings)
-    # The median step: gloo's threads release what they sent when they come to it, which may be
-    # after one step's end (its memory then counts as held before) or within the next.
-    rises.append(resident("VmHWM") - before)
-    found["most"] = statistics.median(rises)
-    before_optimizer.remove()
-    passes.remove()
-    return result
-
-
-def see_gradients(model: Any, parameters: list[Any]) -> None:
-    """The most that there were: FSDP keeps those that are not yet reduced to itself."""
-    kept = [p.grad for p in parameters if p.grad is not None]
-    now = sum(local_shard(grad).numel() * grad.element_size() for grad in kept)
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of all gradients, and of those that FSDP has yet to reduce."""
+    gradients = [p.grad for p in model.parameters() if not p.is_meta]
     for group in parameter_groups(model):
-        for one in group.fsdp_params:
-            grad = one.unsharded_accumulated_grad
-            now += 0 if grad is None else local_shard(grad).numel() * grad.element_size()
-    found["gradients"] = max(found["gradients"], now)
+        gradients += [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+
+    shards = [local_shard(gradient) for gradient in gradients if gradient is not None]
+    return sum(shard.numel() * shard.element_size() for shard in shards)
+
+
+class MeasuringStep:
+    """Replaces `train_step`, and measures the memory of the process."""
+
+    def __init__(self) -> None:
+        self.train_step = loop.train_step
+        self.step = 0
+        self.weights = 0
+        self.gradients = 0
+        self.optimizer = 0
+        self.bytes_added: list[int] = []
+
+    def __call__(self, engine: Engine, optimizer: Any, batches: Any, **settings: Any) -> StepResult:
+        self.step += 1
+        if self.step < FIRST_MEASURED_STEP:
+            return self.train_step(engine, optimizer, batches, **settings)
+
+        model = engine.model
+        self.weights = storage_bytes(p for p in model.parameters() if not p.is_meta)
+        self.optimizer = self.optimizer_bytes(optimizer.optimizer)
+
+        def note_gradients(*_: object) -> None:
+            self.gradients = max(self.gradients, gradient_bytes(model))
+
+        hooks = [
+            model.register_forward_pre_hook(note_gradients),
+            optimizer.optimizer.register_step_pre_hook(note_gradients),
+        ]
+
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, by proc(5)
+        before = resident("VmRSS")
+        result = self.train_step(engine, optimizer, batches, **settings)
+        self.bytes_added.append(resident("VmHWM") - before)
+
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    @staticmethod
+    def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+        tensors: list[torch.Tensor] = []
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+    def as_json(self) -> str:
+        memory = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            # The median, because gloo's threads release a sent message at any time. It may be
+            # after the end of its step, or within the next one.
+            "added_by_step": statistics.median(self.bytes_added),
+        }
+        return json.dumps(memory)
 
 
 def main() -> None:
-    where, recipe, *flags = sys.argv[1:]
-    loop.train_step = watched
+    folder, recipe, *flags = sys.argv[1:]
+    measuring_step = MeasuringStep()
+    loop.train_step = measuring_step
+
     runpy.run_path(recipe, run_name="recipe")["main"](flags)
+
     rank = os.environ.get("RANK", "0")
-    Path(where, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(measuring_step.as_json())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Run by test_metrics.py on one process and on two: evaluations with metrics, on each engine.
+"""Started by test_metrics.py on one process and on two: evaluate metrics with each engine.
 
-`metric_ranks.py FILE` writes the metrics by model and engine. With one process, the engines are
-those of a plain model and of --bitwise. With two, there are those of DDP, FSDP2 and --bitwise.
+`metric_ranks.py FILE` writes the metrics by model and engine. One process has the engines of a plain
+model and of --bitwise. Two processes have those of DDP, FSDP2 and --bitwise.
 """
 
 import copy
@@ -33,10 +33,11 @@ from tests.models.small_models import small_model
 
 VOCABULARY = 40
 TOKENS = 17
+ROWS = 11  # odd, so that two ranks do not have the same number of rows
 
 
 class Recurrent(nn.Module):
-    """A model as a user writes it. It keeps the name `hidden` for something of its own."""
+    """A model of a user. Its attribute `hidden` is a layer, and not the method of llmtrain's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +53,14 @@ class Recurrent(nn.Module):
             return lt.summed_nll(self.predicted(input_ids[:, :-1]), labels[:, 1:])
         return self.predicted(input_ids)
 
-    def predicted(self, ids: Tensor) -> Tensor:
-        states = self.embedding(ids)
+    def predicted(self, token_ids: Tensor) -> Tensor:
+        states = self.embedding(token_ids)
         for layer in self.layers:
-            states = layer(states)[0]
+            states, _ = layer(states)
         return cast(Tensor, self.head(self.hidden(states).tanh()))
 
 
-def built(name: str) -> nn.Module:
+def build_model(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "recurrent":
         return make_trainable(Recurrent())
@@ -67,36 +68,41 @@ def built(name: str) -> nn.Module:
     return model
 
 
-def rows() -> Dataset:
-    """Packed rows of two documents, with different numbers of target tokens."""
+def packed_rows() -> Dataset:
+    """Return rows of two documents. Each row has fewer target tokens than the one before."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCABULARY, (11, TOKENS), generator=generator)
-    labels = ids.clone()
-    for row in range(len(ids)):
+    token_ids = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
+
+    labels = token_ids.clone()
+    for row in range(ROWS):
         labels[row, :row] = IGNORED
-    positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).expand_as(ids)
-    columns = {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).expand_as(token_ids)
+    columns = {"input_ids": token_ids, "labels": labels, "position_ids": positions}
     return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
 
 
 # --- metrics
 
 
-def share_of_right(model: lt.Model, batch: Batch) -> dict[str, Any]:
+def accuracy(model: lt.Model, batch: Batch) -> dict[str, Any]:
     targets = batch["labels"][:, 1:]
     is_right = model.logits(**batch).argmax(-1) == targets
-    return {"right": (is_right.sum(), (targets != IGNORED).sum())}
+    return {"accuracy": (is_right.sum(), (targets != IGNORED).sum())}
 
 
-def by_calling_the_model(model: Any, batch: Batch) -> dict[str, Any]:
+def accuracy_by_forward(model: Any, batch: Batch) -> dict[str, Any]:
     targets = batch["labels"][:, 1:]
     output = model(batch["input_ids"][:, :-1], position_ids=batch["position_ids"][:, :-1])
     is_right = getattr(output, "logits", output).argmax(-1) == targets
-    return {"right_by_call": (is_right.sum(), (targets != IGNORED).sum())}
+    return {"accuracy_by_forward": (is_right.sum(), (targets != IGNORED).sum())}
 
 
-class SquaredNormaliser(lt.Metric):
-    """The z-loss per target token, and how many rows have targets, which is a sum."""
+class ZLoss(lt.Metric):
+    """The z-loss per target token, and the number of rows that have targets.
+
+    The first value is a mean over all target tokens, and the second a sum over all rows.
+    """
 
     def compute(self, model: lt.Model, batch: Batch) -> dict[str, Any]:
         targets = batch["labels"][:, 1:]
@@ -104,21 +110,25 @@ class SquaredNormaliser(lt.Metric):
         squares = model.logits_at(positions, **batch).logsumexp(-1).square()
         rows_with_targets = (targets != IGNORED).any(1).sum()
         return {
-            "z": (squares.sum(), torch.tensor(len(positions))),
+            "z_loss": (squares.sum(), torch.tensor(len(positions))),
             "rows": rows_with_targets,
         }
 
 
 METRICS: list[Metric] = [
-    FunctionMetric(share_of_right),
-    FunctionMetric(by_calling_the_model),
-    SquaredNormaliser(),
+    FunctionMetric(accuracy),
+    FunctionMetric(accuracy_by_forward),
+    ZLoss(),
 ]
+
+
+# --- engines
 
 
 def engines_of(ranks: Ranks, model: nn.Module) -> dict[str, Engine]:
     if ranks.world_size == 1:
         return {"plain": ReplicatedEngine(ranks, model), "bitwise": BitwiseEngine(ranks, model)}
+
     sharded = copy.deepcopy(model)
     place_sharded(ranks, sharded, weights=())
     return {
@@ -128,9 +138,9 @@ def engines_of(ranks: Ranks, model: nn.Module) -> dict[str, Engine]:
     }
 
 
-def measured(accelerator: Accelerator, engine: Engine, is_bitwise: bool) -> dict[str, float]:
+def metrics_of(accelerator: Accelerator, engine: Engine, is_bitwise: bool) -> dict[str, float]:
     loader = eval_loader(
-        rows(),
+        packed_rows(),
         engine.ranks.world_size,
         micro_batch=2,
         prepare=getattr(engine.unwrapped, "prepare_batch", None),
@@ -143,9 +153,9 @@ def main() -> None:
     accelerator = start_accelerator()
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in ("gpt2", "lfm2", "llama", "recurrent"):
-        engines = engines_of(Ranks(accelerator), built(name))
+        engines = engines_of(Ranks(accelerator), build_model(name))
         results[name] = {
-            kind: measured(accelerator, engine, is_bitwise=kind == "bitwise")
+            kind: metrics_of(accelerator, engine, is_bitwise=kind == "bitwise")
             for kind, engine in engines.items()
         }
     if accelerator.is_main_process:

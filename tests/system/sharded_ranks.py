@@ -1,7 +1,7 @@
-"""Run by test_sharding.py under one process, DDP, FSDP2 and HSDP: some steps of many models.
+"""Started by test_sharding.py in each parallel layout: train models for some steps.
 
-`sharded_ranks.py BASES FOLDER STEPS CASE...` writes losses, norms and counts, and the models. A case
-is such as `gpt/4`, with four micro-batches. BASES holds the models to which adapters are added.
+`sharded_ranks.py BASES FOLDER STEPS CASE...` writes the trained models and FOLDER/results.json.
+BASES has the models that are fine-tuned. See `Case` for the names of cases.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,140 +51,150 @@ from tests.families import OVERRIDES, rows_of
 ROWS = 16
 LENGTH = 24
 
+# A large learning rate amplifies rounding. These models need a low one: in fine-tuned models and
+# lfm2, most gradients begin as zero, so that their signs are noise; in phi3 and qwen3, ten steps in
+# another order differ by 1e-4 of the norm; and in a mixture of experts, rounding may send a token
+# to another expert.
+LOW_RATE_MODELS = {
+    "base",
+    "base_of_experts",
+    "gpt2base",
+    "lfm2",
+    "mixtral",
+    "phi3",
+    "qwen3",
+    "tied",
+}
 
-def words() -> Any:
-    """A tokenizer of 257 tokens."""
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and the number of micro-batches: `base-lora-grown/4`.
+
+    The options of models in BASES are:
+        full: train all weights.
+        lora, dora: train an adapter.
+        saved: train whole modules as well.
+        grown: add two tokens.
+        again: recompute activations.
+
+    Those of other models are:
+        each: synchronise the gradients in each micro-batch.
+        muon: train with Muon.
+    """
+
+    name: str
+    model: str
+    options: frozenset[str]
+    micro_batches: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Case":
+        model_and_options, _, micro_batches = name.partition("/")
+        model, *options = model_and_options.split("-")
+        return cls(name, model, frozenset(options), int(micro_batches))
+
+    @property
+    def folder_name(self) -> str:
+        return self.name.replace("/", "-")
+
+    @property
+    def optim(self) -> OptimConfig:
+        return OptimConfig(
+            learning_rate=1e-3 if self.model in LOW_RATE_MODELS else 1e-2,
+            optim="muon" if "muon" in self.options else "adamw",
+        )
+
+    @property
+    def lora(self) -> LoraConfig:
+        rank = 0
+        if "grown" in self.options:
+            rank = 1  # with one row, some ranks have an empty shard
+        elif self.options & {"lora", "dora"}:
+            rank = 3
+        saved_modules = ["embed_tokens", "lm_head", "model.norm"]
+        return LoraConfig(
+            lora_r=rank,
+            use_dora="dora" in self.options,
+            lora_modules_to_save=saved_modules if "saved" in self.options else [],
+        )
+
+
+# --- models and batches
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer of 257 tokens."""
     return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
 
 
-def batches_of(engine: Engine, step: int, accumulation: int) -> list[Batch]:
-    """Return this rank's share of a global batch with masked places, as micro-batches."""
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
-    shares_of_targets = torch.linspace(0.1, 0.9, ROWS)[:, None]
-    is_target = torch.rand(ROWS, LENGTH, generator=generator) < shares_of_targets
-    batch = {"input_ids": ids, "labels": torch.where(is_target, ids, IGNORED)}
+def build_model(case: Case, accelerator: Accelerator, bases: Path) -> ModelBundle:
+    if case.model in ("gpt", "lfm2"):
+        return build_own_model(case, accelerator)
 
-    share = ROWS // engine.ranks.world_size
-    return split(split(batch, share)[engine.ranks.rank], share // accumulation)
-
-
-def model_of(case: str, accelerator: Accelerator, bases: Path) -> ModelBundle:
-    kind, _, rest = case.partition("-")
-    if kind in ("gpt", "lfm2"):
-        # 66 rows do not divide by four. In lfm2, half of the width of a head is a whole number.
-        config = GPTConfig(
-            n_layer=2,
-            n_head=2,
-            n_embd=66 if kind == "gpt" else 64,
-            block_size=LENGTH,
-            architecture="gpt2" if kind == "gpt" else "lfm2",
-        )
-        with torch.device("meta"):
-            gpt = build_gpt(config, 300)
-        return place(accelerator, gpt.bundle(words(), trained_on="nothing", seed=3))
-
-    rank = 0
-    if "grown" in rest:
-        rank = 1  # of one row, some ranks hold nothing
-    elif "lora" in rest or "dora" in rest:
-        rank = 3
-    lora = LoraConfig(
-        lora_r=rank,
-        use_dora="dora" in rest,
-        lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"] if "saved" in rest else [],
-    )
-    settings: dict[str, Any] = {"from_config": kind, "config_overrides": OVERRIDES}
-    if rest:
-        settings = {
-            "model_name_or_path": str(bases / kind),
-            "gradient_checkpointing": "again" in rest,
-        }
-    tokenizer = words()
+    tokenizer = byte_tokenizer()
     new_tokens = []
-    if "grown" in rest:
+    if "grown" in case.options:
         tokenizer.add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
         new_tokens = [257, 258]
-    config = ModelConfig(**settings, max_length=LENGTH)
     rows = rows_of(tokenizer, new_tokens=new_tokens)
-    return place(accelerator, load_model(config, lora, rows, 3, accelerator.mixed_precision))
+
+    if case.options:
+        config = ModelConfig(
+            model_name_or_path=str(bases / case.model),
+            gradient_checkpointing="again" in case.options,
+            max_length=LENGTH,
+        )
+    else:
+        config = ModelConfig(from_config=case.model, config_overrides=OVERRIDES, max_length=LENGTH)
+    bundle = load_model(config, case.lora, rows, 3, accelerator.mixed_precision)
+    return place(accelerator, bundle)
 
 
-def measured(
-    case: str, accelerator: Accelerator, bases: Path, folder: Path, steps: int
-) -> dict[str, Any]:
-    """Train the model of a case, write it, and return what was measured."""
-    name, _, micro_batches = case.partition("/")
-    accumulation = int(micro_batches)
-    bundle = model_of(name.removesuffix("-each"), accelerator, bases)
-    model = bundle.model
-
-    optimizer = make_optimizer(accelerator, model, optim_of(case))
-    trained = parameters_of(optimizer)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    kept = parameters_of(optimizer)
-    are_same = len(kept) == len(trained) and all(map(operator.is_, kept, trained))
-    held, full = parameter_bytes(model)
-    engine = engine_for(
-        Ranks(accelerator),
-        prepared,
-        objective=bundle.objective,
-        config=ParallelConfig(sync_each_batch="-each" in name),
-        accumulation=accumulation,
+def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
+    is_lfm2 = case.model == "lfm2"
+    config = GPTConfig(
+        n_layer=2,
+        n_head=2,
+        # 66 rows do not divide by four ranks. In lfm2, the width of a head must be even.
+        n_embd=64 if is_lfm2 else 66,
+        block_size=LENGTH,
+        architecture="lfm2" if is_lfm2 else "gpt2",
     )
-    found: dict[str, Any] = {
-        "losses": [],
-        "norms": [],
-        "syncs": [],
-        "scattered": [],
-        "units": len(parameter_groups(model)),
-        "same_parameters": bool(accelerator.gather(torch.tensor([are_same])).all()),
-        "held": held,
-        "all": full,
-    }
-
-    syncs = GradientSyncs(prepared)
-    unused: Any = None
-    with syncs.context():
-        for step in range(steps):
-            syncs.on_step_begin(unused)
-            COUNTS.clear()
-            batches = batches_of(engine, step, accumulation)
-            result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
-            losses = engine.ranks.gather_rows(result.sums.loss[None])
-            found["losses"].append(float(losses.sum() / result.denominator))
-            found["norms"].append(result.grad_norm)
-            found["syncs"].append(syncs.count)
-            found["scattered"].append(len(COUNTS))
-    check_replicas(Ranks(accelerator), prepared)
-
-    target = folder / case.replace("/", "-")
-    write(engine, bundle.files, target)
-    if case == "mixtral/1":
-        rounded = bundle.files.finished("bfloat16")
-        write(engine, rounded, target.with_name(f"{target.name}-bfloat16"))
-    if isinstance(model, HasEmbeddings):
-        head = {*model.get_output_embeddings().parameters()}
-        embedding = {*model.get_input_embeddings().parameters()}
-        found["tied"] = bool(head & embedding)
-    accelerator.free_memory()
-    return found
+    with torch.device("meta"):
+        gpt = build_gpt(config, 300)
+    return place(accelerator, gpt.bundle(byte_tokenizer(), trained_on="nothing", seed=3))
 
 
-def optim_of(case: str) -> OptimConfig:
-    """Return the settings of a case.
+def micro_batches_of(engine: Engine, step: int, count: int) -> list[Batch]:
+    """Return this rank's micro-batches of a global batch. Its rows have different numbers of targets."""
+    generator = torch.Generator().manual_seed(step)
+    token_ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
+    target_shares = torch.linspace(0.1, 0.9, ROWS)[:, None]
+    is_target = torch.rand(ROWS, LENGTH, generator=generator) < target_shares
+    batch = {"input_ids": token_ids, "labels": torch.where(is_target, token_ids, IGNORED)}
 
-    A large learning rate amplifies rounding. A low one is used if most gradients begin as zero, so
-    that their signs are noise; for phi3 and qwen3, where ten steps in another order differ by 1e-4
-    of the norm; and for a mixture of experts, where rounding may send a token to another expert.
-    """
-    needs_low_rate = case.startswith(
-        ("base", "tied", "gpt2base", "lfm2", "phi3", "qwen3", "mixtral")
-    )
-    return OptimConfig(
-        learning_rate=1e-3 if needs_low_rate else 1e-2,
-        optim="muon" if "muon" in case else "adamw",
-    )
+    rows_per_rank = ROWS // engine.ranks.world_size
+    batch_of_rank = split(batch, rows_per_rank)[engine.ranks.rank]
+    return split(batch_of_rank, rows_per_rank // count)
+
+
+# --- counts
+
+
+class ReduceScatterCounter:
+    """Counts the reduce-scatters that FSDP starts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        # torch 2.13 calls the first, and torch 2.11 the second.
+        for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
+            if hasattr(dist, name):
+                setattr(dist, name, partial(self._call, getattr(dist, name)))
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return function(*args, **kwargs)
 
 
 def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
@@ -191,15 +202,97 @@ def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
     return list(itertools.chain.from_iterable(groups))
 
 
+def has_tied_embeddings(model: HasEmbeddings) -> bool:
+    head = {*model.get_output_embeddings().parameters()}
+    embedding = {*model.get_input_embeddings().parameters()}
+    return bool(head & embedding)
+
+
+# --- training
+
+
+def train(
+    case: Case,
+    accelerator: Accelerator,
+    bases: Path,
+    folder: Path,
+    steps: int,
+    reduce_scatters: ReduceScatterCounter,
+) -> dict[str, Any]:
+    """Train and write the model of a case, and return the results of each step."""
+    bundle = build_model(case, accelerator, bases)
+    model = bundle.model
+
+    optimizer = make_optimizer(accelerator, model, case.optim)
+    parameters = parameters_of(optimizer)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    parameters_after = parameters_of(optimizer)
+    are_same = len(parameters) == len(parameters_after) and all(
+        map(operator.is_, parameters, parameters_after)
+    )
+    are_same_on_all_ranks = bool(accelerator.gather(torch.tensor([are_same])).all())
+
+    engine = engine_for(
+        Ranks(accelerator),
+        prepared,
+        objective=bundle.objective,
+        config=ParallelConfig(sync_each_batch="each" in case.options),
+        accumulation=case.micro_batches,
+    )
+
+    losses = []
+    grad_norms = []
+    gradient_syncs = []
+    reduce_scatters_by_step = []
+    syncs = GradientSyncs(prepared)
+    step_info: Any = None  # GradientSyncs does not read it
+    with syncs.context():
+        for step in range(steps):
+            syncs.on_step_begin(step_info)
+            reduce_scatters.count = 0
+            batches = micro_batches_of(engine, step, case.micro_batches)
+            result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
+
+            loss_sums = engine.ranks.gather_rows(result.sums.loss[None])
+            losses.append(float(loss_sums.sum() / result.denominator))
+            grad_norms.append(result.grad_norm)
+            gradient_syncs.append(syncs.count)
+            reduce_scatters_by_step.append(reduce_scatters.count)
+    check_replicas(Ranks(accelerator), prepared)
+
+    write_models(engine, bundle.files, case, folder)
+    local_bytes, total_bytes = parameter_bytes(model)
+    results = {
+        "losses": losses,
+        "grad_norms": grad_norms,
+        "gradient_syncs": gradient_syncs,
+        "reduce_scatters": reduce_scatters_by_step,
+        "units": len(parameter_groups(model)),
+        "has_same_parameters": are_same_on_all_ranks,
+        "local_bytes": local_bytes,
+        "total_bytes": total_bytes,
+        "is_tied": isinstance(model, HasEmbeddings) and has_tied_embeddings(model),
+    }
+    accelerator.free_memory()
+    return results
+
+
+def write_models(engine: Engine, files: ModelFormat, case: Case, folder: Path) -> None:
+    target = folder / case.folder_name
+    write(engine, files, target)
+    if case.name == "mixtral/1":
+        in_bfloat16 = target.with_name(f"{target.name}-bfloat16")
+        write(engine, files.finished("bfloat16"), in_bfloat16)
+
+
 def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
-    """Write the model as all ranks do that share it, or as the main process does alone."""
+    """Write a sharded model with all ranks, or a replicated one with the main process."""
     model = engine.unwrapped
     if engine.ranks.is_sharded:
-        tensors = files.tensors(model)
         write_model(
             folder,
             files,
-            tensors,
+            files.tensors(model),
             team=Team.with_new_group(),
             ranks=tuple(range(engine.ranks.world_size)),
             convert=files.tensor_converter(model),
@@ -208,31 +301,25 @@ def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
         write_model(folder, files, files.export_tensors(model))
 
 
-COUNTS: list[int] = []  # one for each reduce-scatter
-
-
-def count_reduce_scatters() -> None:
-    # torch 2.13 calls the first, 2.11 the second
-    for name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-        if hasattr(dist, name):
-            setattr(dist, name, partial(counting, getattr(dist, name)))
-
-
-def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    COUNTS.append(1)
-    return original(*args, **kwargs)
-
-
 def main() -> None:
-    bases, folder, steps, *cases = sys.argv[1:]
+    bases, folder, steps, *case_names = sys.argv[1:]
     accelerator = start_accelerator()
     Path(folder).mkdir(exist_ok=True)
-    count_reduce_scatters()
-    found = {
-        case: measured(case, accelerator, Path(bases), Path(folder), int(steps)) for case in cases
-    }
+    reduce_scatters = ReduceScatterCounter()
+
+    results = {}
+    for name in case_names:
+        results[name] = train(
+            Case.parse(name),
+            accelerator,
+            bases=Path(bases),
+            folder=Path(folder),
+            steps=int(steps),
+            reduce_scatters=reduce_scatters,
+        )
+
     if accelerator.is_main_process:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "results.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Run on two ranks by test_states.py: optimizers that keep odd states go on after a restart.
+"""Started by test_states.py on two ranks: restart runs whose optimizers keep unusual states.
 
-`state_ranks.py FOLDER NAME...` writes for each optimizer whether weights and state after a restart
-have the bits of the run without one, or the error that it ended with.
+`state_ranks.py FOLDER NAME...` writes FOLDER/rank-0.json and FOLDER/rank-1.json, with:
+    restarts: for each optimizer, the tensors that differ from those of a run without a restart, or
+        the error that a rank got.
+    sharding: the states that differ between sharded and full parameters.
+    differing ranks: the errors for states that are not the same on all ranks.
 """
 
 import json
@@ -46,7 +49,7 @@ VOCABULARY = 31  # odd, so that shards are uneven
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "odd": lambda model: Odd(model.parameters()),
     "odd in bf16": lambda model: Odd(model.bfloat16().parameters()),
-    "compact": lambda model: EightBitAdamW(model.bfloat16().parameters(), lr=1e-2),
+    "8-bit adamw": lambda model: EightBitAdamW(model.bfloat16().parameters(), lr=1e-2),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "heavyball soap": lambda model: heavyball.SOAP(model.parameters(), lr=1e-2),
     "heavyball adamw": lambda model: heavyball.AdamW(model.parameters(), lr=1e-2),
@@ -58,7 +61,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Average:
-    """A part with the weights of a model, sharded like these, and a number."""
+    """A part of a run. Its state has tensors, sharded like the weights of a model, and a number."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.mean = {name: 2 * p.detach() for name, p in model.named_parameters()}
@@ -73,16 +76,11 @@ class Average:
 
 
 class Training:
-    """A small model in training.
-
-    Attributes:
-        state: the state of its optimizer.
-        average: the weights at the beginning.
-    """
+    """A small model in training, with the state of its optimizer and a part."""
 
     def __init__(self, accelerator: Any, name: str) -> None:
-        accelerator.free_memory()  # it forgets the model before, which is not trained any more
-        width = 68 if name == "compact" else 12  # shorter rows have no moments in 8 bits
+        accelerator.free_memory()  # the accelerator forgets the previous model
+        width = 68 if name == "8-bit adamw" else 12  # shorter rows have no moments in 8 bits
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=width, block_size=8), VOCABULARY)
         bundle = ModelBundle(model, Files(), model.initial_weights(1))
@@ -103,132 +101,176 @@ class Training:
         self.state = OptimizerState(self.model, self.optimizer.optimizer)
         self.average = Average(self.model)
 
-    def steps(self, first: int) -> None:
-        """Make three steps, each with other rows."""
-        for step in range(first, first + 3):
+    def make_steps(self, steps: range) -> None:
+        """Make steps with different rows on each rank and in each step."""
+        for step in steps:
             generator = torch.Generator().manual_seed(100 * step + self.engine.ranks.rank)
-            ids = torch.randint(VOCABULARY, (2, 9), generator=generator)
-            batch = {"input_ids": ids, "labels": ids}
+            token_ids = torch.randint(VOCABULARY, (2, 9), generator=generator)
+            batch = {"input_ids": token_ids, "labels": token_ids}
             train_step(self.engine, self.optimizer, [batch], max_grad_norm=1.0)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the weights, and the tensors of the optimizer and of the part, by name."""
+        weights = {f"model {name}": p for name, p in self.model.named_parameters()}
+        average = {f"average {name}": tensor for name, tensor in self.average.mean.items()}
+        return {**self.state.flatten().tensors, **weights, **average}
 
-def form_and_bits(tensor: torch.Tensor) -> list[Any]:
+
+# --- restarts
+
+
+def layout_and_bits(tensor: torch.Tensor) -> list[Any]:
     """Return all that must be the same after a restart."""
-    local = local_shard(tensor)
-    form = [str(tensor.dtype), [*tensor.shape], str(tensor.device), [*local.stride()]]
+    shard = local_shard(tensor)
+    layout = [str(tensor.dtype), [*tensor.shape], str(tensor.device), [*shard.stride()]]
     if isinstance(tensor, DTensor):
-        form.append(str(tensor.placements))
-    return [*form, local.contiguous().flatten().view(torch.uint8).tolist()]
+        layout.append(str(tensor.placements))
+    bits = shard.contiguous().flatten().view(torch.uint8).tolist()
+    return [*layout, bits]
 
 
 def differences(first: Training, second: Training) -> list[str]:
-    """Return the names of tensors that differ in bits or form, and of states that differ otherwise."""
-    one, other = first.state.flatten(), second.state.flatten()
-    tensors, others = (
-        {
-            **state.tensors,
-            **{f"model {k}": v for k, v in training.model.named_parameters()},
-            **{f"average {k}": v for k, v in training.average.mean.items()},
-        }
-        for state, training in ((one, first), (other, second))
-    )
-    names = [name for name in {**tensors, **others} if name not in others or name not in tensors]
-    for name in tensors.keys() & others.keys():
-        if form_and_bits(tensors[name]) != form_and_bits(others[name]):
+    """Return the names of tensors that differ, and of other states that differ."""
+    first_tensors = first.tensors()
+    second_tensors = second.tensors()
+    names = [*(first_tensors.keys() ^ second_tensors.keys())]
+    for name in first_tensors.keys() & second_tensors.keys():
+        if layout_and_bits(first_tensors[name]) != layout_and_bits(second_tensors[name]):
             names.append(name)
-    keys = [key for key in one.structure if one.structure[key] != other.structure[key]]
+
+    first_structure = first.state.flatten().structure
+    second_structure = second.state.flatten().structure
+    keys = [key for key in first_structure if first_structure[key] != second_structure[key]]
     return sorted(names) + keys
 
 
-def restarted(accelerator: Any, name: str, folder: Path) -> list[str]:
-    """Return what differs after a restart in the middle of six steps."""
-    straight = Training(accelerator, name)
-    straight.steps(0)
-    straight.average = Average(straight.model)
-    straight.average.step = 3
-    compare_states({"optimizer": straight.state.flatten()})
-    ranks = straight.engine.ranks
-    saver = Saver(folder, Files(), keep=2, in_background=True)
-    if ranks.is_sharded:
-        saver.join(Team.with_new_group(), can_write=True)
-    if ranks.is_sharded or ranks.is_main:
-        part = flat_part("Average", straight.average.state_dict())
-        states = {"optimizer": straight.state.flatten(), "parts/Average": part}
-        saver.save(3, straight.model.state_dict(), states, {"step": 3})
-    straight.steps(3)
+def differences_after_restart(accelerator: Any, name: str, folder: Path) -> list[str]:
+    """Make six steps, with and without a restart in the middle, and return the differences."""
+    uninterrupted = Training(accelerator, name)
+    uninterrupted.make_steps(range(3))
+    uninterrupted.average = Average(uninterrupted.model)
+    uninterrupted.average.step = 3
+    compare_states({"optimizer": uninterrupted.state.flatten()})
+    saver = save(uninterrupted, folder)
+    uninterrupted.make_steps(range(3, 6))
     saver.wait()
     accelerator.wait_for_everyone()
 
     resumed = Training(accelerator, name)
-    path = folder / "step-00000003"
-    device = accelerator.device
-    fill(resumed.model.state_dict(), read_tensors_on_main(path / "model", device))
-    tensors = read_tensors_on_main(path / "optimizer", device)
-    resumed.state.restore(read_structure(path / "optimizer"), tensors)
-    restore_parts({"Average": resumed.average}, path, device)
+    restore(resumed, folder / "step-00000003", accelerator.device)
     assert resumed.average.step == 3
-    resumed.steps(3)
-    return differences(straight, resumed)
+    resumed.make_steps(range(3, 6))
+    return differences(uninterrupted, resumed)
 
 
-def sharded_and_full(accelerator: Any) -> list[str]:
-    """Return which states of the same steps differ between sharded and full parameters."""
+def save(training: Training, folder: Path) -> Saver:
+    """Begin to save a checkpoint in the background. The next steps must not change it."""
+    ranks = training.engine.ranks
+    saver = Saver(folder, Files(), keep=2, in_background=True)
+    if ranks.is_sharded:
+        saver.join(Team.with_new_group(), can_write=True)
+    if ranks.is_sharded or ranks.is_main:
+        part = flat_part("Average", training.average.state_dict())
+        states = {"optimizer": training.state.flatten(), "parts/Average": part}
+        saver.save(3, training.model.state_dict(), states, {"step": 3})
+    return saver
+
+
+def restore(training: Training, checkpoint: Path, device: torch.device) -> None:
+    fill(training.model.state_dict(), read_tensors_on_main(checkpoint / "model", device))
+    tensors = read_tensors_on_main(checkpoint / "optimizer", device)
+    training.state.restore(read_structure(checkpoint / "optimizer"), tensors)
+    restore_parts({"Average": training.average}, checkpoint, device)
+
+
+def restart_all(accelerator: Any, names: list[str], folder: Path) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    for name in names:
+        try:
+            outcomes[name] = differences_after_restart(accelerator, name, folder / name)
+        except UserError as error:
+            outcomes[name] = str(error)
+    return outcomes
+
+
+# --- sharded and full parameters
+
+SHAPES = [(61, 70), (129, 300), (5, 64, 13), (4100,)]
+
+
+def differences_by_sharding(accelerator: Any) -> list[str]:
+    """Return the states of 8-bit AdamW that differ between sharded and full parameters."""
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         return []
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(61, 70), (129, 300), (5, 64, 13), (4100,)]
-    full = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    sharded = [distribute_tensor(tensor, mesh, placements) for tensor in full]
-    optimizers = []
-    for parameters in (full, sharded):
-        trained = [torch.nn.Parameter(tensor) for tensor in parameters]
-        optimizers.append(EightBitAdamW(trained, lr=1e-2))
 
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    generator = torch.Generator().manual_seed(0)
+
+    def random_tensors() -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+
+    def shard_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [distribute_tensor(tensor, mesh, placements) for tensor in tensors]
+
+    weights = random_tensors()
+    full = [torch.nn.Parameter(weight) for weight in weights]
+    sharded = [torch.nn.Parameter(weight) for weight in shard_all(weights)]
+    full_optimizer = EightBitAdamW(full, lr=1e-2)
+    sharded_optimizer = EightBitAdamW(sharded, lr=1e-2)
     for _ in range(4):
-        gradients = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-        for optimizer in optimizers:
-            for p, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
-                is_sharded = isinstance(p, DTensor)
-                p.grad = distribute_tensor(gradient, mesh, placements) if is_sharded else gradient
-            optimizer.step()
+        gradients = random_tensors()
+        set_gradients(full, gradients)
+        set_gradients(sharded, shard_all(gradients))
+        full_optimizer.step()
+        sharded_optimizer.step()
 
     differing = []
-    for index, (p, q) in enumerate(
-        zip(*(o.param_groups[0]["params"] for o in optimizers), strict=True)
-    ):
-        states = [{"weights": p.detach(), **optimizers[0].state[p]}]
-        states.append({"weights": q.detach(), **optimizers[1].state[q]})
-        assert states[0].keys() == states[1].keys()
-        for name, tensor in states[1].items():
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if not torch.equal(gathered, states[0][name]):
-                differing.append(f"{shapes[index]} {name}")
+    for shape, full_parameter, sharded_parameter in zip(SHAPES, full, sharded, strict=True):
+        expected = {"weights": full_parameter.detach(), **full_optimizer.state[full_parameter]}
+        states = {
+            "weights": sharded_parameter.detach(),
+            **sharded_optimizer.state[sharded_parameter],
+        }
+        assert states.keys() == expected.keys()
+        for name, state in states.items():
+            gathered = state.full_tensor() if isinstance(state, DTensor) else state
+            if not torch.equal(gathered, expected[name]):
+                differing.append(f"{shape} {name}")
     return differing
 
 
-def of_ranks_that_differ(accelerator: Any) -> dict[str, str]:
+def set_gradients(parameters: list[torch.nn.Parameter], gradients: list[torch.Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+# --- ranks that differ
+
+
+def errors_of_differing_ranks(accelerator: Any) -> dict[str, str]:
     """Return the errors for states that are not the same on all ranks."""
     rank = accelerator.process_index
     training = Training(accelerator, "adamw")
-    training.steps(0)
-    found = {}
+    training.make_steps(range(3))
+    errors = {}
 
     training.average.step = rank
-    found["a number"] = error_of_check(training)
+    errors["number of a part"] = error_of_check(training)
     training.average.step = 0
+
     training.average.mean["rows"] = torch.full((2, 3), rank)
-    found["a tensor"] = error_of_check(training)
+    errors["tensor of a part"] = error_of_check(training)
     del training.average.mean["rows"]
 
-    state = training.optimizer.state[next(training.model.parameters())]
-    state["noise"] = torch.tensor(rank)
-    found["the optimizer"] = error_of_check(training)
+    first_parameter = next(training.model.parameters())
+    training.optimizer.state[first_parameter]["noise"] = torch.tensor(rank)
+    errors["tensor of the optimizer"] = error_of_check(training)
+
     if rank == 1:
         training.optimizer.state.clear()
-    found["one rank"] = error_of_check(training)
-    return found
+    errors["no state on rank 1"] = error_of_check(training)
+    return errors
 
 
 def error_of_check(training: Training) -> str:
@@ -251,21 +293,19 @@ def error_of_check(training: Training) -> str:
         CheckStates(context).on_step_end(batch, result, info)
     except UserError as error:
         return str(error)
-    return "not noticed"
+    return "no error"
 
 
 def main() -> None:
     accelerator = start_accelerator()
-    root = Path(sys.argv[1])
-    found: dict[str, Any] = {}
-    for name in sys.argv[2:]:
-        try:
-            found[name] = restarted(accelerator, name, root / name)
-        except UserError as error:
-            found[name] = str(error)
-    found["sharded and full"] = sharded_and_full(accelerator)
-    found["ranks that differ"] = of_ranks_that_differ(accelerator)
-    (root / f"found-{accelerator.process_index}.json").write_text(json.dumps(found))
+    folder = Path(sys.argv[1])
+    names = sys.argv[2:]
+    results = {
+        "restarts": restart_all(accelerator, names, folder),
+        "sharding": differences_by_sharding(accelerator),
+        "differing ranks": errors_of_differing_ranks(accelerator),
+    }
+    (folder / f"rank-{accelerator.process_index}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

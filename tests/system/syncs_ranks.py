@@ -1,7 +1,11 @@
-"""Run by test_syncs.py: a recipe, and what in each of its steps would wait for a GPU. `syncs_ranks.py FOUND ...`
+"""Started by test_syncs.py: train with a recipe, and count what would wait for a GPU.
 
-A CPU never waits, but it is asked the same: to read a value, or to make a tensor of a size that values decide. What is
-computed on other threads, as batches are, is not counted.
+`syncs_ranks.py FILE RECIPE FLAG...` writes a list with an entry for each step:
+    waits: how often each place in the code waited.
+    graphs: the number of graphs that torch.compile has made so far.
+
+A CPU never waits, but the same calls would wait for a GPU: those that read a value, and those whose
+result has a size that depends on values. Other threads, which make batches, are not counted.
 """
 
 import contextlib
@@ -11,6 +15,7 @@ import runpy
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.training import loop
 
-READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"}
-READING = {
+# Methods of a tensor that read its values.
+READING_METHODS = {
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+}
+# Operations that read values, or whose result has a size that depends on them.
+READING_OPERATIONS = {
     "_local_scalar_dense",
     "nonzero",
     "masked_select",
@@ -32,88 +48,115 @@ READING = {
 }
 
 
-class Reads(TorchFunctionMode):
-    """Methods that read, called by Python."""
+class MethodCounter(TorchFunctionMode):
+    """Counts the methods that Python calls to read a tensor."""
 
-    def __init__(self, found: Counter[str]) -> None:
+    def __init__(self, waits: Counter[str]) -> None:
         super().__init__()
-        self.found, self.inside = found, False
+        self.waits = waits
+        self.is_reading = False
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name not in READS or self.inside:
+        if name not in READING_METHODS or self.is_reading:
             return function(*args, **(kwargs or {}))
-        self.found[f"{name} in {where()}"] += 1
-        self.inside = True  # `float` calls `item`
+
+        self.waits[f"{name} in {calling_line()}"] += 1
+        self.is_reading = True  # so that the `item` within `float` does not count
         try:
             return function(*args, **(kwargs or {}))
         finally:
-            self.inside = False
+            self.is_reading = False
 
 
-class Operations(TorchDispatchMode):
-    """Operations that read, or whose result has a size that values decide; and how many there are of all."""
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations that read, unless a counted method calls them."""
 
-    def __init__(self, found: Counter[str], reads: Reads) -> None:
+    def __init__(self, waits: Counter[str], methods: MethodCounter) -> None:
         super().__init__()
-        self.found, self.reads, self.count = found, reads, 0
+        self.waits = waits
+        self.methods = methods
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.count += 1
         name = function.overloadpacket.__name__
-        places = args[1] if name == "index" else args[1:2] if name.startswith("index") else ()
-        masks = any(
-            isinstance(place, torch.Tensor) and place.dtype == torch.bool for place in places
-        )
-        if (name in READING or masks) and not self.reads.inside:
-            self.found[f"{name} in {where()}"] += 1
+        is_read = name in READING_OPERATIONS or has_mask(name, args)
+        if is_read and not self.methods.is_reading:
+            self.waits[f"{name} in {calling_line()}"] += 1
         return function(*args, **(kwargs or {}))
 
 
-def where() -> str:
-    frames = [
-        f
-        for f in traceback.extract_stack()
-        if "syncs_ranks" not in f.filename and "overrides" not in f.filename
+def has_mask(operation: str, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation selects elements with a tensor of bools."""
+    if operation == "index":
+        indices = args[1]
+    elif operation.startswith("index"):
+        indices = args[1:2]
+    else:
+        return False
+    return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
+
+
+def calling_line() -> str:
+    """Return the file and line that has called torch."""
+    stack = traceback.extract_stack()
+    callers = [
+        frame
+        for frame in stack
+        if "syncs_ranks" not in frame.filename and "overrides" not in frame.filename
     ]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    caller = callers[-1]
+    return f"{Path(caller.filename).name}:{caller.lineno}"
+
+
+class StepCounter:
+    """Counts within each step, from the time that the loop has its batch until it asks for the next."""
+
+    def __init__(self, is_compiled: bool) -> None:
+        self.is_compiled = is_compiled  # then operations cannot be counted
+        self.graphs = 0
+        self.steps: list[dict[str, Any]] = []
+        self.read_batches = loop.read_batches
+        self.compile = torch.compile
+        # A single object, since torch compiles a function again for another backend.
+        self.backend = self.count_graph
+
+    def install(self) -> None:
+        loop.read_batches = self.counted_batches
+        torch.compile = self.counted_compile
+
+    def counted_batches(self, *arguments: Any) -> Iterator[Any]:
+        for batch in self.read_batches(*arguments):
+            waits: Counter[str] = Counter()
+            methods = MethodCounter(waits)
+            with contextlib.ExitStack() as counting:
+                if not self.is_compiled:
+                    counting.enter_context(methods)
+                    counting.enter_context(OperationCounter(waits, methods))
+                yield batch
+            self.steps.append({"waits": waits, "graphs": self.graphs})
+
+    def counted_compile(self, function: Any, **settings: Any) -> Any:
+        return self.compile(function, **settings | {"backend": self.backend})
+
+    def count_graph(self, graph: Any, inputs: list[Any]) -> Any:
+        self.graphs += 1
+        return graph.forward
 
 
 def main() -> None:
-    found_file, recipe, *flags = sys.argv[1:]
-    honest = loop.read_batches
-    steps: list[dict[str, Any]] = []
-    graphs: list[Any] = []
-    compiles = "--torch_compile" in flags  # not under the modes that count
-    own = torch.compile
+    result_file, recipe, *flags = sys.argv[1:]
+    counter = StepCounter(is_compiled="--torch_compile" in flags)
+    counter.install()
 
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile = lambda function, **settings: own(function, **settings | {"backend": backend})
-
-    def counted(*arguments: Any) -> Any:
-        for batch in honest(*arguments):
-            found: Counter[str] = Counter()
-            reads = Reads(found)
-            operations = Operations(found, reads)
-            with (
-                contextlib.nullcontext() if compiles else reads,
-                contextlib.nullcontext() if compiles else operations,
-            ):
-                yield batch
-            steps.append({"waits": found, "operations": operations.count, "graphs": len(graphs)})
-
-    loop.read_batches = counted
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe)["main"](flags)
+
     if os.environ.get("RANK", "0") == "0":
-        Path(found_file).write_text(json.dumps(steps))
+        Path(result_file).write_text(json.dumps(counter.steps))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Run on two ranks by test_sharding.py: processes that write a checkpoint together, and what becomes of it when one of
-them cannot. `team_ranks.py FOLDER` writes what was seen.
+"""Started by test_sharding.py on two ranks, which write checkpoints together.
+
+`team_ranks.py FOLDER` writes FOLDER/rank-0.json and FOLDER/rank-1.json, with the observations of
+each rank.
 """
 
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
@@ -24,108 +26,128 @@ from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from tests.record.test_checkpoint import Files
 
-SHAPES = {
-    "wide": (7, 5),
-    "narrow": (3,),
-    "one": (1, 4),
-    "even": (8, 2),
-}  # also parts that are uneven, or empty
+# Shards of equal size, of different sizes, and an empty one.
+SHAPES = {"even": (8, 2), "uneven": (7, 5), "vector": (3,), "one row": (1, 4)}
 
 
-def spread(value: float) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    whole = {
-        name: torch.arange(torch.Size(shape).numel()).view(shape) + value
-        for name, shape in SHAPES.items()
-    }
-    parts = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    return {**parts, "count": torch.tensor(value)}  # which all hold
+def sharded_tensors(mesh: DeviceMesh, value: float) -> dict[str, torch.Tensor]:
+    """Return tensors whose rows are divided among the ranks, and one that all ranks have."""
+    tensors = {"count": torch.tensor(value)}
+    for name, shape in SHAPES.items():
+        tensor = torch.arange(torch.Size(shape).numel()).view(shape) + value
+        tensors[name] = distribute_tensor(tensor, mesh, [Shard(0)])
+    return tensors
 
 
-def gives_back(path: Path, value: float) -> bool:
-    target = spread(0.0)
-    for part in ("model", "optimizer"):
-        fill(target, read_tensors(path / part))
-        if not all(
-            torch.equal(local_shard(tensor), local_shard(spread(value)[name]))
-            for name, tensor in target.items()
-        ):
-            return False
-    return checkpoint.find_fault(path) is None
+class Rank:
+    """One of the two ranks, with a folder that both see."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank = dist.get_rank()
+        self.mesh = init_device_mesh("cpu", (2,))
 
-def refused(action: Callable[[], None]) -> str:
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return "not refused"
+    def saver(self, name: str, in_background: bool = False, can_write: bool = True) -> Saver:
+        saver = Saver(self.folder / name, Files(), keep=2, in_background=in_background)
+        saver.join(Team.with_new_group(), can_write=can_write)
+        return saver
 
+    def save(self, saver: Saver, step: int) -> Path:
+        weights = sharded_tensors(self.mesh, step)
+        moments = FlatState({}, sharded_tensors(self.mesh, step))
+        saver.save(step, weights, {"optimizer": moments}, {"step": step})
+        return saver.folder / f"step-{step:08d}"
 
-def seen_of_bug_on_rank_1(team: Team) -> list[str]:
-    """Return the error that this rank gets, and the innermost function of its traceback."""
+    def is_restored(self, path: Path, step: int) -> bool:
+        """Return whether a checkpoint has no fault, and fills this rank's shards as saved."""
+        expected = sharded_tensors(self.mesh, step)
+        for part in ("model", "optimizer"):
+            tensors = sharded_tensors(self.mesh, 0.0)
+            fill(tensors, read_tensors(path / part))
+            for name, tensor in tensors.items():
+                if not torch.equal(local_shard(tensor), local_shard(expected[name])):
+                    return False
+        return checkpoint.find_fault(path) is None
 
-    def action() -> None:
-        if team.rank == 1:
-            raise ValueError("bad number")
+    def tensor_files(self, name: str) -> list[str]:
+        paths = (self.folder / name).rglob("*.safetensors")
+        return sorted(str(path.relative_to(self.folder / name)) for path in paths)
 
-    try:
-        team.on_all(action)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        return [f"{type(error).__name__}: {error}", frames[-1].name]
-    return []
+    def observe_saves(self) -> dict[str, Any]:
+        saver = self.saver("checkpoints")
+        path = self.save(saver, 1)
+        observations: dict[str, Any] = {
+            "is restored": self.is_restored(path, 1),
+            "files": self.tensor_files("checkpoints"),
+        }
+
+        background_saver = self.saver("checkpoints", in_background=True)
+        path = self.save(background_saver, 2)
+        background_saver.wait()
+        dist.barrier()  # the main process moves the checkpoint to its place
+        observations["is restored after a save in the background"] = self.is_restored(path, 2)
+
+        observations["error of a full disk"] = self.error_of_a_full_disk(saver)
+        dist.barrier()  # the main process removes the incomplete checkpoint
+        folders = (self.folder / "checkpoints").iterdir()
+        observations["checkpoints after a full disk"] = sorted(path.name for path in folders)
+        dist.barrier()
+        return observations
+
+    def error_of_a_full_disk(self, saver: Saver) -> str:
+        """Save while the disk of rank 1 is full, and return the error that this rank gets."""
+        write_hashed: Any = tensor_files.write_hashed
+
+        def fail_on_rank_1(path: Path, pieces: Iterator[Any]) -> Any:
+            if self.rank == 1 and "optimizer" in str(path):
+                next(pieces)
+                raise OSError(28, "No space left on device", str(path))
+            return write_hashed(path, pieces)
+
+        tensor_files.write_hashed = fail_on_rank_1
+        try:
+            self.save(saver, 3)
+        except UserError as error:
+            return str(error)
+        finally:
+            tensor_files.write_hashed = write_hashed
+        return "no error"
+
+    def observe_single_writer(self) -> dict[str, Any]:
+        """Save while only rank 0 sees the folder."""
+        saver = self.saver("one-disk", can_write=self.rank == 0)
+        path = self.save(saver, 4)
+        return {
+            "is restored from one disk": self.is_restored(path, 4),
+            "files on one disk": self.tensor_files("one-disk"),
+        }
+
+    def observe_bug_on_rank_1(self) -> dict[str, str]:
+        """Return the error that this rank gets, and the innermost function of its traceback."""
+
+        def fail_on_rank_1() -> None:
+            if self.rank == 1:
+                raise ValueError("bad number")
+
+        try:
+            Team.everyone().on_all(fail_on_rank_1)
+        except Exception as error:
+            innermost = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__}: {error}"
+            return {"error of a bug": message, "raised in": innermost.name}
+        return {"error of a bug": "no error"}
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, root = dist.get_rank(), Path(sys.argv[1])
-    team, found = Team.with_new_group(), {}
-    saver = Saver(root / "checkpoints", Files(), keep=2)
-    saver.join(team, can_write=True)
-
-    def save(saver: Saver, step: int) -> Path:
-        saver.save(
-            step,
-            spread(step),
-            {"optimizer": FlatState({}, spread(step))},
-            {"step": step},
-        )
-        return saver.folder / f"step-{step:08d}"
-
-    found["gives back"] = gives_back(save(saver, 1), 1.0)
-    found["files"] = sorted(
-        str(path.relative_to(root)) for path in (root / "checkpoints").rglob("*.safetensors")
-    )
-    background = Saver(root / "checkpoints", Files(), keep=2, in_background=True)
-    background.join(team, can_write=True)
-    path = save(background, 2)
-    background.wait()
-    dist.barrier()  # the main process commits
-    found["in the background"] = gives_back(path, 2.0)
-
-    original: Any = tensor_files.write_hashed
-
-    def full(path: Path, pieces: Any) -> Any:
-        if rank == 1 and "optimizer" in str(path):
-            next(pieces)
-            raise OSError(28, "No space left on device", str(path))
-        return original(path, pieces)
-
-    tensor_files.write_hashed = full
-    found["full"] = refused(lambda: save(saver, 3))
-    tensor_files.write_hashed = original
-    dist.barrier()  # the main process cleans up
-    found["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
-    dist.barrier()
-    alone = Saver(root / "elsewhere", Files(), keep=2)
-    alone.join(Team.with_new_group(), can_write=rank == 0)
-    found["one disk"] = gives_back(save(alone, 4), 4.0)
-    found["files on one disk"] = sorted(
-        path.name for path in (root / "elsewhere").rglob("*.safetensors")
-    )
-    found["bug"] = seen_of_bug_on_rank_1(Team.everyone())
-    (root / f"found-{rank}.json").write_text(json.dumps(found))
+    folder = Path(sys.argv[1])
+    rank = Rank(folder)
+    observations = {
+        **rank.observe_saves(),
+        **rank.observe_single_writer(),
+        **rank.observe_bug_on_rank_1(),
+    }
+    (folder / f"rank-{rank.rank}.json").write_text(json.dumps(observations))
 
 
 if __name__ == "__main__":

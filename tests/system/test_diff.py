@@ -1,6 +1,7 @@
-"""`llmtrain diff` names what was planted, and is silent about runs that are the same."""
+"""`llmtrain diff` names the difference between two runs, and is silent about equal ones."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,167 +15,187 @@ from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, series
 from tests.test_cli import ended
 
-DRIVER = "tests/system/differing_runs.py"
+SCRIPT = "tests/system/differing_runs.py"
 FLAGS = [
     *TINY,
-    "--max_steps",
-    "12",
-    "--eval_steps",
-    "4",
-    "--save_steps",
-    "4",
-    "--eval_fraction",
-    "0.2",
+    *shlex.split("--max_steps 12 --eval_steps 4 --save_steps 4 --eval_fraction 0.2 --log_rows"),
 ]
 
 
-class Pair(NamedTuple):
-    """How the other run differs, and where that is to be seen first."""
+class Change(NamedTuple):
+    """A change of the reference run, and how `llmtrain diff` must report it.
+
+    Attributes:
+        link: the first quantity that differs, in the order in which a step computes them.
+        cause: a part of the reported cause.
+        flags: that change the run. {folder} has the data sets and the reference.
+        bug: that changes the run, by its name in differing_runs.py.
+    """
 
     link: str
-    cause: str  # a part of what is said
-    flags: tuple[str, ...] = ()
-    plant: str | None = None
+    cause: str
+    flags: str = ""
+    bug: str | None = None
 
 
-PAIRS = {
-    "seed": Pair("initial_weights", "--seed 0 and 1", ("--seed", "1")),
-    "learning rate": Pair(
-        "learning_rate", "--learning_rate 0.02 and 0.022", ("--learning_rate", "0.022")
+CHANGES = {
+    # Flags.
+    "seed": Change("initial_weights", "--seed 0 and 1", flags="--seed 1"),
+    "learning rate": Change(
+        "learning_rate", "--learning_rate 0.02 and 0.022", flags="--learning_rate 0.022"
     ),
-    "weight decay": Pair("weight_norm", "--weight_decay 0.1 and 0.2", ("--weight_decay", "0.2")),
-    "dropout": Pair("loss", "--dropout 0.0 and 0.1", ("--dropout", "0.1")),
-    "optimizer": Pair("weight_norm", "--optim muon and adamw", ("--optim", "adamw")),
-    "batch size": Pair("rows", "--global_batch_size 8 and 6", ("--global_batch_size", "6")),
-    "depth": Pair("initial_weights", "--n_layer 2 and 3", ("--n_layer", "3")),
-    "another file": Pair("input_tokens", "other.jsonl", ("--dataset", "OTHER")),
-    "order": Pair("rows", "rows are shuffled", plant="another order"),
-    "a mean of means": Pair("grad_norm", "a mean of micro-batches' means", plant="a mean of means"),
-    "unshifted labels": Pair("initial_loss", "shifted", plant="unshifted labels"),
-    "a token twice": Pair("input_tokens", "added twice", plant="a token twice"),
-    "masked labels": Pair("labels", "masked", plant="masked labels"),
-    "a schedule one late": Pair("learning_rate", "schedule", plant="a schedule one late"),
-    "no clipping": Pair("weight_norm", "clip", plant="no clipping"),
+    "weight decay": Change("weight_norm", "--weight_decay 0.1 and 0.2", flags="--weight_decay 0.2"),
+    "dropout": Change("loss", "--dropout 0.0 and 0.1", flags="--dropout 0.1"),
+    "optimizer": Change("weight_norm", "--optim muon and adamw", flags="--optim adamw"),
+    "batch size": Change("rows", "--global_batch_size 8 and 6", flags="--global_batch_size 6"),
+    "depth": Change("initial_weights", "--n_layer 2 and 3", flags="--n_layer 3"),
+    "another file": Change("input_tokens", "other.jsonl", flags="--dataset {folder}/other.jsonl"),
+    # Bugs.
+    "order": Change("rows", "rows are shuffled", bug="another order"),
+    "a mean of means": Change("grad_norm", "a mean of micro-batches' means", bug="a mean of means"),
+    "unshifted labels": Change("initial_loss", "shifted", bug="unshifted labels"),
+    "a token twice": Change("input_tokens", "added twice", bug="a token twice"),
+    "masked labels": Change("labels", "masked", bug="masked labels"),
+    "a schedule one late": Change("learning_rate", "schedule", bug="a schedule one late"),
+    "no clipping": Change("weight_norm", "clip", bug="no clipping"),
 }
-SHORT = ["seed", "learning rate", "a mean of means", "a token twice", "unshifted labels"]
-EQUAL: dict[str, tuple[str, ...]] = {
-    "the same again": (),
-    "larger micro-batches": ("--per_device_train_batch_size", "8"),
-    "other evaluations and saves": (
-        "--eval_steps",
-        "3",
-        "--save_steps",
-        "5",
-        "--async_save",
-        "--run_name",
-        "other",
-    ),
-    "gone on": ("--resume_from_checkpoint", "HALF"),
-    "two processes": (),
-}
+if not LONG:
+    short = ["seed", "learning rate", "a mean of means", "a token twice", "unshifted labels"]
+    CHANGES = {name: CHANGES[name] for name in short}
+
+# Flags of runs that equal the reference.
+EQUAL_RUNS = {"larger micro-batches": "--per_device_train_batch_size 8"}
+if LONG:
+    EQUAL_RUNS |= {
+        "the same again": "",
+        "other evaluations and saves": (
+            "--eval_steps 3 --save_steps 5 --async_save --run_name other"
+        ),
+        "resumed": "--resume_from_checkpoint {folder}/reference/checkpoints/step-00000008",
+        "two processes": "",
+    }
+
+
+def write_documents(path: Path, word: str) -> None:
+    lines = []
+    for number in range(40):
+        text = f"document {number}: the {word} of {number * number} waits for {number % 7}"
+        lines.append(json.dumps({"text": text}) + "\n")
+    path.write_text("".join(lines))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pairs")
-    for name, word in (("texts", "kernel"), ("other", "bucket")):
-        documents = [
-            f"document {number}: the {word} of {number * number} waits for {number % 7}"
-            for number in range(40)
-        ]
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in documents)
-        )
-    wanted: list[dict[str, Any]] = []
+    """Train the reference, the changed runs and the equal runs, each in a folder of its name."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_documents(folder / "texts.jsonl", "kernel")
+    write_documents(folder / "other.jsonl", "bucket")
 
-    def want(name: str, flags: tuple[str, ...] = (), plant: str | None = None) -> None:
-        words = [
-            *FLAGS,
-            "--log_rows",
-            "--dataset",
-            str(folder / "texts.jsonl"),
-            "--output_dir",
-            str(folder / name),
-        ]
-        stands_for = {
-            "OTHER": folder / "other.jsonl",
-            "HALF": folder / "reference/checkpoints/step-00000008",
-        }
-        words += [str(stands_for.get(word, word)) for word in flags]
-        cache = str(folder / (f"cache {plant}" if plant else "cache"))
-        wanted.append({"flags": words, "plant": plant, "cache": cache})
+    def flags_of(name: str, changed_flags: str = "") -> list[str]:
+        data = ["--dataset", str(folder / "texts.jsonl"), "--output_dir", str(folder / name)]
+        return [*FLAGS, *data, *shlex.split(changed_flags.format(folder=folder))]
 
-    want("reference")
-    for name in PAIRS if LONG else SHORT:
-        want(name, PAIRS[name].flags, PAIRS[name].plant)
-    for name, flags in EQUAL.items():
-        if name != "two processes" and (LONG or name == "larger micro-batches"):
-            want(name, flags)
-    (folder / "wanted.json").write_text(json.dumps(wanted))
-    run_forked([*PYTHON, DRIVER, str(folder / "wanted.json")], timeout=200).assert_ok()
+    # A bug may change the prepared rows, so it has its own cache.
+    runs_of_script: list[dict[str, Any]] = [
+        {"flags": flags_of("reference"), "bug": None, "cache": str(folder / "cache")}
+    ]
+    for name, change in CHANGES.items():
+        cache = folder / (f"cache {change.bug}" if change.bug else "cache")
+        flags = flags_of(name, change.flags)
+        runs_of_script.append({"flags": flags, "bug": change.bug, "cache": str(cache)})
+    for name, changed_flags in EQUAL_RUNS.items():
+        if name != "two processes":
+            flags = flags_of(name, changed_flags)
+            runs_of_script.append({"flags": flags, "bug": None, "cache": str(folder / "cache")})
+    (folder / "runs.json").write_text(json.dumps(runs_of_script))
+    run_forked([*PYTHON, SCRIPT, str(folder / "runs.json")], timeout=200).assert_ok()
+
     if LONG:
-        flags = [*wanted[0]["flags"][:-1], str(folder / "two processes")]
-        run_forked(
-            [*accelerate("cpu_ddp"), GPT, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}
-        ).assert_ok()
+        command = [*accelerate("cpu_ddp"), GPT, *flags_of("two processes")]
+        run_forked(command, {"LLMTRAIN_CACHE": str(folder / "cache")}).assert_ok()
     return folder
 
 
-def compared(runs: Path, name: str) -> RunDifference:
+def difference_from_reference(runs: Path, name: str) -> RunDifference:
     return diff_runs(History.of_run(runs / "reference"), History.of_run(runs / name))
 
 
-@pytest.mark.parametrize("name", PAIRS if LONG else SHORT)
-def test_what_was_planted_is_named_at_the_first_link_that_it_parts(
-    name: str, runs: Path, score: Callable
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_named_at_the_first_quantity_that_differs(
+    name: str, runs: Path, score: Callable[[str], None]
 ) -> None:
-    found, pair = compared(runs, name), PAIRS[name]
-    said = "\n".join(diff_lines(found, "a", "b"))
-    assert found.first is not None, said
-    score(
-        f"diff: {name}: {QUANTITIES[found.first.link].name} at {found.first.step}: {'; '.join(found.causes)}"
-    )
-    assert found.first.link == pair.link, said
-    assert any(pair.cause in cause for cause in found.causes), said
-    wrong = [cause for cause in found.causes if cause.startswith("--") and pair.cause not in cause]
-    assert not wrong, said
+    change = CHANGES[name]
+
+    difference = difference_from_reference(runs, name)
+
+    report = "\n".join(diff_lines(difference, "reference", name))
+    assert difference.first is not None, report
+    quantity = QUANTITIES[difference.first.link].name
+    causes = "; ".join(difference.causes)
+    score(f"diff: {name}: {quantity} at {difference.first.step}: {causes}")
+
+    assert difference.first.link == change.link, report
+    assert any(change.cause in cause for cause in difference.causes), report
+    flags = [cause for cause in difference.causes if cause.startswith("--")]
+    assert all(change.cause in flag for flag in flags), f"another flag is named:\n{report}"
 
 
-@pytest.mark.parametrize("name", EQUAL if LONG else ["larger micro-batches"])
-def test_of_runs_that_are_the_same_nothing_parts(name: str, runs: Path, score: Callable) -> None:
-    found = compared(runs, name)
-    score(f"diff: equal: {name}: losses within {found.largest_loss_difference:.0e}")
-    assert found.first is None, "\n".join(diff_lines(found, "a", "b"))
-    assert found.common_entries == (4 if name == "gone on" else 12)
+@pytest.mark.parametrize("name", EQUAL_RUNS)
+def test_equal_runs_have_no_difference(name: str, runs: Path, score: Callable[[str], None]) -> None:
+    difference = difference_from_reference(runs, name)
+
+    score(f"diff: equal: {name}: losses within {difference.largest_loss_difference:.0e}")
+    assert difference.first is None, "\n".join(diff_lines(difference, "reference", name))
+    resumed_steps = 4
+    assert difference.common_entries == (resumed_steps if name == "resumed" else 12)
 
 
-def test_the_command_says_it_in_lines_or_for_programs(
-    runs: Path, capsys: pytest.CaptureFixture
+# --- the command
+
+
+def test_the_command_prints_the_losses_and_the_cause(
+    runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = str(runs / "reference"), str(runs / "learning rate")
-    status, out, err = ended(capsys, "diff", one, other)
+    reference = runs / "reference"
+    other = runs / "learning rate"
+
+    status, out, err = ended(capsys, "diff", str(reference), str(other))
+
     assert (status, err) == (1, "")
+    assert out.startswith("loss      ")
     assert "cause     --learning_rate 0.02 and 0.022" in out
-    assert "also" not in out
-    losses = {}
-    for name in ("reference", "learning rate"):
-        losses[name] = list(series(runs / name, "eval/loss").items())[-1]
-    step, loss = losses["reference"]
-    _, other_loss = losses["learning rate"]
+    assert "also" not in out, "there is one cause"
+
+    last_step = 12
+    loss = series(reference, "eval/loss")[last_step]
+    other_loss = series(other, "eval/loss")[last_step]
     assert (
-        f"eval loss {loss:.4f} in {one} at step {step}, {other_loss:.4f} in {other}: "
+        f"eval loss {loss:.4f} in {reference} at step {last_step}, {other_loss:.4f} in {other}: "
         f"{other_loss - loss:+.4f}\n"
     ) in out
-    assert out.startswith("loss      ")
-    status, out, _ = ended(capsys, "diff", one, other, "--json")
-    assert (status, json.loads(out)["first"]["link"]) == (1, "learning_rate")
-    assert ended(capsys, "diff", one, one)[0] == 0
-    status, _, err = ended(capsys, "diff", one, str(runs))
-    assert (status, err.count("\n")) == (2, 1)
 
 
-def test_runs_that_have_no_reading_in_common_are_not_called_the_same(
-    runs: Path, tmp_path: Path, capsys
+def test_the_command_prints_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(runs / "reference"), str(runs / "learning rate")]
+    status, out, _ = ended(capsys, "diff", *paths, "--json")
+    assert status == 1
+    assert json.loads(out)["first"]["link"] == "learning_rate"
+
+
+def test_the_status_is_0_for_equal_runs_and_2_for_a_folder_without_a_run(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reference = str(runs / "reference")
+    status, _, _ = ended(capsys, "diff", reference, reference)
+    assert status == 0
+
+    status, _, err = ended(capsys, "diff", reference, str(runs))
+    assert status == 2
+    assert err.count("\n") == 1
+
+
+def test_runs_without_a_common_log_entry_are_not_called_equal(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "status.json").write_text("{}")
     status, out, _ = ended(capsys, "diff", str(runs / "reference"), str(tmp_path))

@@ -1,10 +1,13 @@
-"""docs/guides/hand-over.md: TRL goes on from a finished model as it was trained, and its result comes back."""
+"""docs/guides/hand-over.md: TRL trains a finished model further, and llmtrain reads the result."""
 
 import json
 import re
 import runpy
+import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
@@ -25,6 +29,7 @@ from tests.launching import (
     PREFERENCE,
     PYTHON,
     ROOT,
+    SMALL_SIZE,
     long_form,
     series,
     write_pairs,
@@ -34,7 +39,9 @@ from tests.launching import (
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE = ROOT / "docs" / "guides" / "hand-over.md"
-SCRIPT = ROOT.joinpath("docs", "migrate", "trl_grpo.py")
+SCRIPT = ROOT / "docs" / "migrate" / "trl_grpo.py"
+
+# A task of lm-evaluation-harness.
 TASK = """
 task: capitals
 dataset_path: json
@@ -48,17 +55,23 @@ target_delimiter: ""
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
-
-@pytest.fixture(scope="module")
-def grpo() -> dict[str, Any]:
-    """The names in the script of the page."""
-    pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
-    return runpy.run_path(str(SCRIPT))
+Chat = list[dict[str, str]]
+Script = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
-    """Let each trainer begin as the first of its process."""
+def test_the_code_of_the_page_is_in_the_script() -> None:
+    blocks = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert block in SCRIPT.read_text(), block
+
+
+# --- the model that is handed over
+
+
+@contextmanager
+def first_trainer_of_a_process() -> Iterator[None]:
+    """Let a trainer begin and end without the state of another one."""
 
     def reset() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -70,215 +83,332 @@ def _fresh_accelerate_state() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def conversations(grpo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats with the questions of the script, and their answers."""
+def script() -> Script:
+    """The names in the script of the page."""
+    pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
+    return runpy.run_path(str(SCRIPT))
+
+
+def chats_of(script: Script) -> list[Chat]:
+    """Return each question of the script with its answer."""
+    chats = []
+    for row in script["questions"]():
+        answer = {"role": "assistant", "content": row["capital"]}
+        chats.append([*row["prompt"], answer])
+    return chats
+
+
+def train(recipe: str, flags: str) -> None:
+    run_forked([*PYTHON, recipe, *shlex.split(flags), "--report_to", "none"]).assert_ok()
+
+
+@pytest.fixture(scope="module")
+def conversations(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set with the questions and answers of the script."""
     path = tmp_path_factory.mktemp("capitals") / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats(grpo) * 8))
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats_of(script)]
+    path.write_text("".join(lines * 8))
     return path
 
 
 @pytest.fixture(scope="module")
 def finished(conversations: Path) -> Path:
-    """The finished model of a run that has learnt to answer, and to end its answer."""
+    """Train a model until it answers the questions, and ends its answers."""
     folder = conversations.with_name("run")
-    shape = "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8"
-    flags = ["--config_overrides", shape, "--tokenizer", "byte", "--max_length", "128"]
-    flags += ["--max_steps", "100", "--eval_dataset", str(conversations)]
-    train(FINETUNE, folder, conversations, *flags)
+    train(
+        FINETUNE,
+        f"--config_overrides {SMALL_SIZE} --tokenizer byte --max_length 128 --max_steps 100 "
+        f"--dataset {conversations} --eval_dataset {conversations} --output_dir {folder}",
+    )
     return folder / "model"
 
 
-def train(recipe: str, folder: Path, dataset: Path, *flags: str) -> None:
-    command = [*PYTHON, recipe, *flags, "--dataset", str(dataset), "--report_to", "none"]
-    run_forked([*command, "--output_dir", str(folder)]).assert_ok()
-
-
-def chats(grpo: dict[str, Any]) -> list[list[dict[str, str]]]:
-    """Return each question of the script with its answer."""
-    return [
-        [*row["prompt"], {"role": "assistant", "content": row["capital"]}]
-        for row in grpo["questions"]()
-    ]
-
-
-def watch_generation(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Return a list that gets the prompts and the results of each call of ``generate``."""
-    calls: list[tuple[Any, Any]] = []
-    generate = trainer.model.generate
-
-    def recorded(input_ids: Any, **options: Any) -> Any:
-        output = generate(input_ids=input_ids, **options)
-        calls.append((input_ids, output))
-        return output
-
-    monkeypatch.setattr(trainer.model, "generate", recorded)
-    return calls
-
-
-def test_the_code_of_the_page_stands_in_the_script() -> None:
-    blocks = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        assert block in SCRIPT.read_text(), block
-
-
-def test_grpo_begins_with_the_model_the_tokens_and_the_stops_of_the_run(
-    finished: Path,
-    grpo: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    saved = tmp_path / "grpo"
-    # The answers must differ: without it, no reward is above the mean, and nothing is learnt.
-    flags = ["--model", str(finished), "--output_dir", str(saved), "--temperature", "2"]
-    trainer = grpo["make_trainer"](flags)
-
-    # The rows of the run, made again from its flags: the prompts that GRPO makes, with the answers.
+def answers_by_prompt(script: Script) -> dict[tuple[int, ...], list[int]]:
+    """Return the token ids of the run's rows: each prompt, with its answer."""
     tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 128)
     set_template(tokenizer, None)
+    render = Renderer(tokenizer)
     answers = {}
-    nll = 0.0
-    for chat in chats(grpo):
-        (row,) = Renderer(tokenizer)(Conversation(chat, None)).sequences
-        ids = torch.tensor(row.ids.tolist())
-        targets = torch.tensor(row.loss_mask.tolist())
-        answers[tuple(ids[~targets].tolist())] = ids[targets].tolist()
-        with torch.no_grad():
-            logits = trainer.model(ids[None]).logits[0, :-1][targets[1:]]
-        nll += float(F.cross_entropy(logits, ids[targets], reduction="sum"))
+    for chat in chats_of(script):
+        [row] = render(Conversation(chat, None)).sequences
+        token_ids = torch.tensor(row.ids.tolist())
+        is_target = torch.tensor(row.loss_mask.tolist())
+        prompt = tuple(token_ids[~is_target].tolist())
+        answers[prompt] = token_ids[is_target].tolist()
+    return answers
 
-    # The model is the one that the run evaluated at its end.
-    targets_in_all = sum(len(answer) for answer in answers.values())
+
+def answer_nll(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> float:
+    """Return the negative log-likelihood of an answer."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits
+    predictions = logits[0, len(prompt) - 1 : -1]
+    return F.cross_entropy(predictions, torch.tensor(answer), reduction="sum").item()
+
+
+# --- GRPO
+
+
+@dataclass
+class GrpoRun:
+    """Two steps of GRPO, which begin with the finished model.
+
+    Attributes:
+        first_loss: nll per target token of the run's rows, before the first step.
+        stop_token_ids: with which TRL ends an answer.
+        pad_token_id: of TRL's tokenizer.
+        model_pad_token_id: of TRL's model.
+        generations: each prompt, padded on the left, with its answer, padded on the right.
+        calls: the number of calls of `generate`.
+        saved: the folder of the model after training.
+    """
+
+    first_loss: float
+    stop_token_ids: set[int]
+    pad_token_id: int
+    model_pad_token_id: int
+    generations: list[tuple[list[int], list[int]]]
+    calls: int
+    saved: Path
+
+
+@pytest.fixture(scope="module")
+def grpo_run(finished: Path, script: Script, tmp_path_factory: pytest.TempPathFactory) -> GrpoRun:
+    folder = tmp_path_factory.mktemp("grpo") / "model"
+    # At a temperature of 2, answers differ. Otherwise all rewards of a question were the same, and
+    # the model would learn nothing.
+    flags = shlex.split(f"--model {finished} --output_dir {folder} --temperature 2")
+    with first_trainer_of_a_process():
+        trainer = script["make_trainer"](flags)
+
+        nll = 0.0
+        targets = 0
+        for prompt, answer in answers_by_prompt(script).items():
+            nll += answer_nll(trainer.model, [*prompt], answer)
+            targets += len(answer)
+
+        calls = 0
+        generations: list[tuple[list[int], list[int]]] = []
+        generate = trainer.model.generate
+
+        def recording_generate(input_ids: torch.Tensor, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            outputs = generate(input_ids=input_ids, **options)
+            for prompt, output in zip(input_ids.tolist(), outputs.tolist(), strict=True):
+                generations.append((prompt, output[len(prompt) :]))
+            return outputs
+
+        trainer.model.generate = recording_generate
+        trainer.train()
+        trainer.save_model()
+
+    return GrpoRun(
+        first_loss=nll / targets,
+        stop_token_ids=set(trainer.eos_token_ids),
+        pad_token_id=trainer.processing_class.pad_token_id,
+        model_pad_token_id=trainer.model.config.pad_token_id,
+        generations=generations,
+        calls=calls,
+        saved=folder,
+    )
+
+
+def test_grpo_begins_with_the_weights_of_the_run(grpo_run: GrpoRun, finished: Path) -> None:
     losses = series(finished.parent, "eval/loss")
-    assert nll / targets_in_all == pytest.approx(losses[max(losses)], rel=1e-5)
-    ours = TextModel(str(finished))
-    (end,) = {answer[-1] for answer in answers.values()}
-    assert end != ours.tokenizer.eos_token_id
-    assert set(trainer.eos_token_ids) == ours.stop_token_ids == {end, ours.tokenizer.eos_token_id}
-    pad = trainer.processing_class.pad_token_id
-    assert pad is not None
-    assert trainer.model.config.pad_token_id == pad
-
-    calls = watch_generation(trainer, monkeypatch)
-    trainer.train()
-    trainer.save_model()
-    assert len(calls) == 2
-    ended = 0
-    for prompts, outputs in calls:
-        for prompt, output in zip(prompts.tolist(), outputs.tolist(), strict=True):
-            answer = output[len(prompt) :]
-            question = tuple(prompt[next(i for i, token in enumerate(prompt) if token != pad) :])
-            assert question in answers
-            if end in answer:
-                ended += 1
-                assert set(answer[answer.index(end) + 1 :]) <= {pad}
-    assert ended >= 4, "half of the answers, at least"
-
-    # What TRL has saved is read here, with the same tokens and stops.
-    theirs = TextModel(str(saved))
-    assert theirs.stop_token_ids == ours.stop_token_ids
-    assert theirs.tokenizer.chat_template == ours.tokenizer.chat_template
-    assert theirs.chat_prompt(chats(grpo)[0][:1]) in [list(question) for question in answers]
-    before = ours.model.state_dict()
-    after = theirs.model.state_dict()
-    assert before.keys() == after.keys()
-    assert any(not torch.equal(after[name], before[name]) for name in before)
-
-    assert accuracy(saved, grpo, tmp_path) == expected_accuracy(theirs, grpo) > 0.25
-    capsys.readouterr()  # the log of the trainer
-    main(["generate", str(saved), "--prompt", "What", "--max_new_tokens", "3"])
-    assert capsys.readouterr().out.startswith("What")
+    last_step = max(losses)
+    assert grpo_run.first_loss == pytest.approx(losses[last_step], rel=1e-5)
 
 
-def accuracy(model: Path, grpo: dict[str, Any], folder: Path) -> float:
-    """Return the accuracy of ``llmtrain eval``: which capital is the likeliest answer."""
-    capitals = list(grpo["CAPITALS"].values())
+def test_grpo_stops_at_the_stop_tokens_of_the_run(
+    grpo_run: GrpoRun, finished: Path, script: Script
+) -> None:
+    text_model = TextModel(str(finished))
+    last_tokens = {answer[-1] for answer in answers_by_prompt(script).values()}
+    end_of_text = text_model.tokenizer.eos_token_id
+
+    assert end_of_text not in last_tokens
+    assert grpo_run.stop_token_ids == last_tokens | {end_of_text}
+    assert text_model.stop_token_ids == grpo_run.stop_token_ids
+    assert grpo_run.pad_token_id is not None
+    assert grpo_run.model_pad_token_id == grpo_run.pad_token_id
+
+
+def test_grpo_has_the_prompts_of_the_run_and_its_answers_end(
+    grpo_run: GrpoRun, script: Script
+) -> None:
+    answers = answers_by_prompt(script)
+    [end_of_turn] = {answer[-1] for answer in answers.values()}
+    pad = grpo_run.pad_token_id
+    assert grpo_run.calls == 2
+
+    ended_answers = 0
+    for padded_prompt, answer in grpo_run.generations:
+        padding = next(i for i, token in enumerate(padded_prompt) if token != pad)
+        assert tuple(padded_prompt[padding:]) in answers
+        if end_of_turn in answer:
+            ended_answers += 1
+            after_end = answer[answer.index(end_of_turn) + 1 :]
+            assert set(after_end) <= {pad}
+    assert ended_answers >= 4, "half of the answers, at least"
+
+
+def test_the_model_that_trl_has_saved_has_the_tokens_and_stops_of_the_run(
+    grpo_run: GrpoRun, finished: Path, script: Script
+) -> None:
+    before = TextModel(str(finished))
+    after = TextModel(str(grpo_run.saved))
+
+    assert after.stop_token_ids == before.stop_token_ids
+    assert after.tokenizer.chat_template == before.tokenizer.chat_template
+    question = chats_of(script)[0][:1]
+    assert tuple(after.chat_prompt(question)) in answers_by_prompt(script)
+
+    weights_before = before.model.state_dict()
+    weights_after = after.model.state_dict()
+    assert weights_after.keys() == weights_before.keys()
+    same_weights = [
+        name for name in weights_before if torch.equal(weights_after[name], weights_before[name])
+    ]
+    assert len(same_weights) < len(weights_before), "GRPO has trained"
+
+
+def accuracy_by_llmtrain(model: Path, script: Script, folder: Path) -> float:
+    """Return the accuracy of `llmtrain eval`: how often the right capital is the likeliest answer."""
+    capitals = list(script["CAPITALS"].values())
     questions = [
         {"question": chat[0]["content"], "choices": capitals, "answer": i}
-        for i, chat in enumerate(chats(grpo))
+        for i, chat in enumerate(chats_of(script))
     ]
-    (folder / "capitals.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    (folder / "capitals.yaml").write_text(TASK.format(data=folder / "capitals.jsonl"))
-    command = [*PYTHON, "llmtrain/__main__.py", "eval", str(model), "--tasks", "capitals"]
-    flags = ["--include_path", str(folder), "--apply_chat_template", "--json"]
-    ended = run_forked([*command, *flags], timeout=240).assert_ok()
-    (result,) = json.loads(ended.out)
+    data = folder / "capitals.jsonl"
+    data.write_text("\n".join(map(json.dumps, questions)))
+    (folder / "capitals.yaml").write_text(TASK.format(data=data))
+
+    flags = f"{model} --tasks capitals --include_path {folder} --apply_chat_template --json"
+    command = [*PYTHON, "llmtrain/__main__.py", "eval", *shlex.split(flags)]
+    ended = run_forked(command, timeout=240).assert_ok()
+
+    [result] = json.loads(ended.out)
     return float(result["value"])
 
 
-def expected_accuracy(model: TextModel, grpo: dict[str, Any]) -> float:
-    """Return in how many questions the right capital has the largest probability."""
-    capitals = list(grpo["CAPITALS"].values())
+def accuracy_by_transformers(folder: Path, script: Script) -> float:
+    """Return the same accuracy, by the logits and the chat template of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    capitals = list(script["CAPITALS"].values())
 
-    def likelihood(prompt: list[int], capital: str) -> float:
-        answer = model.tokenizer.encode(capital)
-        with torch.no_grad():
-            logits = model.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        return -float(F.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+    right_answers = 0
+    for i, chat in enumerate(chats_of(script)):
+        text = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        answers = [tokenizer.encode(capital, add_special_tokens=False) for capital in capitals]
+        nlls = [answer_nll(model, prompt, answer) for answer in answers]
+        right_answers += nlls.index(min(nlls)) == i
+    return right_answers / len(capitals)
 
-    right = 0
-    for i, chat in enumerate(chats(grpo)):
-        prompt = model.chat_prompt(chat[:1])
-        scores = [likelihood(prompt, capital) for capital in capitals]
-        right += scores.index(max(scores)) == i
-    return right / len(capitals)
+
+def test_llmtrain_evaluates_the_model_that_trl_has_saved(
+    grpo_run: GrpoRun, script: Script, tmp_path: Path
+) -> None:
+    accuracy = accuracy_by_llmtrain(grpo_run.saved, script, tmp_path)
+    assert accuracy == accuracy_by_transformers(grpo_run.saved, script)
+    assert accuracy > 0.25
+
+
+def test_llmtrain_generates_with_the_model_that_trl_has_saved(
+    grpo_run: GrpoRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(shlex.split(f"generate {grpo_run.saved} --prompt What --max_new_tokens 3"))
+    assert capsys.readouterr().out.startswith("What")
+
+
+# --- adapters
+
+
+@pytest.fixture(scope="module")
+def adapter(finished: Path, conversations: Path) -> Path:
+    """Train an adapter of the finished model."""
+    folder = finished.parent.with_name("lora")
+    train(
+        FINETUNE,
+        f"--model_name_or_path {finished} --lora_r 4 --max_steps 2 --dataset {conversations} "
+        f"--output_dir {folder}",
+    )
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def merged(adapter: Path) -> Path:
+    """Merge the adapter into its base."""
+    folder = adapter.parent.with_name("merged")
+    main(shlex.split(f"export {adapter.parent} --merge --to {folder}"))
+    return folder
+
+
+@pytest.fixture
+def first_prompt(adapter: Path, script: Script) -> torch.Tensor:
+    question = chats_of(script)[0][:1]
+    return torch.tensor([TextModel(str(adapter)).chat_prompt(question)])
 
 
 @long_form
-def test_a_lora_run_is_handed_over_merged_or_through_peft_and_comes_back(
-    finished: Path, conversations: Path, grpo: dict[str, Any], tmp_path: Path
+def test_trl_trains_a_merged_adapter_and_llmtrain_continues(
+    adapter: Path, merged: Path, first_prompt: torch.Tensor, script: Script, tmp_path: Path
+) -> None:
+    flags = f"--model {merged} --output_dir {tmp_path}/grpo --learning_rate 1e-3"
+    with first_trainer_of_a_process():
+        trainer = script["make_trainer"](shlex.split(flags))
+        with torch.no_grad():
+            logits = trainer.model(first_prompt).logits
+            expected = TextModel(str(adapter)).model(first_prompt).logits
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+        trainer.train()
+        trainer.save_model()
+
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    train(
+        PREFERENCE,
+        f"--model_name_or_path {tmp_path}/grpo --max_steps 2 --logging_steps 1 --max_length 128 "
+        f"--dataset {pairs} --output_dir {tmp_path}/dpo",
+    )
+    assert len(series(tmp_path / "dpo", "train/loss")) == 2
+
+
+@long_form
+def test_trl_trains_an_adapter_through_peft_and_llmtrain_merges_it(
+    adapter: Path, merged: Path, first_prompt: torch.Tensor, script: Script, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
     trl = pytest.importorskip("trl")
-    flags = ["--model_name_or_path", str(finished), "--lora_r", "4", "--max_steps", "2"]
-    train(FINETUNE, tmp_path / "lora", conversations, *flags)
-    adapter = tmp_path / "lora" / "model"
-    merged = tmp_path / "merged"
-    main(["export", str(tmp_path / "lora"), "--merge", "--to", str(merged)])
-
-    trainer = grpo["make_trainer"](
-        ["--model", str(merged), "--output_dir", str(tmp_path / "grpo"), "--learning_rate", "1e-3"]
-    )
-    ids = torch.tensor([TextModel(str(adapter)).chat_prompt(chats(grpo)[0][:1])])
-    with torch.no_grad():
-        expected = TextModel(str(adapter)).model(ids).logits
-        assert (trainer.model(ids).logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    trainer.train()
-    trainer.save_model()
-
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
-    start = [
-        "--model_name_or_path",
-        str(tmp_path / "grpo"),
-        "--max_steps",
-        "2",
-        "--logging_steps",
-        "1",
-    ]
-    train(PREFERENCE, tmp_path / "dpo", pairs, *start, "--max_length", "128")
-    assert len(series(tmp_path / "dpo", "train/loss")) == 2
-
-    # TRL trains the adapter itself, and saves an adapter.
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code.replace("runs/finetune-lora/model", str(adapter)), names)
-    trainer = trl.GRPOTrainer(
-        model=names["model"],
-        processing_class=names["tokenizer"],
-        reward_funcs=grpo["short_and_right"],
-        train_dataset=grpo["questions"](),
-        args=trainer.args,
-    )
-    assert set(trainer.eos_token_ids) == TextModel(str(adapter)).stop_token_ids
-    with torch.no_grad():
-        assert torch.equal(trainer.model(ids).logits, expected)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "adapter"))
+
+    flags = f"--model {merged} --output_dir {tmp_path}/grpo --learning_rate 1e-3"
+    with first_trainer_of_a_process():
+        arguments = script["make_trainer"](shlex.split(flags)).args
+        trainer = trl.GRPOTrainer(
+            model=names["model"],
+            processing_class=names["tokenizer"],
+            reward_funcs=script["short_and_right"],
+            train_dataset=script["questions"](),
+            args=arguments,
+        )
+        assert set(trainer.eos_token_ids) == TextModel(str(adapter)).stop_token_ids
+        with torch.no_grad():
+            logits = trainer.model(first_prompt).logits
+            assert torch.equal(logits, TextModel(str(adapter)).model(first_prompt).logits)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "adapter"))
+
+    # TRL does not save the settings of generation, so the page copies them.
     settings = tmp_path / "adapter" / "generation_config.json"
     assert not settings.exists()
     shutil.copy(adapter / "generation_config.json", settings)
-    end = str(tmp_path / "end")
-    main(["export", str(tmp_path / "adapter"), "--merge", "--check", "--to", end])
-    assert TextModel(end).stop_token_ids == TextModel(str(merged)).stop_token_ids
-    assert TextModel(end).tokenizer.chat_template == TextModel(str(merged)).tokenizer.chat_template
+    main(shlex.split(f"export {tmp_path}/adapter --merge --check --to {tmp_path}/exported"))
+
+    exported = TextModel(str(tmp_path / "exported"))
+    original = TextModel(str(merged))
+    assert exported.stop_token_ids == original.stop_token_ids
+    assert exported.tokenizer.chat_template == original.tokenizer.chat_template

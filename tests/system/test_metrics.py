@@ -1,29 +1,45 @@
 """A metric has the same value on one process and on two, with DDP, FSDP2 and --bitwise."""
 
-import json
-from pathlib import Path
 
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import PYTHON, accelerate
+from tests.launching import PYTHON, accelerate, read_json
 
 SCRIPT = "tests/system/metric_ranks.py"
+METRICS = {"loss", "perplexity", "accuracy", "accuracy_by_forward", "z_loss", "rows"}
+
+# A value for each model, engine and metric.
+Metrics = dict[str, dict[str, dict[str, float]]]
 
 
-def test_metrics_do_not_depend_on_the_layout_nor_on_the_engine(tmp_path: Path) -> None:
-    run_forked([*PYTHON, SCRIPT, str(tmp_path / "one.json")]).assert_ok()
+@pytest.fixture(scope="module")
+def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.json"
+    run_forked([*PYTHON, SCRIPT, str(path)]).assert_ok()
+    return read_json(path)
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.json"
     launcher = accelerate("fsdp2", "--mixed_precision", "no")
-    run_forked([*launcher, SCRIPT, str(tmp_path / "two.json")]).assert_ok()
-    on_one = json.loads((tmp_path / "one.json").read_text())
-    on_two = json.loads((tmp_path / "two.json").read_text())
+    run_forked([*launcher, SCRIPT, str(path)]).assert_ok()
+    return read_json(path)
 
-    assert on_one.keys() == on_two.keys() == {"gpt2", "lfm2", "llama", "recurrent"}
-    for model, by_engine in on_one.items():
-        plain = by_engine["plain"]
-        assert plain.keys() == {"loss", "perplexity", "right", "right_by_call", "z", "rows"}
-        assert plain["rows"] == 11
-        assert plain["right"] == plain["right_by_call"]
-        for engine in ("DDP", "FSDP2", "bitwise"):
-            assert on_two[model][engine] == pytest.approx(plain, rel=1e-5), (model, engine)
-        assert on_two[model]["bitwise"] == by_engine["bitwise"]
+
+@pytest.mark.parametrize("model", ["gpt2", "lfm2", "llama", "recurrent"])
+def test_a_metric_does_not_depend_on_the_layout_or_the_engine(
+    model: str, on_one_process: Metrics, on_two_processes: Metrics
+) -> None:
+    reference = on_one_process[model]["plain"]
+    assert reference.keys() == METRICS
+    assert reference["rows"] == 11
+    assert reference["accuracy"] == reference["accuracy_by_forward"]
+
+    for engine in ("DDP", "FSDP2", "bitwise"):
+        metrics = on_two_processes[model][engine]
+        assert metrics == pytest.approx(reference, rel=1e-5), engine
+
+    bits = on_one_process[model]["bitwise"]
+    assert on_two_processes[model]["bitwise"] == bits

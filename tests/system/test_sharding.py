@@ -1,8 +1,10 @@
-"""A run whose model is sharded over the processes is the same run, and leaves the same checkpoints."""
+"""A run with a sharded model trains like a run on one process, and leaves the same checkpoints."""
 
 import math
+import shlex
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from tests.launching import (
     BIN,
     FINETUNE,
     GPT,
+    LONG,
     PYTHON,
     ROOT,
+    SIX_STEPS,
     TINY,
     accelerate,
     long_form,
@@ -29,401 +33,499 @@ from tests.launching import (
     series,
     torchrun,
 )
-from tests.launching import LONG as LONG_FORM
+from tests.system.sharded_ranks import Case
 from tests.system.test_resume import interrupt
 
 SCRIPT = "tests/system/sharded_ranks.py"
-FLOAT32 = ("--mixed_precision", "no")
+IN_FLOAT32 = ["--mixed_precision", "no"]
 LAUNCHERS = {
-    "one process": [*PYTHON],
+    "one process": PYTHON,
     "DDP 2": accelerate("cpu_ddp"),
-    "FSDP2 2": accelerate("fsdp2", *FLOAT32),
-    "FSDP2 4": accelerate("fsdp2", *FLOAT32, "--num_processes", "4"),
-    "HSDP 2x2": accelerate("hsdp", *FLOAT32, "--num_machines", "1", "--main_process_port", "0"),
+    "FSDP2 2": accelerate("fsdp2", *IN_FLOAT32),
+    "FSDP2 4": accelerate("fsdp2", *IN_FLOAT32, "--num_processes", "4"),
+    "HSDP 2x2": accelerate(
+        "hsdp", *IN_FLOAT32, *shlex.split("--num_machines 1 --main_process_port 0")
+    ),
 }
-TABLE = [
-    f"{case}/{accumulation}" for case in ("gpt", "llama", "base-lora") for accumulation in (1, 4)
-]
-MORE = [
+
+# `sharded_ranks.Case` explains these names.
+SHORT_CASES = [
+    "gpt/1",
+    "gpt/4",
     "gpt-each/4",
     "gpt-muon/1",
-    "base-full/1",
-    "base-dora/1",
-    "tied-lora-grown/1",
-    "base-dora-grown/1",
-    "base-lora-saved/1",
-]
-MORE += [
-    "tied-full-again/4",
-    "gpt2base-dora/1",
+    "lfm2-muon/1",
+    "llama/1",
+    "llama/4",
     "mixtral/1",
     "base_of_experts-lora/1",
+    "base-dora-grown/1",
+    "base-lora-saved/1",
     "half-lora/1",
-    "lfm2/4",
-    "lfm2-muon/1",
+    "tied-lora-grown/1",
 ]
-SHORT = {
-    "FSDP2 2": [*TABLE[:4], "gpt-each/4", "gpt-muon/1", "tied-lora-grown/1", "base-dora-grown/1"]
+LONG_CASES = [
+    *SHORT_CASES,
+    "base-dora/1",
+    "base-full/1",
+    "base-lora/1",
+    "base-lora/4",
+    "gpt2base-dora/1",
+    "lfm2/4",
+    "tied-full-again/4",
+    # Norms inside heads, joined projections, and fused heads.
+    "qwen3/1",
+    "phi3/1",
+    "gpt_neox/1",
+]
+CASES = LONG_CASES if LONG else SHORT_CASES
+STEPS = 5 if LONG else 3
+
+TOKENS = {"bos_token_id": 256, "eos_token_id": 256, "vocab_size": 257}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **TOKENS,
 }
-SHORT["FSDP2 2"] += ["mixtral/1", "base_of_experts-lora/1", "half-lora/1", "lfm2-muon/1"]
-SHORT["FSDP2 2"] += ["base-lora-saved/1"]
-# With norms inside heads, with outputs that are joined, and with fused heads.
-JOINED = ["qwen3/1", "phi3/1", "gpt_neox/1"]
-SHORT |= {"one process": sorted({case for cases in SHORT.values() for case in cases})}
-UPDATES = 5 if LONG_FORM else 3
+GPT2 = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    **TOKENS,
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders as others publish them, in several files."""
-    folder = tmp_path_factory.mktemp("bases")
-    ends = {"bos_token_id": 256, "eos_token_id": 256, "vocab_size": 257}
-    llama = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
+    """Make models to fine-tune. Their weights are in several files."""
+    configs = {
+        "base": AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=False),
+        "tied": AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=True),
+        "half": AutoConfig.for_model("llama", **LLAMA, tie_word_embeddings=False, dtype="bfloat16"),
+        "gpt2base": AutoConfig.for_model("gpt2", **GPT2, tie_word_embeddings=True),
+        "base_of_experts": AutoConfig.for_model(
+            "mixtral", **LLAMA, tie_word_embeddings=False, num_local_experts=4
+        ),
     }
-    llama |= {"num_key_value_heads": 2, "max_position_embeddings": 64, **ends}
-    gpt2 = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64, **ends}
-    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    for name, kind, sizes, tied in (
-        ("base", "llama", llama, False),
-        ("tied", "llama", llama, True),
-        ("gpt2base", "gpt2", gpt2, True),
-        ("base_of_experts", "mixtral", {**llama, "num_local_experts": 4}, False),
-        ("half", "llama", {**llama, "dtype": "bfloat16"}, False),
-    ):
-        config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **sizes)
+    folder = tmp_path_factory.mktemp("bases")
+    for name, config in configs.items():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(
-            folder / name, max_shard_size="100KB"
-        )
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / name, max_shard_size="100KB")
     return folder
 
 
+# --- steps
+
+
+@dataclass
+class CaseResult:
+    """The results of a case in one layout. Lists have an item for each step."""
+
+    case: Case
+    folder: Path  # of the trained model
+    losses: list[float]
+    grad_norms: list[float]
+    gradient_syncs: list[int]
+    reduce_scatters: list[int]
+    units: int
+    has_same_parameters: bool
+    local_bytes: int
+    total_bytes: int
+    is_tied: bool
+
+    @property
+    def local_share(self) -> float:
+        return self.local_bytes / self.total_bytes
+
+    def weights(self) -> torch.Tensor:
+        tensors = dict(read_tensors(self.folder))
+        return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+ResultsOf = Callable[[str], dict[str, CaseResult]]
+
+
+def read_results(folder: Path) -> dict[str, CaseResult]:
+    results = {}
+    for name, values in read_json(folder / "results.json").items():
+        case = Case.parse(name)
+        results[name] = CaseResult(case=case, folder=folder / case.folder_name, **values)
+    return results
+
+
 @pytest.fixture(scope="module")
-def found(bases: Path, shared_folder: Path) -> Callable[[str], dict[str, Any]]:
-    """Readings of all cases under one launcher: launched once, whoever of pytest's workers asks first."""
-    folder, known = shared_folder / "sharding", {}
-    folder.mkdir(exist_ok=True)
+def results_of(bases: Path, shared_folder: Path) -> ResultsOf:
+    """Return a function that trains all cases in a layout. All workers of pytest share one launch."""
+    all_results = shared_folder / "sharding"
+    all_results.mkdir(exist_ok=True)
 
-    def find(name: str) -> dict[str, Any]:
-        if name not in known:
-            cases = [*TABLE, *MORE, *JOINED]
-            if not LONG_FORM:
-                cases = SHORT.get(name, TABLE)
-            place = folder / name.replace(" ", "-")
-            with FileLock(f"{place}.lock"):
-                if not (place / "found.json").exists():
-                    words = [*LAUNCHERS[name], SCRIPT, str(bases), str(place), str(UPDATES), *cases]
-                    run_forked(words, timeout=600).assert_ok()
-            known[name] = read_json(place / "found.json")
-            for case, readings in known[name].items():
-                readings["folder"] = place / case.replace("/", "-")
-                tensors = dict(read_tensors(readings["folder"]))
-                readings["weights"] = torch.cat(
-                    [tensors[name].double().flatten() for name in sorted(tensors)]
-                )
-        return known[name]
+    def results_of_layout(layout: str) -> dict[str, CaseResult]:
+        folder = all_results / layout.replace(" ", "-")
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "results.json").exists():
+                arguments = [str(bases), str(folder), str(STEPS), *CASES]
+                run_forked([*LAUNCHERS[layout], SCRIPT, *arguments], timeout=600).assert_ok()
+        return read_results(folder)
 
-    return find
+    return results_of_layout
 
 
-def apart(readings: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Largest relative deviations."""
-    pairs = {key: zip(readings[key], reference[key], strict=True) for key in ("losses", "norms")}
-    weights = (readings["weights"] - reference["weights"]).norm() / reference["weights"].norm()
-    return {key: max(abs(a / b - 1) for a, b in both) for key, both in pairs.items()} | {
-        "weights": float(weights)
-    }
+def largest_difference(values: list[float], reference: list[float]) -> float:
+    """Return the largest relative difference."""
+    pairs = zip(values, reference, strict=True)
+    return max(abs(value / expected - 1) for value, expected in pairs)
 
 
-@pytest.fixture(scope="module")
-def offloading(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
-    path = tmp_path_factory.mktemp("config") / "offload.yaml"
-    path.write_text(config.replace("offload_params: false", "offload_params: true"))
-    return path
+LONG_LAYOUTS = ["HSDP 2x2", "FSDP2 4", "DDP 2"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout",
+    ["FSDP2 2", *(pytest.param(layout, marks=long_form) for layout in LONG_LAYOUTS)],
+)
+def test_every_layout_makes_the_steps_of_one_process(
+    layout: str, results_of: ResultsOf, score: Callable[[str], None]
+) -> None:
+    references = results_of("one process")
+    for name, result in results_of(layout).items():
+        reference = references[name]
+        weights = reference.weights()
+
+        loss_difference = largest_difference(result.losses, reference.losses)
+        norm_difference = largest_difference(result.grad_norms, reference.grad_norms)
+        weight_difference = float((result.weights() - weights).norm() / weights.norm())
+
+        score(
+            f"sharding: {layout}: {name}: losses {loss_difference:.1e}, "
+            f"norms {norm_difference:.1e}, weights {weight_difference:.1e}"
+        )
+        is_bfloat16 = result.case.model == "half"
+        tolerance_factor = 1000 if is_bfloat16 else 1
+        assert loss_difference < 1e-5 * tolerance_factor, name
+        assert norm_difference < 1e-4 * tolerance_factor, name
+        assert weight_difference < 1e-4 * tolerance_factor, name
+        assert len(set(result.losses)) == STEPS, "each step changes the loss"
 
 
 @long_form
-def test_parts_that_live_on_the_host_are_trained_alike(
-    offloading: Path, bases: Path, tmp_path: Path, found
+def test_shards_on_the_host_make_the_steps_of_one_process(
+    bases: Path, tmp_path: Path, results_of: ResultsOf
 ) -> None:
-    command = [
-        str(BIN / "accelerate"),
-        "launch",
-        "--config_file",
-        str(offloading),
-        *FLOAT32,
-        SCRIPT,
-        str(bases),
-    ]
-    run_forked(
-        [*command, str(tmp_path / "found"), str(UPDATES), "gpt/4", "llama/1", "base-lora/1"]
-    ).assert_ok()
-    for case, readings in read_json(tmp_path / "found" / "found.json").items():
-        assert readings["losses"] == pytest.approx(found("one process")[case]["losses"], rel=1e-5)
+    fsdp2 = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
+    config = tmp_path / "offload.yaml"
+    config.write_text(fsdp2.replace("offload_params: false", "offload_params: true"))
+    launcher = [str(BIN / "accelerate"), "launch", "--config_file", str(config), *IN_FLOAT32]
+    folder = tmp_path / "results"
+    arguments = [str(bases), str(folder), str(STEPS), "gpt/4", "llama/1", "base-lora/1"]
+
+    run_forked([*launcher, SCRIPT, *arguments]).assert_ok()
+
+    references = results_of("one process")
+    for name, result in read_results(folder).items():
+        assert result.losses == pytest.approx(references[name].losses, rel=1e-5)
 
 
-OTHERS = ["HSDP 2x2", "FSDP2 4", "DDP 2"]
-LAYOUTS = ["FSDP2 2", *(pytest.param(name, marks=long_form) for name in OTHERS)]
+# --- shards
+
+
+def expected_units(case: Case) -> int:
+    """Count the units of FSDP2: two blocks, embeddings with weights of their own, and the rest."""
+    blocks = 2
+    rest = 1
+    if case.model in ("gpt", "lfm2"):
+        embeddings = 0  # in the rest
+    elif case.model in ("tied", "gpt2base"):
+        embeddings = 1
+    else:
+        embeddings = 2
+    return blocks + embeddings + rest
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_makes_the_updates_of_one_process(
-    name: str, found, score: Callable[[str], None]
-) -> None:
-    for case, readings in found(name).items():
-        difference = apart(readings, found("one process")[case])
-        score(
-            f"sharding: {name}: {case}: "
-            + ", ".join(f"{key} {value:.1e}" for key, value in difference.items())
-        )
-        # The base of "half" computes in bfloat16.
-        rounding = 1000 if case.startswith("half") else 1
-        assert difference["losses"] < 1e-5 * rounding, case
-        assert difference["norms"] < 1e-4 * rounding, case
-        assert difference["weights"] < 1e-4 * rounding, case
-        assert len(set(readings["losses"])) == UPDATES
+def test_each_of_two_processes_has_half_of_the_model(results_of: ResultsOf) -> None:
+    for name, result in results_of("FSDP2 2").items():
+        assert math.isclose(result.local_share, 0.5, abs_tol=0.02), name
+        assert result.has_same_parameters, f"{name}: the optimizer has other parameters"
 
 
 @pytest.mark.timeout(600)
-def test_each_process_holds_its_part_of_what_is_tied_and_of_nothing_twice(found) -> None:
-    for case, readings in found("FSDP2 2").items():
-        assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.02), case
-        assert readings["same_parameters"], (
-            f"{case}: the optimizer has other parameters than the model"
-        )
-        tied = case.startswith(("tied", "gpt2base"))
-        blocks, ends = 2, 0 if case.startswith(("gpt-", "gpt/", "lfm2")) else 1 if tied else 2
-        assert readings["units"] == blocks + ends + 1, case
-        assert readings.get("tied", False) is tied, case
-    assert found("one process")["llama/1"]["units"] == 0
-    if LONG_FORM:
-        for case, readings in found("HSDP 2x2").items():
-            assert math.isclose(readings["held"] / readings["all"], 0.5, abs_tol=0.03), case
-            assert readings["same_parameters"], case
+def test_tied_embeddings_stay_tied_in_one_unit(results_of: ResultsOf) -> None:
+    for name, result in results_of("FSDP2 2").items():
+        assert result.is_tied is (result.case.model in ("tied", "gpt2base")), name
+        assert result.units == expected_units(result.case), name
+    assert results_of("one process")["llama/1"].units == 0
 
 
-@pytest.mark.parametrize("case", ["gpt/1", "llama/1", "tied-lora-grown/1", "mixtral/1"])
-def test_what_a_sharded_model_leaves_is_what_others_load(case: str, found) -> None:
-    readings = found("FSDP2 2")[case]
-    files = {path.name for path in readings["folder"].glob("*.safetensors")}
-    if "lora" in case:
-        assert files == {"adapter_model.safetensors"}
-        return
-    assert files == {f"model-0000{part}-of-00002.safetensors" for part in (1, 2)}
-    model, about = AutoModelForCausalLM.from_pretrained(
-        readings["folder"], output_loading_info=True
-    )
-    assert not any(about.values()), about
-    assert (
-        sum(tensor.numel() for _, tensor in read_tensors(readings["folder"]))
-        == model.num_parameters()
-    )
+@long_form
+@pytest.mark.timeout(600)
+def test_each_process_of_a_replica_has_half_of_the_model(results_of: ResultsOf) -> None:
+    for name, result in results_of("HSDP 2x2").items():
+        assert math.isclose(result.local_share, 0.5, abs_tol=0.03), name
+        assert result.has_same_parameters, name
 
 
-def test_a_sharded_model_is_finished_in_another_dtype(found) -> None:
-    folder = found("FSDP2 2")["mixtral/1"]["folder"]
+@pytest.mark.parametrize("name", ["gpt/1", "gpt/4", "llama/4"])
+def test_gradients_are_reduced_once_a_step(name: str, results_of: ResultsOf) -> None:
+    result = results_of("FSDP2 2")[name]
+    assert result.gradient_syncs == [1] * STEPS
+    assert result.reduce_scatters == [result.units] * STEPS
+
+
+def test_gradients_are_reduced_in_each_micro_batch_with_sync_each_batch(
+    results_of: ResultsOf,
+) -> None:
+    result = results_of("FSDP2 2")["gpt-each/4"]
+    assert result.gradient_syncs == [4] * STEPS
+    assert result.reduce_scatters == [4 * result.units] * STEPS
+
+
+# --- models and checkpoints
+
+
+@pytest.mark.parametrize("name", ["gpt/1", "llama/1", "mixtral/1"])
+def test_transformers_loads_a_sharded_model(name: str, results_of: ResultsOf) -> None:
+    folder = results_of("FSDP2 2")[name].folder
+
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+    model, loading_info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
+    elements = sum(tensor.numel() for _, tensor in read_tensors(folder))
+    assert elements == model.num_parameters()
+
+
+def test_a_sharded_adapter_is_one_file(results_of: ResultsOf) -> None:
+    folder = results_of("FSDP2 2")["tied-lora-grown/1"].folder
+    files = [path.name for path in folder.glob("*.safetensors")]
+    assert files == ["adapter_model.safetensors"]
+
+
+def test_a_sharded_model_can_be_written_in_another_dtype(results_of: ResultsOf) -> None:
+    folder = results_of("FSDP2 2")["mixtral/1"].folder
+    folder_in_bfloat16 = folder.with_name("mixtral-1-bfloat16")
+
     trained = dict(read_tensors(folder))
-    rounded = folder.with_name("mixtral-1-bfloat16")
-    finished = dict(read_tensors(rounded))
-    assert trained.keys() == finished.keys()
+    written = dict(read_tensors(folder_in_bfloat16))
+
+    assert written.keys() == trained.keys()
     for name, tensor in trained.items():
-        assert torch.equal(finished[name], tensor.bfloat16()), name
-        assert finished[name].dtype == torch.bfloat16
-    index = read_json(rounded / "model.safetensors.index.json")
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in finished.values())
-    assert AutoModelForCausalLM.from_pretrained(rounded).dtype == torch.bfloat16
+        assert written[name].dtype == torch.bfloat16
+        assert torch.equal(written[name], tensor.bfloat16()), name
+    index = read_json(folder_in_bfloat16 / "model.safetensors.index.json")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
+    assert AutoModelForCausalLM.from_pretrained(folder_in_bfloat16).dtype == torch.bfloat16
 
 
-def test_gradients_are_reduced_once_an_update_or_in_each_micro_batch_where_asked(found) -> None:
-    readings = found("FSDP2 2")
-    for case in ("gpt/1", "gpt/4", "llama/4"):
-        assert set(readings[case]["syncs"]) == {1}
-        assert set(readings[case]["scattered"]) == {readings[case]["units"]}
-    assert set(readings["gpt-each/4"]["syncs"]) == {4}
-    assert set(readings["gpt-each/4"]["scattered"]) == {4 * readings["gpt-each/4"]["units"]}
+@pytest.fixture(scope="module")
+def team(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the observations of two ranks that write checkpoints together."""
+    folder = tmp_path_factory.mktemp("team")
+    run_forked([*torchrun(2), "tests/system/team_ranks.py", str(folder)]).assert_ok()
+    return [read_json(folder / f"rank-{rank}.json") for rank in range(2)]
 
 
-def test_processes_write_a_checkpoint_together_or_not_at_all(tmp_path: Path) -> None:
-    run_forked([*torchrun(2), "tests/system/team_ranks.py", str(tmp_path)]).assert_ok()
-    for rank in (0, 1):
-        seen = read_json(tmp_path / f"found-{rank}.json")
-        assert seen["gives back"]
-        assert seen["in the background"]
-        assert seen["files"] == [
-            f"checkpoints/step-00000001/{name}-0000{part}-of-00002.safetensors"
-            for name in ("model/model", "optimizer/state")
-            for part in (1, 2)
+def test_each_rank_writes_its_shards_into_one_checkpoint(team: list[dict[str, Any]]) -> None:
+    for observations in team:
+        assert observations["is restored"]
+        assert observations["files"] == [
+            "step-00000001/model/model-00001-of-00002.safetensors",
+            "step-00000001/model/model-00002-of-00002.safetensors",
+            "step-00000001/optimizer/state-00001-of-00002.safetensors",
+            "step-00000001/optimizer/state-00002-of-00002.safetensors",
         ]
-        assert (
-            "No space left on device" in seen["full"]
-        )  # on both, though it was one of them that failed
-        assert "older checkpoints are untouched" in seen["full"]
-        assert seen["left"] == ["step-00000001", "step-00000002"]
-        assert seen["one disk"]
-        assert seen["files on one disk"] == ["model.safetensors", "state.safetensors"]
-
-    bug_of_other, _ = read_json(tmp_path / "found-0.json")["bug"]
-    assert bug_of_other.startswith(
-        "FailedElsewhereError: rank 1 has failed: ValueError: bad number"
-    )
-    assert read_json(tmp_path / "found-1.json")["bug"] == ["ValueError: bad number", "action"]
 
 
-HALF, WHOLE = (30, 60) if LONG_FORM else (8, 16)
-LONG = [
+def test_ranks_can_write_a_checkpoint_in_the_background(team: list[dict[str, Any]]) -> None:
+    for observations in team:
+        assert observations["is restored after a save in the background"]
+
+
+def test_a_full_disk_of_one_rank_is_an_error_on_all_ranks(team: list[dict[str, Any]]) -> None:
+    for observations in team:
+        assert "No space left on device" in observations["error of a full disk"]
+        assert "older checkpoints are untouched" in observations["error of a full disk"]
+        checkpoints = observations["checkpoints after a full disk"]
+        assert checkpoints == ["step-00000001", "step-00000002"]
+
+
+def test_a_rank_that_sees_no_shared_folder_sends_its_shards(team: list[dict[str, Any]]) -> None:
+    for observations in team:
+        assert observations["is restored from one disk"]
+        assert observations["files on one disk"] == [
+            "step-00000004/model/model.safetensors",
+            "step-00000004/optimizer/state.safetensors",
+        ]
+
+
+def test_a_bug_on_one_rank_ends_all_ranks_and_has_its_own_traceback(
+    team: list[dict[str, Any]],
+) -> None:
+    first, second = team
+    elsewhere = "FailedElsewhereError: rank 1 has failed: ValueError: bad number"
+    assert first["error of a bug"].startswith(elsewhere)
+    assert second["error of a bug"] == "ValueError: bad number"
+    assert second["raised in"] == "fail_on_rank_1"
+
+
+# --- resuming
+
+MAX_STEPS = 60 if LONG else 16
+SAVE_STEPS = MAX_STEPS // 2
+RUN_FLAGS = [
     *TINY,
-    "--max_steps",
-    str(WHOLE),
-    "--save_steps",
-    str(HALF),
-    "--dropout",
-    "0.1",
-    "--log_rows",
+    *shlex.split(
+        f"--max_steps {MAX_STEPS} --save_steps {SAVE_STEPS} --eval_steps {SAVE_STEPS} "
+        "--dropout 0.1 --log_rows"
+    ),
 ]
-LONG += ["--eval_steps", str(HALF)]
-WRITING = ["--sample_prompts", "The"]
+LAST_CHECKPOINT = f"checkpoints/step-{MAX_STEPS:08d}"
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight") / "run"
-    run_forked(
-        [*PYTHON, GPT, *LONG, *WRITING, "--dataset", str(text_file), "--output_dir", str(folder)]
-    ).assert_ok()
+    """Train on one process, without an interruption."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    flags = f"--dataset {text_file} --output_dir {folder} --sample_prompts The"
+    run_forked([*PYTHON, GPT, *RUN_FLAGS, *shlex.split(flags)]).assert_ok()
     return folder
 
 
-def assert_went_on(folder: Path, reference: Path) -> float:
-    """Assert that rows and losses are those of another run; return the largest difference of a loss."""
-    ledger, expected = (
-        (path / "rows.jsonl").read_text().splitlines() for path in (folder, reference)
+def assert_same_run(folder: Path, reference: Path) -> float:
+    """Assert that a run had the rows and the losses of another one, up to rounding.
+
+    Returns:
+        The largest relative difference between their losses.
+    """
+    assert (folder / "rows.jsonl").read_text() == (reference / "rows.jsonl").read_text()
+
+    losses = series(folder, "train/loss")
+    expected_losses = series(reference, "train/loss")
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+
+    weight_norms = series(folder, "train/weight_norm")
+    expected_norms = series(reference, "train/weight_norm")
+    assert weight_norms == pytest.approx(
+        {step: expected_norms[step] for step in weight_norms}, rel=1e-5
     )
-    assert ledger == expected
-    losses, others = series(folder, "train/loss"), series(reference, "train/loss")
-    assert losses == pytest.approx(others, rel=1e-5)
-    weights, expected = (series(path, "train/weight_norm") for path in (folder, reference))
-    assert weights == pytest.approx({step: expected[step] for step in weights}, rel=1e-5)
-    read, batches = (
-        {line["step"]: line.get("batch") for line in metrics(path)} for path in (folder, reference)
-    )
-    assert read == {step: batches[step] for step in read}
-    last = folder / "checkpoints" / f"step-{WHOLE:08d}"
-    assert find_fault(last) is None
-    for model in (last / "model", folder / "model"):
+
+    batches = {line["step"]: line.get("batch") for line in metrics(folder)}
+    expected_batches = {line["step"]: line.get("batch") for line in metrics(reference)}
+    assert batches == {step: expected_batches[step] for step in batches}
+
+    assert find_fault(folder / LAST_CHECKPOINT) is None
+    for model in (folder / LAST_CHECKPOINT / "model", folder / "model"):
         assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 0
-    return max(abs(loss / others[step] - 1) for step, loss in losses.items())
+
+    return largest_difference(
+        [losses[step] for step in sorted(losses)],
+        [expected_losses[step] for step in sorted(losses)],
+    )
 
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("HSDP 2x2", marks=long_form)])
-def test_a_run_goes_on_where_its_model_is_sharded(
+def test_a_sharded_run_resumes_a_checkpoint_of_one_process(
     layout: str, text_file: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    flags = [
-        GPT,
-        *LONG,
-        "--dataset",
-        str(text_file),
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--async_save",
-    ]
-    begun = ["--resume_from_checkpoint", str(uninterrupted / "checkpoints" / f"step-{HALF:08d}")]
-    ended = run_forked([*LAUNCHERS[layout], *flags, *begun, *WRITING]).assert_ok()
-    assert_went_on(tmp_path / "run", uninterrupted)
-    _, _, shown = ended.out.partition(f"--- a sample of {tmp_path / 'run' / 'model'} ")
-    assert len(shown.partition("\n")[2].partition("\n---")[0]) > 10, "all ranks write the sample"
-    written, expected = (path / "samples.jsonl" for path in (tmp_path / "run", uninterrupted))
-    assert written.read_text() == expected.read_text()
-    sharded = dict(read_tensors(tmp_path / f"run/checkpoints/step-{WHOLE:08d}/optimizer"))
-    whole = dict(read_tensors(uninterrupted / f"checkpoints/step-{WHOLE:08d}/optimizer"))
-    assert sharded.keys() == whole.keys()
-    for name, tensor in whole.items():
-        torch.testing.assert_close(sharded[name], tensor, rtol=1e-2, atol=1e-6)
+    folder = tmp_path / "run"
+    checkpoint = uninterrupted / "checkpoints" / f"step-{SAVE_STEPS:08d}"
+    flags = (
+        f"--dataset {text_file} --output_dir {folder} --sample_prompts The --async_save "
+        f"--resume_from_checkpoint {checkpoint}"
+    )
+
+    ended = run_forked([*LAUNCHERS[layout], GPT, *RUN_FLAGS, *shlex.split(flags)]).assert_ok()
+
+    assert_same_run(folder, uninterrupted)
+    samples = (folder / "samples.jsonl").read_text()
+    assert samples == (uninterrupted / "samples.jsonl").read_text()
+
+    _, _, after_heading = ended.out.partition(f"--- a sample of {folder}/model ")
+    _, _, sample = after_heading.partition("\n")
+    assert len(sample.partition("\n---")[0]) > 10, "all ranks generate the sample"
+
+    states = dict(read_tensors(folder / LAST_CHECKPOINT / "optimizer"))
+    expected_states = dict(read_tensors(uninterrupted / LAST_CHECKPOINT / "optimizer"))
+    assert states.keys() == expected_states.keys()
+    for name, state in expected_states.items():
+        torch.testing.assert_close(states[name], state, rtol=1e-2, atol=1e-6)
 
 
 @long_form
-def test_a_run_goes_on_under_any_layout(
+def test_a_run_resumes_in_any_layout(
     text_file: Path, uninterrupted: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    folder, layouts = (
-        tmp_path / "run",
-        ("FSDP2 4", "DDP 2", "HSDP 2x2", "one process", "FSDP2 2"),
-    )
-    flags = [GPT, *LONG, "--dataset", str(text_file), "--output_dir", str(folder)]
-    commands = [[*LAUNCHERS[name], *flags] for name in layouts]
-    for place, command in enumerate(commands[:-1]):
-        interrupt(command, folder, signal.SIGTERM, 9 * (place + 1))
-    run_forked(commands[-1]).assert_ok()
+    folder = tmp_path / "run"
+    flags = [*RUN_FLAGS, *shlex.split(f"--dataset {text_file} --output_dir {folder}")]
+    layouts = ["FSDP2 4", "DDP 2", "HSDP 2x2", "one process", "FSDP2 2"]
+
+    *interrupted_layouts, last_layout = layouts
+    for number, layout in enumerate(interrupted_layouts, start=1):
+        interrupt([*LAUNCHERS[layout], GPT, *flags], folder, signal.SIGTERM, 9 * number)
+    run_forked([*LAUNCHERS[last_layout], GPT, *flags]).assert_ok()
+
     starts = read_json(folder / "run.json")["starts"]
     assert [start["sharded"] for start in starts] == ["1x4", None, "2x2", None, "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
-    worst = assert_went_on(folder, uninterrupted)
-    score(f"sharding: saved and loaded under {', '.join(layouts)}: losses differ by {worst:.1e}")
+    difference = assert_same_run(folder, uninterrupted)
+    score(f"sharding: resumed in {', '.join(layouts)}: losses differ by {difference:.1e}")
 
 
-@pytest.mark.parametrize("recipe", [GPT, FINETUNE])
-def test_the_shipped_config_shards_in_bfloat16(
-    recipe: str, text_file: Path, bases: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    flags = [*TINY, "--max_steps", "2", "--warmup_steps", "1"]
-    if recipe == FINETUNE:
-        flags = [
-            "--model_name_or_path",
-            str(bases / "tied"),
-            "--block_size",
-            "32",
-            *TINY[10:],
-            "--max_steps",
-            "2",
-            "--warmup_steps",
-            "1",
-        ]
-        flags += [
-            "--lora_r",
-            "4",
-            "--tokenizer",
-            "byte",
-            "--eval_fraction",
-            "0.1",
-            "--gradient_checkpointing",
-        ]
-    command = [
-        *accelerate("fsdp2"),
-        recipe,
-        *flags,
-        "--dataset",
-        str(text_file),
-        "--output_dir",
-        str(folder),
-    ]
-    ended = run_forked(command).assert_ok()
-    blocks, ends = (
-        2 * 2,
-        1 if recipe == GPT else 2,
-    )  # a block and its norms; what is left; and the shared matrix
-    assert f"FSDP2 over 2 processes in {blocks + ends} units" in ended.out
-    start = read_json(folder / "run.json")["starts"][0]
+# --- the shipped config
+
+
+def assert_trained_in_bfloat16(folder: Path) -> None:
+    [start] = read_json(folder / "run.json")["starts"]
     assert start["processes"] == 2
     assert start["sharded"] == "1x2"
     assert start["mixed_precision"] == "bf16"
-    losses = series(folder, "train/loss")
-    assert any(
-        loss != float(torch.tensor(loss).bfloat16()) for loss in losses.values()
-    )  # nothing has rounded it
-    if recipe == GPT and LONG_FORM:
-        alone = [
-            *accelerate("cpu", "--mixed_precision", "bf16"),
-            recipe,
-            *flags,
-            "--dataset",
-            str(text_file),
-        ]
-        run([*alone, "--output_dir", str(tmp_path / "alone")]).assert_ok()
-        assert losses == pytest.approx(series(tmp_path / "alone", "train/loss"), rel=2e-3)
+
+    losses = torch.tensor([*series(folder, "train/loss").values()], dtype=torch.float64)
+    assert not torch.equal(losses, losses.bfloat16().double()), "losses are not rounded"
+
+
+def test_the_shipped_config_shards_a_gpt_in_bfloat16(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = [*TINY, *shlex.split(f"--max_steps 2 --warmup_steps 1 --dataset {text_file}")]
+
+    command = [*accelerate("fsdp2"), GPT, *flags, "--output_dir", str(folder)]
+    ended = run_forked(command).assert_ok()
+
+    # Each of the two blocks, its norms, and the rest of the model.
+    assert "FSDP2 over 2 processes in 5 units" in ended.out
+    assert_trained_in_bfloat16(folder)
+
+    if LONG:
+        reference = tmp_path / "reference"
+        one_process = accelerate("cpu", "--mixed_precision", "bf16")
+        run([*one_process, GPT, *flags, "--output_dir", str(reference)]).assert_ok()
+        losses = series(folder, "train/loss")
+        assert losses == pytest.approx(series(reference, "train/loss"), rel=2e-3)
+
+
+def test_the_shipped_config_shards_an_adapter_in_bfloat16(
+    bases: Path, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    flags = shlex.split(
+        f"--model_name_or_path {bases}/tied --block_size 32 --tokenizer byte --lora_r 4 "
+        f"--eval_fraction 0.1 --gradient_checkpointing --dataset {text_file} "
+        f"--output_dir {folder}"
+    )
+    two_steps = [*SIX_STEPS, *shlex.split("--max_steps 2 --warmup_steps 1")]
+
+    ended = run_forked([*accelerate("fsdp2"), FINETUNE, *two_steps, *flags]).assert_ok()
+
+    # Each of the two blocks, its norms, the tied embeddings, and the rest of the model.
+    assert "FSDP2 over 2 processes in 6 units" in ended.out
+    assert_trained_in_bfloat16(folder)

@@ -1,6 +1,7 @@
-"""Optimizers of other packages go on after a restart as if there had been none, on two processes."""
+"""On two processes, optimizers of other packages continue after a restart bit for bit."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,53 +17,94 @@ from tests.odd_optimizer import Odd
 pytest.importorskip("heavyball")
 pytest.importorskip("pytorch_optimizer")
 
-SCRIPT = "tests/system/state_ranks.py"
-LAYOUTS = {
+LAUNCHERS = {
     "DDP": accelerate("cpu_ddp"),
     "FSDP2": accelerate("fsdp2", "--mixed_precision", "no"),
 }
-EVERYWHERE = ["odd", "odd in bf16", "compact", "adamw", "muon", "schedule-free"]
-# heavyball finds the state of a tensor by its address, which is 0 for every DTensor.
-ONLY_REPLICATED = ["heavyball soap", "heavyball adamw", "pytorch_optimizer soap"]
+
+# The names of `state_ranks.OPTIMIZERS`.
+SHARDABLE = ["odd", "odd in bf16", "8-bit adamw", "adamw", "muon", "schedule-free"]
+# heavyball before 3.2.1 finds the state of a tensor by its address, which is 0 for every DTensor.
+HEAVYBALL = ["heavyball soap", "heavyball adamw"]
+ONLY_REPLICATED = ["pytorch_optimizer soap"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_optimizer_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
-    names = [*EVERYWHERE, *ONLY_REPLICATED]
-    # heavyball compiles every function, for half a minute.
-    environment = {"TORCHDYNAMO_DISABLE": "1"}
-    run_forked([*LAYOUTS[layout], SCRIPT, str(tmp_path), *names], environment).assert_ok()
+class Results(NamedTuple):
+    """The results of state_ranks.py in one layout."""
 
-    for rank in (0, 1):
-        found = read_json(tmp_path / f"found-{rank}.json")
-        errors = found.pop("ranks that differ")
-        differ = "keeps other values on rank 1 than on rank 0 in"
-        number = errors.pop("a number")
-        assert number.startswith(f"Average {differ} its numbers, strings or lists; a checkpoint ")
-        assert errors.pop("a tensor").startswith(f"Average {differ} mean.rows; a checkpoint holds ")
-        noise = "transformer.wte.weight.noise"
-        assert errors.pop("the optimizer").startswith(f"the optimizer AdamW {differ} {noise}; ")
-        expected = f"the optimizer AdamW {differ} transformer.wte.weight.step; "
-        if layout == "FSDP2":
-            expected = "the states of rank 1 have other tensors than those of rank 0"
-        assert errors.pop("one rank").startswith(expected)
-        assert not errors
-        assert found.pop("sharded and full") == []
-        if layout == "FSDP2":
-            for name in ONLY_REPLICATED:
-                outcome = found.pop(name)
-                refusals = ("the optimizer SOAP fails on", "the optimizer AdamW fails on")
-                works = outcome == [] and name.startswith("heavyball")  # since version 3.2.1
-                assert works or outcome.startswith(refusals), name
-        assert found == {name: [] for name in found}
+    layout: str
+    folder: Path
+    ranks: list[dict[str, Any]]
 
-    # A state that was sharded comes back in a run that is not.
+
+@pytest.fixture(scope="module", params=LAUNCHERS)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("states")
+    command = [*LAUNCHERS[request.param], "tests/system/state_ranks.py", str(folder)]
+    # heavyball compiles every function, which takes half a minute.
+    variables = {"TORCHDYNAMO_DISABLE": "1"}
+    run_forked([*command, *SHARDABLE, *HEAVYBALL, *ONLY_REPLICATED], variables).assert_ok()
+    ranks = [read_json(folder / f"rank-{rank}.json") for rank in range(2)]
+    return Results(request.param, folder, ranks)
+
+
+def test_an_optimizer_continues_after_a_restart_bit_for_bit(results: Results) -> None:
+    names = SHARDABLE if results.layout == "FSDP2" else [*SHARDABLE, *HEAVYBALL, *ONLY_REPLICATED]
+    for rank in results.ranks:
+        differences = {name: rank["restarts"][name] for name in names}
+        assert differences == {name: [] for name in names}
+
+
+@pytest.mark.parametrize("results", ["FSDP2"], indirect=True)
+def test_an_optimizer_that_cannot_be_sharded_ends_in_an_error(results: Results) -> None:
+    errors = ("the optimizer SOAP fails on", "the optimizer AdamW fails on")
+    for rank in results.ranks:
+        for name in ONLY_REPLICATED:
+            assert rank["restarts"][name].startswith(errors), name
+        for name in HEAVYBALL:
+            outcome = rank["restarts"][name]
+            assert outcome == [] or outcome.startswith(errors), name
+
+
+def test_eight_bit_adamw_has_the_same_bits_with_sharded_and_full_parameters(
+    results: Results,
+) -> None:
+    for rank in results.ranks:
+        assert rank["sharding"] == []
+
+
+def test_states_that_differ_between_ranks_are_an_error_that_names_them(results: Results) -> None:
+    differs = "keeps other values on rank 1 than on rank 0 in"
+    beginnings = {
+        "number of a part": (f"Average {differs} its numbers, strings or lists; a checkpoint "),
+        "tensor of a part": f"Average {differs} mean.rows; a checkpoint holds ",
+        "tensor of the optimizer": (
+            f"the optimizer AdamW {differs} transformer.wte.weight.noise; "
+        ),
+        "no state on rank 1": (
+            "the states of rank 1 have other tensors than those of rank 0"
+            if results.layout == "FSDP2"
+            else f"the optimizer AdamW {differs} transformer.wte.weight.step; "
+        ),
+    }
+    for rank in results.ranks:
+        errors = rank["differing ranks"]
+        assert errors.keys() == beginnings.keys()
+        for case, error in errors.items():
+            assert error.startswith(beginnings[case]), case
+
+
+def test_the_state_of_an_optimizer_is_restored_in_a_run_on_one_process(results: Results) -> None:
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=12, block_size=8), 31)
     optimizer = Odd(model.parameters())
-    folder = tmp_path / "odd" / "step-00000003" / "optimizer"
-    OptimizerState(model, optimizer).restore(read_structure(folder), read_tensors(folder))
+    saved = results.folder / "odd" / "step-00000003" / "optimizer"
+
+    OptimizerState(model, optimizer).restore(read_structure(saved), read_tensors(saved))
+
     for parameter in model.parameters():
         state = optimizer.state[parameter]
-        assert state["moment"].shape == state["plain"].shape == parameter.shape
+        assert state["moment"].shape == parameter.shape
+        assert state["plain"].shape == parameter.shape
         assert state["codes"].dtype == torch.uint8
-        assert all(type(value) in (torch.Tensor, type(None)) for value in state[0]["list"])
+        for value in state[0]["list"]:
+            assert type(value) in (torch.Tensor, type(None)), "no sharded tensor"
