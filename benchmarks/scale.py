@@ -14,18 +14,18 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.inputs import write_code
+from benchmarks.comparison import Row, report, take_turns
+from benchmarks.inputs import write_python_files
 from benchmarks.runs import (
     CORES,
     GPT_RECIPE,
     ROOT,
-    UPDATES_ALONE,
-    figure,
+    STEPS_ONLY,
     flags,
     gpt_flags,
-    newest,
-    recipe,
+    newest_file,
+    recipe_speed,
+    run_for_json,
     scratch,
 )
 from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
@@ -55,16 +55,16 @@ def speed(
     """
     batch = TOKENS // block
     words = gpt_flags(4, width // 32, width, block, batch * max(processes, 1), per_device=batch)
-    words += flags(optim="adamw", max_steps=30, logging_steps=5, **UPDATES_ALONE)
+    words += flags(optim="adamw", max_steps=30, logging_steps=5, **STEPS_ONLY)
     if processes > 1:
-        tokens = recipe(
+        tokens = recipe_speed(
             GPT_RECIPE, folder, *words, config="cpu_ddp", threads=1, processes=processes
         )
     else:
-        tokens = recipe(GPT_RECIPE, folder, *words, threads=1 if processes else CORES)
+        tokens = recipe_speed(GPT_RECIPE, folder, *words, threads=1 if processes else CORES)
 
     shape = GPTConfig(n_layer=4, n_head=width // 32, n_embd=width, block_size=block)
-    vocabulary = json.loads(newest(folder, "run.json").read_text())["vocabulary"]
+    vocabulary = json.loads(newest_file(folder, "run.json").read_text())["vocabulary"]
     with torch.device("meta"):
         flops = build_gpt(shape, vocabulary).flops_per_token()
     torch.set_num_threads(1 if processes else CORES)
@@ -121,14 +121,16 @@ def reading(text: Path) -> None:
 
 
 def read_rows(folder: Path) -> Series:
-    write_code(source := folder / "source.jsonl", 10)
+    write_python_files(source := folder / "source.jsonl", 10)
     found: dict[int, list[dict[str, float]]] = {}
     for rows in ROWS:
         write_rows(source, rows, folder / f"{rows}.jsonl")
     for _ in range(4):  # of which the first prepares
         for rows in ROWS:
             command = [sys.executable, "-m", "benchmarks.scale", "--read", folder / f"{rows}.jsonl"]
-            found.setdefault(rows, []).append(figure(command, LLMTRAIN_CACHE=str(folder / "cache")))
+            found.setdefault(rows, []).append(
+                run_for_json(command, LLMTRAIN_CACHE=str(folder / "cache"))
+            )
     return {
         rows: {key: statistics.median(one[key] for one in tries[1:]) for key in tries[0]}
         for rows, tries in found.items()
@@ -147,9 +149,9 @@ def measured(folder: Path) -> dict[str, Series]:
             return tokens
 
         contenders = {str(value): partial(one, kind, value, shares[value]) for value in values}
-        medians = in_turn(contenders, rounds=2, uncounted=0)
+        medians = take_turns(contenders, rounds=2, warm_up_rounds=0)
         found[kind] = {
-            v: {"speed": medians[str(v)].value, "share": statistics.median(shares[v])}
+            v: {"speed": medians[str(v)].median, "share": statistics.median(shares[v])}
             for v in values
         }
     for count in (
