@@ -16,9 +16,10 @@ import json
 import os
 import random
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -30,7 +31,8 @@ from llmtrain.data import builtin
 from llmtrain.launching.process import launch
 
 
-class Conversations(NamedTuple):
+@dataclass(frozen=True)
+class Conversations:
     """Generated conversations, and the aim for the ratio to the template's seconds."""
 
     turns: int
@@ -122,8 +124,9 @@ def main() -> None:
 def compare_with_others(table: Table, folder: Path) -> None:
     """Add the rows about one process, the template and TRL."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", model_max_length=1 << 20)
-    for turns, count, target in CONVERSATIONS:
-        conversations = write_conversations(folder / f"{turns}.jsonl", turns, count)
+    for case in CONVERSATIONS:
+        file = folder / f"{case.turns}.jsonl"
+        conversations = write_conversations(file, case.turns, case.count)
         seconds = take_turns(
             {
                 "llmtrain": partial(prepare, folder, conversations, processes=1),
@@ -132,14 +135,14 @@ def compare_with_others(table: Table, folder: Path) -> None:
             },
             rounds=5,
         )
-        work = f"{count} conversations of {turns} turns to rows, one process"
+        work = f"{case.count} conversations of {case.turns} turns to rows, one process"
         table.add(
             work=work,
             against="apply_chat_template with its mask",
             ours=seconds["llmtrain"].median,
             theirs=seconds["template"].median,
             unit="s",
-            target=target,
+            target=case.target,
         )
         table.add(
             work=work,

@@ -46,7 +46,7 @@ def write_conversations_of_functions(path: Path) -> list[str]:
     Returns:
         The texts of all messages, to train a tokenizer on.
     """
-    texts = []
+    texts: list[str] = []
     with path.open("w") as file:
         for code, docstring in builtin.function_pairs():
             if len(code) + len(docstring) >= 1200:
@@ -69,7 +69,7 @@ def write_preference_pairs(path: Path, count: int) -> list[str]:
     pairs = [pair for pair in builtin.python_preferences() if len("".join(pair.values())) < 1800]
     evenly_spaced = pairs[:: len(pairs) // count][:count]
 
-    texts = []
+    texts: list[str] = []
     with path.open("w") as file:
         for pair in evenly_spaced:
             file.write(json.dumps(pair) + "\n")

@@ -80,7 +80,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     with scratch() as folder:
-        text = shutil.copy(arguments.text, folder / "text.txt")
+        text = folder / "text.txt"
+        shutil.copy(arguments.text, text)
         recipe_flags = [*RECIPE_FLAGS, *flags(dataset=text)]
         prepare_recipe_data(folder, recipe_flags)
         [tokenizer] = folder.glob("cache/*/tokenizer")
