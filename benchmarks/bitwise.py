@@ -1,6 +1,6 @@
 """What --bitwise and the comparison of replicas cost, in steps of a small GPT.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | a step with --bitwise | a plain step |
 | one comparison of the replicas' weights | a plain step; by default it is made every 100 steps |

@@ -1,6 +1,6 @@
 """Seconds to prepare conversations: from a file to packed rows on disk.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | conversations of 1, 4, 10 and 40 turns, in one process | one apply_chat_template with its mask each |
 | the same | the preparation of TRL's SFTTrainer, packed and with a loss mask |

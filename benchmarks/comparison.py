@@ -37,7 +37,7 @@ class Turns(Generic[T]):
     """The turns of one contender, without warm-up rounds and discarded rounds.
 
     Attributes:
-        results: what the contender returned in each turn: a number, or several numbers by name.
+        results: the result of each turn: a number, or several numbers by name.
         cpu_seconds: CPU seconds of each turn, of this process and the child processes it waited for.
     """
 
@@ -112,8 +112,8 @@ class Row:
     """A line of a table.
 
     Attributes:
-        work: what is measured.
-        against: what it is compared with.
+        work: a name for the work that both sides do.
+        against: the name of the other side.
         ours: the figure of llmtrain.
         theirs: the figure of the other side.
         unit: the unit of both.
@@ -194,8 +194,8 @@ def drop_from_page_cache(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
-                whole_file = (0, 0)
-                os.posix_fadvise(file.fileno(), *whole_file, os.POSIX_FADV_DONTNEED)
+                # From offset 0; the length 0 stands for the rest of the file.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _ForeignLoad:
@@ -238,12 +238,3 @@ def _processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def report(name: str, rows: list[Row], **details: object) -> None:
-    """Print and write a table."""
-    table = Table(name)
-    for row in rows:
-        table.rows.append(row)
-        print(row, flush=True)
-    table.write(**details)

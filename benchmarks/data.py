@@ -1,6 +1,6 @@
 """The speed of data preparation and of the loader.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | tokens per second of the loader, with files on disk and in memory | the tokens per second of a step |
 | megabytes per second from a file of text to rows, with nothing cached | datasets.map, on two processes |

@@ -1,6 +1,6 @@
 """A step over a slow link: two machines, joined at 100 Mbit/s, that average their gradients.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | a step that sends gradients in float32 | the time of their bytes at that rate |
 | a step that sends them in bf16 (--ddp_comm_hook bf16) | the step above |

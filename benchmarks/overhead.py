@@ -1,6 +1,6 @@
 """What recipes/gpt.py costs beyond the steps of its model: the loop, an evaluation, and the start.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | a step of the recipe | a bare loop with the same model, optimizer, rows and batch |
 | a step with row logs and background saves | a step without them; the save itself is not counted |
@@ -109,7 +109,8 @@ def compare_steps(table: Table, model: torch.nn.Module, folder: Path) -> dict[st
 
 def recipe_steps(folder: Path, care: list[str]) -> float:
     """Return the tokens per second of the recipe, which leave out the time of a save."""
-    run_recipe(folder, *care, *flags(max_steps=STEPS, logging_steps=LOGGING_STEPS, eval_fraction=0))
+    recipe_flags = flags(max_steps=STEPS, logging_steps=LOGGING_STEPS, eval_fraction=0)
+    run_recipe(folder, [*recipe_flags, *care])
     return median_metric(folder, "train/tokens_per_second")
 
 
@@ -125,7 +126,7 @@ def bare_steps(
     return speedometer.median
 
 
-def run_recipe(folder: Path, *recipe_flags: str) -> None:
+def run_recipe(folder: Path, recipe_flags: list[str]) -> None:
     """Run the recipe in this process, with steps of one micro-batch like those of the bare loop."""
     main = runpy.run_path(str(ROOT / GPT_RECIPE))["main"]
     micro_batch = flags(per_device_train_batch_size=BATCH)
@@ -176,11 +177,8 @@ def compare_evaluations(table: Table, model: torch.nn.Module, folder: Path) -> N
 
 def recipe_evaluation(folder: Path) -> float:
     """Return the seconds from the log entry of the last step to that of the evaluation after it."""
-    run_recipe(
-        folder,
-        *flags(max_steps=1, logging_steps=1, eval_fraction=EVAL_FRACTION),
-        *WITHOUT_CARE,
-    )
+    recipe_flags = flags(max_steps=1, logging_steps=1, eval_fraction=EVAL_FRACTION)
+    run_recipe(folder, [*recipe_flags, *WITHOUT_CARE])
     step_entry, eval_entry = metrics(folder)[-2:]
     return float(eval_entry["time"] - step_entry["time"])
 

@@ -1,6 +1,6 @@
 """The predictions of `llmtrain plan`, against measurements: three tables.
 
-| table | what is predicted |
+| table | predicted |
 |---|---|
 | memory | the bytes of two processes, with DDP and FSDP2 (plan_memory.py) |
 | dtypes | the bytes per parameter of optimizers and dtypes (plan_dtypes.py) |

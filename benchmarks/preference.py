@@ -4,7 +4,7 @@ Both train a small Llama in float32 on pairs of builtin:python-preferences, with
 length and as many tokens in a micro-batch. A pair counts its prompt twice, because DPOTrainer
 computes it twice, and padding does not count.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | the speed of the recipe | DPOTrainer without gradient checkpointing |
 | the same | DPOTrainer that also precomputes the reference log-probabilities |

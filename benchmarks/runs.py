@@ -221,16 +221,3 @@ def speed_with_prompts(folder: Path, target_tokens_per_second: float) -> float:
     """Return the speed in all tokens, prompts included, from the speed in target tokens."""
     audit = dataset_audit(folder)
     return target_tokens_per_second * audit["tokens"] / audit["targets"]
-
-
-def gpt_flags(
-    layers: int,
-    heads: int,
-    width: int,
-    block: int,
-    batch: int,
-    per_device: int | None = None,
-    architecture: str = "gpt2",
-) -> list[str]:
-    """Return the flags of a GPT."""
-    return GPTShape(layers, heads, width, block, batch).recipe_flags(architecture, per_device)

@@ -1,6 +1,6 @@
 """Causal language models: recipes/finetune.py and recipes/gpt.py, against the Trainer of transformers.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | tokens per second of a small Llama in float32 | the Trainer with its defaults |
 | the same in bf16, if the CPU has instructions for it | the Trainer with its fastest flags |

@@ -1,6 +1,6 @@
 """A step of GPT-2 124M: the recipe, the same model in a bare loop, and nanoGPT, in turns.
 
-| what is measured | compared with |
+| measured | compared with |
 |---|---|
 | a step of the recipe, with Muon and with AdamW | a bare loop that reads the norm of the gradient |
 | the same | a bare loop that does not, and that as one CUDA graph |
