@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.comparison import Table, take_turns
 from benchmarks.inputs import write_tokenizer
-from benchmarks.runs import peer, scratch
+from benchmarks.runs import run_peer, scratch
 from llmtrain import ChatConfig, DataConfig, tokenize
 from llmtrain.data import builtin
 from llmtrain.launching.process import launch
@@ -102,7 +102,7 @@ def apply_template(tokenizer: Any, conversations: Path) -> float:
 
 def prepare_with_trl(folder: Path, conversations: Path) -> float:
     """Return the seconds of TRL with an empty cache, without the start of its process."""
-    return peer(
+    return run_peer(
         "sft-preparation",
         folder / "tokenizer",
         conversations,

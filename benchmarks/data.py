@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.comparison import Table, drop_from_page_cache, take_turns
 from benchmarks.inputs import write_python_files, write_tokenizer
-from benchmarks.runs import peer, run_for_json, scratch
+from benchmarks.runs import run_for_json, run_peer, scratch
 from llmtrain import GPT, DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
 from llmtrain.data.loader import train_loader
 from llmtrain.launching.accelerator import start_accelerator
@@ -118,7 +118,7 @@ def compare_preparation(table: Table, folder: Path) -> None:
         cache = folder / f"llmtrain-{next(numbers)}"
         return float(megabytes / run_for_json(command, LLMTRAIN_CACHE=str(cache)))
 
-    datasets_map = partial(peer, "map", tokenizer, text, length=ROW_LENGTH)
+    datasets_map = partial(run_peer, "map", tokenizer, text, length=ROW_LENGTH)
 
     def prepare_with_datasets() -> float:
         return megabytes / datasets_map(cache=folder / f"datasets-{next(numbers)}")

@@ -17,8 +17,8 @@ from benchmarks.runs import (
     metrics,
     new_run_flags,
     newest_file,
-    peer,
     run,
+    run_peer,
 )
 
 EVAL_FRACTION = 0.1  # the last part of a text, on which both sides evaluate
@@ -67,7 +67,7 @@ def run_nanogpt(folder: Path, nanogpt: Path, settings: list[str]) -> Figures:
     run(command, cwd=folder)
     seconds = checkpoint.stat().st_mtime - start
 
-    loss = peer("loss", nanogpt, checkpoint, folder / "data/text/val.bin")
+    loss = run_peer("loss", nanogpt, checkpoint, folder / "data/text/val.bin")
     return {"seconds": seconds, "loss": loss}
 
 

@@ -25,8 +25,8 @@ from benchmarks.runs import (
     dataset_audit,
     flags,
     metrics,
-    peer,
     recipe_speed,
+    run_peer,
     scratch,
     speed_with_prompts,
 )
@@ -88,7 +88,9 @@ def main() -> None:
         texts = write_preference_pairs(pairs, PAIRS)
         write_llama(model, texts, LENGTH, width=256)
 
-        trl = partial(peer, "dpo", model, pairs, batch=PAIRS_OF_STEP, length=LENGTH, steps=STEPS)
+        trl = partial(
+            run_peer, "dpo", model, pairs, batch=PAIRS_OF_STEP, length=LENGTH, steps=STEPS
+        )
         speeds = take_turns(
             {
                 "recipe": partial(recipe, folder / "run", pairs, model, loss_type="sigmoid"),

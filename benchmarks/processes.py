@@ -18,9 +18,9 @@ from benchmarks.runs import (
     STEPS_ONLY,
     GPTShape,
     flags,
-    peer,
     recipe_speed,
     run_for_json,
+    run_peer,
     scratch,
 )
 
@@ -52,7 +52,7 @@ def independent_processes() -> float:
     """Return the sum of the speeds of two bare loops that run side by side."""
 
     def bare_loop(_: int) -> float:
-        return peer("ddp", threads=1, **PEER_OPTIONS)
+        return run_peer("ddp", threads=1, **PEER_OPTIONS)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return sum(pool.map(bare_loop, range(2)))

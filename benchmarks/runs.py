@@ -179,7 +179,7 @@ def recipe_speed(
     return median_metric(folder, "train/tokens_per_second")
 
 
-def peer(name: str, *arguments: object, threads: int = CORES, **options: object) -> float:
+def run_peer(name: str, *arguments: object, threads: int = CORES, **options: object) -> float:
     """Run one of ``benchmarks.peers``; return the figure that it prints.
 
     Args:

@@ -20,8 +20,8 @@ from benchmarks.runs import (
     FINETUNE_RECIPE,
     STEPS_ONLY,
     flags,
-    peer,
     recipe_speed,
+    run_peer,
     scratch,
     speed_with_prompts,
 )
@@ -62,7 +62,9 @@ def main() -> None:
         texts = write_conversations_of_functions(conversations)
         write_llama(model, texts, LENGTH)
 
-        trl = partial(peer, "sft", model, conversations, batch=BATCH, length=LENGTH, steps=STEPS)
+        trl = partial(
+            run_peer, "sft", model, conversations, batch=BATCH, length=LENGTH, steps=STEPS
+        )
         speeds = take_turns(
             {
                 "recipe": partial(recipe, folder / "run", conversations, model),

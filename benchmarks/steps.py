@@ -26,8 +26,8 @@ from benchmarks.runs import (
     GPTShape,
     flags,
     half_precision,
-    peer,
     recipe_speed,
+    run_peer,
     scratch,
 )
 from llmtrain.console import say
@@ -109,7 +109,7 @@ def nanogpt_contenders(model: Model, nanogpt: str, folder: Path) -> dict[str, Ca
         ("compiled, fused", True, True),
     ):
         contenders[f"nanoGPT, {name}"] = partial(
-            peer,
+            run_peer,
             "nanogpt",
             nanogpt,
             tokens=tokens,

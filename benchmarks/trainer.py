@@ -33,10 +33,10 @@ from benchmarks.runs import (
     launcher,
     new_run_flags,
     newest_file,
-    peer,
     recipe_speed,
     run,
     run_for_json,
+    run_peer,
     scratch,
 )
 from llmtrain import DataConfig, tokenize
@@ -126,7 +126,7 @@ def compare_speeds(
         *DATA,
         *flags(max_steps=STEPS, save_steps=100_000),
     )
-    trainer = partial(peer, "trainer", llama, llama / "rows", batch=BATCH, steps=STEPS)
+    trainer = partial(run_peer, "trainer", llama, llama / "rows", batch=BATCH, steps=STEPS)
     best_flags: dict[str, object] = {"optim": "adamw_torch_fused", "bf16": HALF == "bf16"}
     compiled_flags = {**best_flags, "torch_compile": True}
     turns = take_turns(
