@@ -1,67 +1,95 @@
-"""Preparing conversations: files to rows, beside ``apply_chat_template`` alone and beside TRL.
+"""Seconds to prepare conversations: from a file to packed rows on disk.
 
-The least that any preparation does is one ``apply_chat_template`` with its mask per conversation.
+| measured | compared with |
+|---|---|
+| conversations of 1, 4, 10 and 40 turns, in one process | one apply_chat_template with its mask each |
+| the same | the preparation of TRL's SFTTrainer, packed and with a loss mask |
+| 40,000 conversations of one turn, in two processes | the same in one process |
 
-python -m benchmarks.chats
+Any preparation renders each conversation with its mask once, so the first comparison is with a
+part of the work.
+
+Repeat it with `pip install 'llmtrain[bench]'` and `python -m benchmarks.chats`.
 """
 
 import json
 import os
 import random
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.comparison import Row, in_turn, report
+from benchmarks.comparison import Table, take_turns
 from benchmarks.inputs import write_tokenizer
-from benchmarks.runs import peer, scratch
+from benchmarks.runs import run_peer, scratch
 from llmtrain import ChatConfig, DataConfig, tokenize
 from llmtrain.data import builtin
 from llmtrain.launching.process import launch
 
-# Turns of a conversation, conversations, and the largest ratio to aim at.
-SIZES = [(1, 3000, 1.3), (4, 1000, 1.3), (10, 400, 1.3), (40, 100, 3.0)]
-MANY = 40_000  # conversations of one turn, for several processes
-LONGEST = 16_384
+
+@dataclass(frozen=True)
+class Conversations:
+    """Generated conversations, and the aim for the ratio to the template's seconds."""
+
+    turns: int
+    count: int
+    target: str
+
+
+CONVERSATIONS = [
+    Conversations(turns=1, count=3000, target="<= 1.3"),
+    Conversations(turns=4, count=1000, target="<= 1.3"),
+    Conversations(turns=10, count=400, target="<= 1.3"),
+    Conversations(turns=40, count=100, target="<= 3.0"),
+]
+COUNT_FOR_TWO_PROCESSES = 40_000
+ROW_LENGTH = 16_384
 
 
 def write_conversations(path: Path, turns: int, count: int) -> Path:
-    """Write conversations of words from Python's documentation, each of ``turns`` turns."""
-    words = " ".join(record["text"] for record in builtin.python_docs()).split()
-    draw = random.Random(turns)
+    """Write conversations of ``turns`` turns with random passages of Python's documentation."""
+    text = " ".join(document["text"] for document in builtin.python_docs())
+    words = text.split()
+    generator = random.Random(turns)
 
-    def text(fewest: int, most: int) -> str:
-        length = draw.randint(fewest, most)
-        start = draw.randrange(len(words) - length)
+    def passage(fewest: int, most: int) -> str:
+        length = generator.randint(fewest, most)
+        start = generator.randrange(len(words) - length)
         return " ".join(words[start : start + length])
 
     with path.open("w") as file:
         for _ in range(count):
             messages = []
             for _ in range(turns):
-                messages.append({"role": "user", "content": text(10, 60)})
-                messages.append({"role": "assistant", "content": text(20, 120)})
+                messages.append({"role": "user", "content": passage(10, 60)})
+                messages.append({"role": "assistant", "content": passage(20, 120)})
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
 
 
-def ours(folder: Path, path: Path, processes: int) -> float:
-    """Return the seconds from the file to packed rows on disk."""
+def prepare(folder: Path, conversations: Path, processes: int) -> float:
+    """Return the seconds of llmtrain with an empty cache."""
     os.environ["LLMTRAIN_CACHE"] = str(folder / f"cache-{time.monotonic_ns()}")
-    data = DataConfig(dataset=[str(path)], tokenizer=str(folder / "tokenizer"), eval_fraction=0.0)
+    data = DataConfig(
+        dataset=[str(conversations)],
+        tokenizer=str(folder / "tokenizer"),
+        eval_fraction=0.0,
+    )
     chat = ChatConfig(dataset_num_proc=processes)
-    began = time.perf_counter()
-    tokenize(data, LONGEST, chat)
-    return time.perf_counter() - began
+
+    start = time.perf_counter()
+    tokenize(data, ROW_LENGTH, chat)
+    return time.perf_counter() - start
 
 
-def template_alone(tokenizer: Any, path: Path) -> float:
+def apply_template(tokenizer: Any, conversations: Path) -> float:
     """Return the seconds of reading the file and applying the template to each conversation."""
-    began = time.perf_counter()
-    with path.open() as file:
+    start = time.perf_counter()
+    with conversations.open() as file:
         for line in file:
             tokenizer.apply_chat_template(
                 json.loads(line)["messages"],
@@ -69,65 +97,82 @@ def template_alone(tokenizer: Any, path: Path) -> float:
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def of_trl(folder: Path, path: Path) -> float:
-    """Return the seconds in which TRL makes packed rows, in a process of its own."""
-    cache = folder / f"trl-{time.monotonic_ns()}"
-    return peer(
-        "sft-preparation", folder / "tokenizer", path, "--length", LONGEST, "--cache", cache
+def prepare_with_trl(folder: Path, conversations: Path) -> float:
+    """Return the seconds of TRL with an empty cache, without the start of its process."""
+    return run_peer(
+        "sft-preparation",
+        folder / "tokenizer",
+        conversations,
+        length=ROW_LENGTH,
+        cache=folder / f"trl-{time.monotonic_ns()}",
     )
 
 
 def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    rows = []
+    table = Table("chats")
     with scratch() as folder:
-        write_tokenizer(folder / "tokenizer", chat=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", model_max_length=1 << 20)
-        for turns, count, target in SIZES:
-            path = write_conversations(folder / f"{turns}.jsonl", turns, count)
-            found = in_turn(
-                {
-                    "ours": partial(ours, folder, path, processes=1),
-                    "template": partial(template_alone, tokenizer, path),
-                    "trl": partial(of_trl, folder, path),
-                },
-                rounds=5,
-            )
-            work = f"{count} conversations of {turns} turns to rows, one process"
-            rows.append(
-                Row(
-                    work,
-                    "apply_chat_template with its mask",
-                    found["ours"].value,
-                    found["template"].value,
-                    "s",
-                    f"<= {target}",
-                )
-            )
-            rows.append(Row(work, "TRL", found["ours"].value, found["trl"].value, "s", "<= 1.0"))
+        write_tokenizer(folder / "tokenizer", has_template=True)
+        compare_with_others(table, folder)
+        compare_processes(table, folder)
+    table.write()
 
-        many = write_conversations(folder / "many.jsonl", turns=1, count=MANY)
-        found = in_turn(
+
+def compare_with_others(table: Table, folder: Path) -> None:
+    """Add the rows about one process, the template and TRL."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer", model_max_length=1 << 20)
+    for case in CONVERSATIONS:
+        file = folder / f"{case.turns}.jsonl"
+        conversations = write_conversations(file, case.turns, case.count)
+        seconds = take_turns(
             {
-                "two": partial(ours, folder, many, processes=2),
-                "one": partial(ours, folder, many, processes=1),
+                "llmtrain": partial(prepare, folder, conversations, processes=1),
+                "template": partial(apply_template, tokenizer, conversations),
+                "TRL": partial(prepare_with_trl, folder, conversations),
             },
-            rounds=3,
+            rounds=5,
         )
-        rows.append(
-            Row(
-                f"{MANY:,} conversations of 1 turn to rows, two processes",
-                "one process",
-                found["two"].value,
-                found["one"].value,
-                "s",
-                "<= 0.6",
-            )
+        work = f"{case.count} conversations of {case.turns} turns to rows, one process"
+        table.add(
+            work=work,
+            against="apply_chat_template with its mask",
+            ours=seconds["llmtrain"].median,
+            theirs=seconds["template"].median,
+            unit="s",
+            target=case.target,
         )
-    report("chats", rows)
+        table.add(
+            work=work,
+            against="TRL",
+            ours=seconds["llmtrain"].median,
+            theirs=seconds["TRL"].median,
+            unit="s",
+            target="<= 1.0",
+        )
+
+
+def compare_processes(table: Table, folder: Path) -> None:
+    """Add the row about two processes."""
+    count = COUNT_FOR_TWO_PROCESSES
+    conversations = write_conversations(folder / "many.jsonl", turns=1, count=count)
+    seconds = take_turns(
+        {
+            "two": partial(prepare, folder, conversations, processes=2),
+            "one": partial(prepare, folder, conversations, processes=1),
+        },
+        rounds=3,
+    )
+    table.add(
+        work=f"{count:,} conversations of 1 turn to rows, two processes",
+        against="one process",
+        ours=seconds["two"].median,
+        theirs=seconds["one"].median,
+        unit="s",
+        target="<= 0.6",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Texts, conversations, tokenizers and models that contenders are given."""
+"""Texts, conversations, tokenizers and models that the contenders of a table share."""
 
 import json
 import sysconfig
@@ -8,63 +8,101 @@ from llmtrain.data import builtin
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 
-CHARACTERS = 1_115_394  # as many as tinyshakespeare has
+TINYSHAKESPEARE_CHARACTERS = 1_115_394
 
 
-def write_code(path: Path, megabytes: int) -> int:
-    """Write the Python files of this interpreter and its packages, a document each; returns their bytes."""
+def write_python_files(path: Path, megabytes: int) -> int:
+    """Write Python files of this interpreter and its packages as JSON lines.
+
+    Args:
+        path: the file to write. Each line is a document.
+        megabytes: the size of all texts after which no further document is written.
+
+    Returns:
+        The bytes of all texts.
+    """
     size = 0
     with path.open("w") as file:
-        for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
-            for source in sorted(Path(folder).rglob("*.py")):
+        for library in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
+            for source in sorted(Path(library).rglob("*.py")):
+                if size >= megabytes * 10**6:
+                    return size
                 text = source.read_bytes().decode(errors="replace")
-                if text.strip() and size < megabytes * 10**6:
+                if text.strip():
                     file.write(json.dumps({"text": text}) + "\n")
                     size += len(text.encode())
     return size
 
 
-def letters_of_docs() -> str:
-    """Return Python's documentation in ASCII, as long as tinyshakespeare."""
-    text = "".join(record["text"] for record in builtin.python_docs())
-    return text.encode("ascii", "ignore").decode()[:CHARACTERS]
+def ascii_of_python_docs() -> str:
+    """Return Python's documentation in ASCII, cut to the length of tinyshakespeare."""
+    text = "".join(document["text"] for document in builtin.python_docs())
+    return text.encode("ascii", "ignore").decode()[:TINYSHAKESPEARE_CHARACTERS]
 
 
-def write_chats(file: Path) -> list[str]:
-    """Write every function with its docstring, where they fit in a row, as a conversation; returns the texts."""
-    pairs = [pair for pair in builtin.function_pairs() if len("".join(pair)) < 1200]
-    with file.open("w") as lines:
-        for code, said in pairs:
-            messages = [{"role": "user", "content": code}, {"role": "assistant", "content": said}]
-            lines.write(json.dumps({"messages": messages}) + "\n")
-    return [text for pair in pairs for text in pair]
+def write_conversations_of_functions(path: Path) -> list[str]:
+    """Write functions and their docstrings as conversations that fit into a row.
+
+    Returns:
+        The texts of all messages, to train a tokenizer on.
+    """
+    texts: list[str] = []
+    with path.open("w") as file:
+        for code, docstring in builtin.function_pairs():
+            if len(code) + len(docstring) >= 1200:
+                continue
+            messages = [
+                {"role": "user", "content": code},
+                {"role": "assistant", "content": docstring},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+            texts += [code, docstring]
+    return texts
 
 
-def write_pairs(file: Path, count: int) -> list[str]:
-    """Write functions with their docstrings and wrong ones, where they fit in a row, as pairs; returns the texts."""
+def write_preference_pairs(path: Path, count: int) -> list[str]:
+    """Write functions with their own and with wrong docstrings as pairs that fit into a row.
+
+    Returns:
+        The texts of all prompts and answers, to train a tokenizer on.
+    """
     pairs = [pair for pair in builtin.python_preferences() if len("".join(pair.values())) < 1800]
-    pairs = pairs[:: len(pairs) // count][:count]
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return [text for pair in pairs for text in pair.values()]
+    evenly_spaced = pairs[:: len(pairs) // count][:count]
+
+    texts: list[str] = []
+    with path.open("w") as file:
+        for pair in evenly_spaced:
+            file.write(json.dumps(pair) + "\n")
+            texts += pair.values()
+    return texts
 
 
-def write_tokenizer(folder: Path, chat: bool = False) -> None:
-    """Write a tokenizer of 4,096 tokens; for conversations it has a template."""
-    texts = [record["text"] for record in builtin.python_docs()]
+def write_tokenizer(folder: Path, has_template: bool = False) -> None:
+    """Write a tokenizer of 4,096 tokens, with the template ``chatml`` if conversations need it."""
+    texts = [document["text"] for document in builtin.python_docs()]
     tokenizer = as_pretrained(train_tokenizer("bpe:4096", texts, lambda: iter(texts)), 256)
-    if chat:
+    if has_template:
         set_template(tokenizer, "chatml")
     tokenizer.save_pretrained(folder)
 
 
-def write_base(folder: Path, texts: list[str], length: int = 512, width: int = 128) -> None:
-    """Write a small random Llama with a tokenizer that has a chat template."""
+def write_llama(folder: Path, texts: list[str], length: int, width: int = 128) -> None:
+    """Write a small Llama with random weights, and a tokenizer with the template ``chatml``.
+
+    Args:
+        folder: where to write both.
+        texts: the tokenizer is trained on them.
+        length: the largest number of tokens of a row.
+        width: the size of a hidden state.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = as_pretrained(train_tokenizer("bpe:1000", texts, lambda: iter(texts)), length)
     set_template(tokenizer, "chatml")
     tokenizer.pad_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -77,4 +115,3 @@ def write_base(folder: Path, texts: list[str], length: int = 512, width: int = 1
         eos_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

@@ -1,46 +1,63 @@
-"""The cost of the loss of a long vocabulary, forward and backward: each try in a process of its own, kinds in turn.
+"""The loss with a long vocabulary, forward and backward: seconds, peak memory, and accuracy.
 
-OMP_NUM_THREADS=1 python -m benchmarks.loss [--autocast bf16] [--trained 0.3]
+llmtrain's loss never holds all logits. It is compared with
+
+- whole logits, as in PyTorch's cross-entropy, which are also the reference for the accuracy;
+- torch.nn.functional.linear_cross_entropy, with its default options and the fastest ones;
+- the loss of TRL's trainers.
+
+Each turn is a process of its own, so that its peak memory is known.
+
+Repeat the table with `OMP_NUM_THREADS=1 python -m benchmarks.loss`. With --autocast or
+--trained it measures other cases, and does not write them.
 """
 
 import argparse
 import importlib.util
 import json
 import resource
-import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.comparison import Row, report
-from benchmarks.runs import figure, scratch
+from benchmarks.comparison import Figures, Table, Turns, take_turns
+from benchmarks.runs import flags, run_for_json, scratch
 from llmtrain.console import say
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.launching.process import launch
 from llmtrain.models.loss import linear_nll, summed_nll
 
 ROUNDS = 3
-ROWS, POSITIONS, WIDTH, VOCABULARY = 2, 1024, 512, 151_936
-CHUNK = 256  # tokens, of the options that were tried the fastest
+ROWS = 2
+POSITIONS = 1024
+WIDTH = 512
+VOCABULARY = 151_936
+FASTEST_CHUNK = 256  # tokens at a time; the fastest that was tried for linear_cross_entropy
 
+# Computes the summed loss from hidden states [B, T, C], the output weight [V, C], and targets [B, T].
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+# The contenders
+
+
+def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return summed_nll(F.linear(hidden, weight), targets)
 
 
-def torch_op(tokens: int | None = None) -> Loss:
-    """Return torch's loss with its default options, or with so many tokens at a time."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=tokens)
+def linear_cross_entropy(chunk: int | None = None) -> Loss:
+    """Return torch's loss with its default options, or with ``chunk`` tokens at a time."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):  # of which the operation takes no notice
-            hidden, weight = hidden.bfloat16(), weight.bfloat16()
+        if torch.is_autocast_enabled("cpu"):  # the operation ignores autocast
+            hidden = hidden.bfloat16()
+            weight = weight.bfloat16()
         return F.linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
@@ -53,85 +70,142 @@ def torch_op(tokens: int | None = None) -> Loss:
     return loss
 
 
-def trl_kernel() -> Loss:
+def trl_loss() -> Loss:
+    """Return the loss of TRL's trainers on a CPU, without their metrics.
+
+    They compute the loss of ignored tokens, too, and mask it.
+    """
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import (
-        _CHUNKED_LOGPROB_CHUNK_SIZE as ROWS_OF_THE_HEAD,  # its backward imports this module
-    )
+
+    # Imported here because it takes time, which the backward pass would spend otherwise.
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as CHUNK_SIZE
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Compute what its trainers do on a CPU, where ignored tokens are computed and masked; without metrics."""
         labels = targets.clamp(min=0).flatten()
-        arguments = hidden.flatten(0, 1), weight, None, labels, 1.0, ROWS_OF_THE_HEAD, None, 1.0, ()
-        return (
-            -ChunkedLogProbFunction.apply(*arguments)[0]
-            .masked_fill(targets.flatten() == IGNORED, 0)
-            .sum()
-        )
+        temperature = 1.0
+        log_probabilities = ChunkedLogProbFunction.apply(
+            hidden.flatten(0, 1), weight, None, labels, temperature, CHUNK_SIZE, None, 1.0, ()
+        )[0]
+        is_ignored = targets.flatten() == IGNORED
+        return -log_probabilities.masked_fill(is_ignored, 0).sum()
 
     return loss
 
 
-def kinds() -> dict[str, Callable[[], Loss]]:
-    found: dict[str, Callable[[], Loss]] = {"ours": lambda: linear_nll, "plain": lambda: plain}
+def available_losses() -> dict[str, Callable[[], Loss]]:
+    """Return a function that makes each loss. The reference is the first."""
+    losses: dict[str, Callable[[], Loss]] = {
+        "whole logits": lambda: whole_logits,
+        "llmtrain": lambda: linear_nll,
+    }
     if hasattr(F, "linear_cross_entropy"):
-        found["torch"] = torch_op
-        found[f"torch, {CHUNK} tokens"] = lambda: torch_op(CHUNK)
+        losses["torch"] = linear_cross_entropy
+        losses["torch, fastest"] = partial(linear_cross_entropy, FASTEST_CHUNK)
     else:
         say("torch", f"skipped: {torch.__version__} has no linear_cross_entropy")
     if importlib.util.find_spec("trl"):
-        found["trl"] = trl_kernel
+        losses["TRL"] = trl_loss
     else:
-        say("trl", "skipped: it is not installed")
-    return found
+        say("TRL", "skipped: it is not installed")
+    return losses
 
 
-def peak() -> int:
-    """Return the most bytes of this process so far; and of the one that started it, which must stay small."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+# One turn, in a process of its own
 
 
-def measure(
-    loss: Loss, trained: float, autocast: bool
-) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """Return the cost of one forward and backward, and the loss and the gradients of hidden and weight."""
+def print_costs(name: str, reference: Path, target_share: float, autocast: bool) -> None:
+    """Print the costs of a loss, and how far its results are from those of the reference.
+
+    Args:
+        name: the name of the loss.
+        reference: the file with the results of the reference, which writes it.
+        target_share: the share of the tokens that are not ignored.
+        autocast: whether products are in bfloat16.
+    """
+    loss = available_losses()[name]()
     generator = torch.Generator().manual_seed(0)
+    small = make_inputs(generator, positions=64, vocabulary=1000, target_share=target_share)
+    forward_backward(loss, small, autocast)  # one-time work
 
-    def inputs(positions: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        targets = torch.randint(vocabulary, (ROWS, positions), generator=generator)
-        targets[torch.rand(targets.shape, generator=generator) >= trained] = IGNORED
-        hidden = torch.randn(ROWS, positions, WIDTH, generator=generator)
-        weight = torch.randn(vocabulary, WIDTH, generator=generator).mul_(0.05)
-        return hidden.requires_grad_(), weight.requires_grad_(), targets
-
-    def run(
-        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-    ) -> list[torch.Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            nll = loss(hidden, weight, targets)
-        (nll / 1000).backward()  # as by the number of tokens
-        assert hidden.grad is not None
-        assert weight.grad is not None
-        return [nll.detach(), hidden.grad, weight.grad]
-
-    run(*inputs(64, 1000))  # what is only done once
-    arguments = inputs(POSITIONS, VOCABULARY)
-    before, began, worked = peak(), time.perf_counter(), time.process_time()
-    outcome = run(*arguments)
-    cost = {
-        "seconds": time.perf_counter() - began,
-        "CPU": time.process_time() - worked,
-        "bytes": peak() - before,
+    inputs = make_inputs(generator, POSITIONS, VOCABULARY, target_share)
+    peak_before = peak_bytes()
+    cpu_start = time.process_time()
+    start = time.perf_counter()
+    results = forward_backward(loss, inputs, autocast)
+    costs: Figures = {
+        "seconds": time.perf_counter() - start,
+        "CPU seconds": time.process_time() - cpu_start,
+        "GB": (peak_bytes() - peak_before) / 1e9,
     }
-    return cost, outcome
+
+    if name == "whole logits":
+        torch.save(results, reference)
+    expected_results = torch.load(reference)
+    for key, result in results.items():
+        expected = expected_results[key]
+        costs[f"{key} error"] = float((result - expected).abs().max() / expected.abs().max())
+    print(json.dumps(costs))
 
 
-def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
-    """Return the largest difference in each tensor, relative to the largest number in it."""
-    pairs = zip(found, expected, strict=True)
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+def make_inputs(
+    generator: torch.Generator, positions: int, vocabulary: int, target_share: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random hidden states, output weight and targets."""
+    targets = torch.randint(vocabulary, (ROWS, positions), generator=generator)
+    is_ignored = torch.rand(targets.shape, generator=generator) >= target_share
+    targets[is_ignored] = IGNORED
+    hidden = torch.randn(ROWS, positions, WIDTH, generator=generator)
+    weight = torch.randn(vocabulary, WIDTH, generator=generator).mul_(0.05)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def forward_backward(
+    loss: Loss, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], autocast: bool
+) -> dict[str, torch.Tensor]:
+    """Return the loss and the gradients of the hidden states and of the weight."""
+    hidden, weight, targets = inputs
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        nll = loss(hidden, weight, targets)
+    denominator = 1000  # any number, as training divides by the number of tokens
+    (nll / denominator).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return {"loss": nll.detach(), "hidden": hidden.grad, "weight": weight.grad}
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process, or of the one that started it if that was more."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# The table
+
+
+def compare(table: Table, shape: str, turns: dict[str, Turns[Figures]]) -> None:
+    """Add the rows about all losses."""
+    table.add(
+        work=f"loss, {shape}",
+        against="whole logits",
+        ours=turns["llmtrain"].median_of("seconds"),
+        theirs=turns["whole logits"].median_of("seconds"),
+        unit="seconds",
+        target="<= 1.05",
+    )
+    for name, against in (
+        ("torch", "torch's linear_cross_entropy"),
+        ("torch, fastest", "the same, fastest options"),
+        ("TRL", "TRL"),
+    ):
+        if name in turns:
+            table.add(
+                work=f"loss, {shape}",
+                against=f"{against}: memory",
+                ours=turns["llmtrain"].median_of("GB"),
+                theirs=turns[name].median_of("GB"),
+                unit="GB",
+                target="<= 1.0",
+            )
 
 
 def main() -> None:
@@ -140,76 +214,49 @@ def main() -> None:
         "--autocast", choices=["bf16"], help="products in bfloat16 (default: float32)"
     )
     parser.add_argument(
-        "--trained", type=float, default=1.0, help="share of the tokens that are not ignored"
+        "--trained",
+        dest="target_share",
+        type=float,
+        default=1.0,
+        help="share of the tokens that are not ignored",
     )
-    parser.add_argument(
-        "--one", nargs=2, metavar=("KIND", "FILE"), help=argparse.SUPPRESS
-    )  # for a process of its own
+    parser.add_argument("--turn", nargs=2, metavar=("LOSS", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.one:
-        kind, file = arguments.one
-        cost, outcome = measure(kinds()[kind](), arguments.trained, arguments.autocast is not None)
-        if kind == "plain":
-            torch.save(outcome, file)
-        print(json.dumps([cost, differences(outcome, torch.load(file))]))
+    if arguments.turn:
+        name, reference = arguments.turn
+        print_costs(
+            name,
+            Path(reference),
+            target_share=arguments.target_share,
+            autocast=arguments.autocast is not None,
+        )
         return
-    names, costs = list(kinds()), defaultdict[str, list[dict[str, float]]](list)
-    apart: dict[str, list[float]] = {}
+
     with scratch() as folder:
-        for _ in range(ROUNDS):
-            for name in sorted(
-                names, key=lambda name: name != "plain"
-            ):  # with which the others compare theirs
-                command = [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.loss",
-                    *sys.argv[1:],
-                    "--one",
-                    name,
-                    folder / "plain",
-                ]
-                cost, apart[name] = figure(command, torch.get_num_threads())
-                costs[name].append(cost)
-    medians = {
-        name: {key: statistics.median(cost[key] for cost in tries) for key in tries[0]}
-        for name, tries in costs.items()
-    }
-    shape = f"{ROWS * POSITIONS} tokens x {WIDTH} x {VOCABULARY}, {arguments.autocast or 'float32'}"
-    say("shape", f"{shape}, {arguments.trained:.0%} trained, {torch.get_num_threads()} threads")
-    print(
-        f"{'':18}{'peak GB':>9}{'':8}{'seconds':>9}{'':8}{'CPU s':>9}{'':8}  difference: loss, hidden, weight"
-    )
-    for name in names:
-        cells = (
-            f"{medians[name][key] / unit:9.2f}{medians[name][key] / medians['ours'][key]:7.2f}x"
-            for key, unit in (("bytes", 1e9), ("seconds", 1), ("CPU", 1))
-        )
-        print(f"{name:18}{''.join(cells)}  {' '.join(f'{number:.0e}' for number in apart[name])}")
-    ours, work = medians["ours"], f"loss, {shape}"
-    rows = [
-        Row(
-            work, "whole logits", ours["seconds"], medians["plain"]["seconds"], "seconds", "<= 1.05"
-        )
-    ]
-    for name, peer in (
-        ("torch", "torch's linear_cross_entropy"),
-        (f"torch, {CHUNK} tokens", "it, best"),
-        ("trl", "TRL"),
-    ):
-        if name in medians:
-            rows.append(
-                Row(
-                    work,
-                    f"{peer}: memory",
-                    ours["bytes"] / 1e9,
-                    medians[name]["bytes"] / 1e9,
-                    "GB",
-                    "<= 1.0",
-                )
+        command = [sys.executable, "-m", "benchmarks.loss"]
+        command += flags(autocast=arguments.autocast, trained=arguments.target_share)
+        contenders = {
+            name: partial(
+                run_for_json,
+                [*command, *flags(turn=(name, folder / "reference"))],
+                torch.get_num_threads(),
             )
-    if arguments.trained == 1 and not arguments.autocast:
-        report("loss", rows, seconds={name: medians[name]["seconds"] for name in names})
+            for name in available_losses()
+        }
+        turns: dict[str, Turns[Figures]] = take_turns(contenders, rounds=ROUNDS, warm_up_rounds=0)
+
+    shape = f"{ROWS * POSITIONS} tokens x {WIDTH} x {VOCABULARY}, {arguments.autocast or 'float32'}"
+    share = f"{arguments.target_share:.0%} target tokens"
+    say("shape", f"{shape}, {share}, {torch.get_num_threads()} threads")
+    for name, contender in turns.items():
+        costs = {key: contender.median_of(key) for key in contender.results[0]}
+        say(name, ", ".join(f"{key} {cost:.3g}" for key, cost in costs.items()))
+
+    table = Table("loss")
+    compare(table, shape, turns)
+    if arguments.target_share == 1 and not arguments.autocast:
+        seconds = {name: contender.median_of("seconds") for name, contender in turns.items()}
+        table.write(seconds=seconds)
 
 
 if __name__ == "__main__":

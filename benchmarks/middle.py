@@ -1,78 +1,74 @@
-"""Updates and seconds to a loss with ten million weights: ours beside nanoGPT with AdamW at its best learning rate.
+"""Steps and seconds to a loss, with ten million weights: recipes/gpt.py against nanoGPT.
 
-python -m benchmarks.middle --nanogpt FOLDER --text FILE     a text of some megabytes
+Both train 6 layers x 384 on 8 rows of 256 tokens with a vocabulary of 4,096, and evaluate on the
+last tenth of the text. nanoGPT makes 150 steps with AdamW, once with each of three learning rates.
+The recipe, with Muon, has to reach the lowest of the three eval losses in fewer steps and seconds.
 
-Both train 6 layers x 384 on 8 rows of 256 tokens (bpe of 4,096), nanoGPT for 150 updates, once with each
-learning rate. The lowest of its held-out losses, on the very text, is what ours has to reach in fewer.
+Repeat it with `python -m benchmarks.middle --nanogpt FOLDER --text FILE`. FOLDER is a checkout of
+github.com/karpathy/nanoGPT, and the text has some megabytes.
 """
 
 import argparse
-import itertools
-import pickle
 import shutil
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import GPT_RECIPE, flags, gpt_flags, half, metrics, newest, place, run, scratch
-from benchmarks.time_to_loss import ONCE, nanogpt
+from benchmarks.comparison import Table, take_turns
+from benchmarks.nanogpt_runs import (
+    EVAL_FRACTION,
+    prepare_recipe_data,
+    run_nanogpt,
+    run_recipe,
+    write_nanogpt_data,
+)
+from benchmarks.runs import GPTShape, flags, scratch
 from llmtrain.console import say
 
-UPDATES, RATES = 150, ("5e-4", "1e-3", "2e-3")
-THEIRS = [
-    "n_layer=6",
-    "n_head=6",
-    "n_embd=384",
-    "block_size=256",
-    "batch_size=8",
-    f"max_iters={UPDATES}",
-]
-THEIRS += [
-    f"lr_decay_iters={UPDATES}",
-    f"eval_interval={UPDATES}",
+VOCABULARY = 4096
+SHAPE = GPTShape(layers=6, heads=6, width=384, block=256, batch=8)
+
+NANOGPT_STEPS = 150
+NANOGPT_LEARNING_RATES = ("5e-4", "1e-3", "2e-3")
+NANOGPT_SETTINGS = [
+    f"n_layer={SHAPE.layers}",
+    f"n_head={SHAPE.heads}",
+    f"n_embd={SHAPE.width}",
+    f"block_size={SHAPE.block}",
+    f"batch_size={SHAPE.batch}",
+    f"max_iters={NANOGPT_STEPS}",
+    f"lr_decay_iters={NANOGPT_STEPS}",
+    f"eval_interval={NANOGPT_STEPS}",
     "warmup_iters=15",
     "min_lr=1e-4",
 ]
-OURS_UPDATES = 75
-OURS = gpt_flags(6, 6, 384, 256, 8, architecture="lfm2") + flags(
-    optim="muon", max_steps=OURS_UPDATES
-)
-OURS += flags(learning_rate=0.02, warmup_steps=10, lr_scheduler_type="linear")
+
+RECIPE_STEPS = 75
+RECIPE_FLAGS = [
+    *SHAPE.recipe_flags(architecture="lfm2"),
+    *flags(optim="muon", max_steps=RECIPE_STEPS, learning_rate=0.02, warmup_steps=10),
+    *flags(lr_scheduler_type="linear", tokenizer=f"bpe:{VOCABULARY}"),
+]
 
 
-def run_recipe(folder: Path, text: Path, *more: str) -> None:
-    data = flags(dataset=text, tokenizer="bpe:4096", eval_fraction=0.1)
-    variables = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
-    run(
-        [sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more],
-        **variables,
+def write_tokens(text: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a text for nanoGPT, with the recipe's tokens."""
+
+    def encode(part: str) -> list[int]:
+        ids: list[int] = []
+        for start in range(0, len(part), 10_000):
+            piece = part[start : start + 10_000]
+            ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids
+
+    first_of_eval = int((1 - EVAL_FRACTION) * len(text))
+    write_nanogpt_data(
+        folder,
+        train_ids=encode(text[:first_of_eval]),
+        eval_ids=encode(text[first_of_eval:]),
+        vocabulary=len(tokenizer),
     )
-
-
-def write_data(text: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokens that ours has, as nanoGPT reads them: the last tenth of the text is held out."""
-    first = int(0.9 * len(text))
-    folder.mkdir(parents=True)
-    for name, part in (("train", text[:first]), ("val", text[first:])):
-        pieces = [part[start : start + 10_000] for start in range(0, len(part), 10_000)]
-        ids = itertools.chain.from_iterable(
-            tokenizer(pieces, add_special_tokens=False)["input_ids"]
-        )
-        np.fromiter(ids, np.uint16).tofile(folder / f"{name}.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(tokenizer)}))
-
-
-def ours(folder: Path, text: Path, losses: list[float]) -> float:
-    """Return the seconds until the last evaluation is written."""
-    began = time.time()
-    run_recipe(folder, text)
-    losses.append(metrics(folder / "run")[-1]["eval/loss"])
-    return newest(folder / "run", "metrics.jsonl").stat().st_mtime - began
 
 
 def main() -> None:
@@ -82,41 +78,57 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path, required=True, help="a file of UTF-8 text")
     arguments = parser.parse_args()
-    names = [*(f"nanoGPT, AdamW {rate}" for rate in RATES), "ours"]
-    losses: dict[str, list[float]] = {name: [] for name in names}
+
     with scratch() as folder:
-        text = shutil.copy(arguments.text, folder / "text.txt")
-        run_recipe(folder, text, "--dry_run")
-        (words,) = folder.glob("cache/*/tokenizer")
-        write_data(
-            text.read_text(), PreTrainedTokenizerFast.from_pretrained(words), folder / "data/text"
-        )
-        shutil.copy(arguments.nanogpt / "configurator.py", folder)
-        theirs = {
-            name: partial(
-                nanogpt, folder, arguments.nanogpt, [*THEIRS, f"learning_rate={rate}"], losses[name]
+        text = folder / "text.txt"
+        shutil.copy(arguments.text, text)
+        recipe_flags = [*RECIPE_FLAGS, *flags(dataset=text)]
+        prepare_recipe_data(folder, recipe_flags)
+        [tokenizer] = folder.glob("cache/*/tokenizer")
+        write_tokens(text.read_text(), PreTrainedTokenizerFast.from_pretrained(tokenizer), folder)
+
+        nanogpt_contenders = {
+            f"nanoGPT, AdamW {rate}": partial(
+                run_nanogpt,
+                folder,
+                arguments.nanogpt,
+                [*NANOGPT_SETTINGS, f"learning_rate={rate}"],
             )
-            for name, rate in zip(names, RATES, strict=False)
+            for rate in NANOGPT_LEARNING_RATES
         }
-        found = in_turn(
-            {**theirs, "ours": partial(ours, folder, text, losses["ours"])}, rounds=1, uncounted=0
+        turns = take_turns(
+            {**nanogpt_contenders, "recipe": partial(run_recipe, folder, recipe_flags)},
+            rounds=1,
+            warm_up_rounds=0,
         )
-    for name, values in losses.items():
-        say("nats", f"{name}: {values[0]:.4f} in {found[name].value:.1f} s")
-    best = min(theirs, key=lambda name: losses[name][0])
-    if losses["ours"][0] > losses[best][0]:
-        say("missed", f"ours ended above {losses[best][0]:.4f} nats; it needs more updates.")
-    work = f"to {losses[best][0]:.3f} nats, 6 x 384, {arguments.text.stem}"
-    report(
-        "middle",
-        [
-            Row(f"updates {work}", best, OURS_UPDATES, UPDATES, "updates", "<= 0.6"),
-            Row(
-                f"seconds {work}", best, found["ours"].value, found[best].value, "seconds", "<= 0.6"
-            ),
-        ],
-        losses=losses,
+
+    losses = {name: contender.median_of("loss") for name, contender in turns.items()}
+    seconds = {name: contender.median_of("seconds") for name, contender in turns.items()}
+    for name in turns:
+        say("nats", f"{name}: {losses[name]:.4f} in {seconds[name]:.1f} s")
+    best = min(nanogpt_contenders, key=losses.__getitem__)
+    if losses["recipe"] > losses[best]:
+        say("missed", f"the recipe ended above {losses[best]:.4f} nats; it needs more steps")
+
+    goal = f"to {losses[best]:.3f} nats, 6 x 384, {arguments.text.stem}"
+    table = Table("middle")
+    table.add(
+        work=f"steps {goal}",
+        against=best,
+        ours=RECIPE_STEPS,
+        theirs=NANOGPT_STEPS,
+        unit="steps",
+        target="<= 0.6",
     )
+    table.add(
+        work=f"seconds {goal}",
+        against=best,
+        ours=seconds["recipe"],
+        theirs=seconds[best],
+        unit="seconds",
+        target="<= 0.6",
+    )
+    table.write(losses=losses)
 
 
 if __name__ == "__main__":

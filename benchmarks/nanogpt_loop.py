@@ -1,4 +1,4 @@
-"""The loop of nanoGPT's train.py (lines 255 to 333) around its own model, with its way to draw a batch."""
+"""nanoGPT's model in the loop of its train.py (lines 255 to 333), which also draws the batches."""
 
 import contextlib
 import sys
@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.runs import GPTShape
+
 
 class NanoGPTLoop:
-    """A step of nanoGPT.
+    """nanoGPT, step by step.
 
     Args:
         folder: a checkout of github.com/karpathy/nanoGPT.
         tokens: a file of uint16 tokens, one after the other.
-        shape: layers, heads, width, positions of a row, rows.
+        shape: the size of the model and of the batch.
         vocabulary: the number of tokens.
         device: ``cpu`` or ``cuda``.
         bias: whether linear layers and norms have biases, as GPT-2's have.
@@ -27,7 +29,7 @@ class NanoGPTLoop:
         self,
         folder: str,
         tokens: Path,
-        shape: tuple[int, int, int, int, int],
+        shape: GPTShape,
         vocabulary: int,
         device: str,
         bias: bool = False,
@@ -39,16 +41,23 @@ class NanoGPTLoop:
             sys.path.insert(0, folder)
         import model as nano
 
-        layers, heads, width, block, batch = shape
         self.tokens = tokens
-        self.block = block
-        self.batch = batch
+        self.block = shape.block
+        self.batch = shape.batch
         self.device = device
         if device == "cuda":  # as train.py does
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True
 
-        config = nano.GPTConfig(block, vocabulary, layers, heads, width, dropout=0.0, bias=bias)
+        config = nano.GPTConfig(
+            block_size=shape.block,
+            vocab_size=vocabulary,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_embd=shape.width,
+            dropout=0.0,
+            bias=bias,
+        )
         self.network = nano.GPT(config).to(device)
         decayed = [p for p in self.network.parameters() if p.dim() >= 2]
         plain = [p for p in self.network.parameters() if p.dim() < 2]
@@ -68,10 +77,10 @@ class NanoGPTLoop:
         return self.batch * self.block
 
     def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets at random places of the file."""
+        """Return the inputs and targets of a batch, from random positions of the file."""
         data = np.memmap(self.tokens, dtype=np.uint16, mode="r")
-        places = torch.randint(len(data) - self.block, (self.batch,))
-        rows = [data[place : place + self.block + 1].astype(np.int64) for place in places]
+        starts = torch.randint(len(data) - self.block, (self.batch,))
+        rows = [data[start : start + self.block + 1].astype(np.int64) for start in starts]
         x = torch.stack([torch.from_numpy(row[:-1]) for row in rows])
         y = torch.stack([torch.from_numpy(row[1:]) for row in rows])
         if self.device != "cuda":

@@ -1,6 +1,13 @@
-"""The cost of the loop beside a bare one with the same model and optimizer, of its care, and around its updates.
+"""What recipes/gpt.py costs beyond the steps of its model: the loop, an evaluation, and the start.
 
-python -m benchmarks.overhead
+| measured | compared with |
+|---|---|
+| a step of the recipe | a bare loop with the same model, optimizer, rows and batch |
+| a step with row logs and background saves | a step without them; the save itself is not counted |
+| an evaluation | the forward passes on the same rows |
+| the recipe with --help, and with an unknown flag | python -c "import torch" |
+
+Repeat it with `python -m benchmarks.overhead`.
 """
 
 import contextlib
@@ -10,8 +17,6 @@ import runpy
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,161 +24,209 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.peers import BETWEEN_READINGS, Readings, bare_update
+from benchmarks.bare_loop import LOGGING_STEPS, Speedometer, bare_step
+from benchmarks.comparison import Table, Turns, take_turns
 from benchmarks.runs import (
     GPT_RECIPE,
     ROOT,
     environment,
     flags,
-    median_reading,
+    median_metric,
     metrics,
-    place,
+    new_run_flags,
     scratch,
 )
 from llmtrain import DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
 from llmtrain.launching.process import launch
 from llmtrain.models.gpt_family import build_gpt
 
-UPDATES = 60
-BATCH, VOCABULARY = 32, 2048
-SHAPE = GPTConfig(
-    n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2"
-)  # the recipe's own
-CARE = flags(log_rows=True, save_steps=30, async_save=True, skip_nonfinite=1)
-HELD_OUT = 0.05  # of the text
-NO_CARE = flags(save_steps=100_000)
+STEPS = 60
+BATCH = 32
+VOCABULARY = 2048
+EVAL_FRACTION = 0.05
+
+# The default model of the recipe.
+MODEL = GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, architecture="lfm2")
+
+WITH_CARE = flags(log_rows=True, save_steps=30, async_save=True, skip_nonfinite=1)
+WITHOUT_CARE = flags(save_steps=100_000)
 
 
-def run_recipe(folder: Path, *words: str) -> None:
-    """Run the recipe in this process, on whole batches at once, as the bare loop does."""
-    main = runpy.run_path(str(ROOT / GPT_RECIPE))["main"]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        main([*words, *flags(per_device_train_batch_size=BATCH), *place(folder / "run")])
+def main() -> None:
+    table = Table("overhead")
+    with scratch() as folder:
+        os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        model = build_gpt(MODEL, VOCABULARY)
 
+        steps = compare_steps(table, model, folder / "run")
+        compare_evaluations(table, model, folder / "run")
+    compare_start(table)
 
-def recipe(folder: Path, care: list[str]) -> float:
-    """Return the recipe's tokens per second, which leave out what a save takes."""
-    run_recipe(
-        folder, *care, *flags(max_steps=UPDATES, logging_steps=BETWEEN_READINGS, eval_fraction=0)
+    table.write(
+        care=" ".join(WITH_CARE),
+        cpu_seconds={name: turns.median_cpu_seconds for name, turns in steps.items()},
     )
-    return median_reading(folder / "run", "train/tokens_per_second")
 
 
-def bare(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: DataLoader[tuple[torch.Tensor]],
+# Steps
+
+
+def compare_steps(table: Table, model: torch.nn.Module, folder: Path) -> dict[str, Turns[float]]:
+    """Add the rows about steps; return the turns that they are from."""
+    rows = TensorDataset(tokenized_rows(split="train", eval_fraction=0.0)[: STEPS * BATCH])
+    optimizer = make_optimizer(Accelerator(cpu=True), model, OptimConfig(optim="muon"))
+    speeds = take_turns(
+        {
+            "care": lambda: recipe_steps(folder, WITH_CARE),
+            "no care": lambda: recipe_steps(folder, WITHOUT_CARE),
+            "bare": lambda: bare_steps(model, optimizer, rows),
+        },
+        rounds=5,
+    )
+
+    milliseconds = {
+        name: 1000 * BATCH * MODEL.block_size / turns.median for name, turns in speeds.items()
+    }
+    table.add(
+        work="a step of the recipe",
+        against="a bare loop",
+        ours=milliseconds["no care"],
+        theirs=milliseconds["bare"],
+        unit="ms",
+        target="<= 1.02",
+    )
+    table.add(
+        work="a step with row logs and background saves",
+        against="a step without",
+        ours=milliseconds["care"],
+        theirs=milliseconds["no care"],
+        unit="ms",
+        target="<= 1.01",
+    )
+    return speeds
+
+
+def recipe_steps(folder: Path, care: list[str]) -> float:
+    """Return the tokens per second of the recipe, which leave out the time of a save."""
+    recipe_flags = flags(max_steps=STEPS, logging_steps=LOGGING_STEPS, eval_fraction=0)
+    run_recipe(folder, [*recipe_flags, *care])
+    return median_metric(folder, "train/tokens_per_second")
+
+
+def bare_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDataset
 ) -> float:
-    readings = Readings(BATCH * SHAPE.block_size)
-    for number, (ids,) in enumerate(batches, start=1):
-        readings.updated(number, bare_update(model, optimizer, ids))
-    return readings.median
+    """Return the tokens per second of a bare loop."""
+    batches: DataLoader[tuple[torch.Tensor]] = DataLoader(rows, batch_size=BATCH, shuffle=True)
+    speedometer = Speedometer(BATCH * MODEL.block_size)
+    for step, (ids,) in enumerate(batches, start=1):
+        loss = bare_step(model, optimizer, ids)
+        speedometer.end_step(step, loss)
+    return speedometer.median
 
 
-def evaluation(folder: Path) -> float:
-    """Return the seconds of the recipe's last evaluation, from the update before it until its reading is written."""
-    run_recipe(folder, *flags(max_steps=1, logging_steps=1, eval_fraction=HELD_OUT), *NO_CARE)
-    *_, update, evaluated = metrics(folder / "run")
-    return float(evaluated["time"] - update["time"])
+def run_recipe(folder: Path, recipe_flags: list[str]) -> None:
+    """Run the recipe in this process, with steps of one micro-batch like those of the bare loop."""
+    main = runpy.run_path(str(ROOT / GPT_RECIPE))["main"]
+    micro_batch = flags(per_device_train_batch_size=BATCH)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main([*recipe_flags, *micro_batch, *new_run_flags(folder)])
+
+
+def tokenized_rows(split: str, eval_fraction: float) -> torch.Tensor:
+    """Return the full rows [N, T + 1] of the recipe's data.
+
+    Args:
+        split: ``train`` or ``eval``.
+        eval_fraction: how much of the text is for evaluation.
+    """
+    data = DataConfig(
+        dataset=["builtin:python-docs"],
+        tokenizer=f"bpe:{VOCABULARY}",
+        eval_fraction=eval_fraction,
+    )
+    rows = getattr(tokenize(data, MODEL.block_size), split)
+    ids = rows.dataset.with_format("numpy")[:]["input_ids"].astype(np.int64)
+    is_full = (ids >= 0).all(axis=1)  # the last row is padded
+    return torch.from_numpy(ids[is_full])
+
+
+# An evaluation
+
+
+def compare_evaluations(table: Table, model: torch.nn.Module, folder: Path) -> None:
+    """Add the row about an evaluation."""
+    rows = tokenized_rows(split="eval", eval_fraction=EVAL_FRACTION)
+    seconds = take_turns(
+        {
+            "evaluation": lambda: recipe_evaluation(folder),
+            "forward passes": lambda: forward_passes(model, rows),
+        },
+        rounds=5,
+    )
+    table.add(
+        work="an evaluation",
+        against="its forward passes",
+        ours=seconds["evaluation"].median,
+        theirs=seconds["forward passes"].median,
+        unit="seconds",
+        target="<= 1.05",
+    )
+
+
+def recipe_evaluation(folder: Path) -> float:
+    """Return the seconds from the log entry of the last step to that of the evaluation after it."""
+    recipe_flags = flags(max_steps=1, logging_steps=1, eval_fraction=EVAL_FRACTION)
+    run_recipe(folder, [*recipe_flags, *WITHOUT_CARE])
+    step_entry, eval_entry = metrics(folder)[-2:]
+    return float(eval_entry["time"] - step_entry["time"])
 
 
 @torch.no_grad()
 def forward_passes(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    began = time.perf_counter()
+    """Return the seconds of the losses of all rows."""
+    start = time.perf_counter()
     losses = [model(ids, ids) for ids in rows.split(BATCH)]
-    float(torch.stack(losses).sum())
-    return time.perf_counter() - began
+    torch.stack(losses).sum().item()
+    return time.perf_counter() - start
 
 
-def seconds(*words: object, status: int = 0) -> float:
-    """Return the seconds that a command of Python's takes, which must end with ``status``."""
-    began = time.perf_counter()
-    command = [sys.executable, *map(str, words)]
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False)
-    if ended.returncode != status:
-        raise SystemExit(f"{command}: {ended.stderr.decode()}")
-    return time.perf_counter() - began
+# The start
 
 
-def main() -> None:
-    with scratch() as folder:
-        os.environ["LLMTRAIN_CACHE"] = str(folder / "cache")
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        model = build_gpt(SHAPE, VOCABULARY)
-        optimizer = make_optimizer(
-            Accelerator(cpu=True), model, OptimConfig(optim="muon")
-        )  # as the recipe's is
-        data = DataConfig(
-            dataset=["builtin:python-docs"], tokenizer=f"bpe:{VOCABULARY}", eval_fraction=0.0
-        )
-        ids = tokenize(data, SHAPE.block_size).train.dataset.with_format("numpy")[
-            : UPDATES * BATCH
-        ]["input_ids"]
-        rows = TensorDataset(torch.from_numpy(ids.astype(np.int64)))
-        contenders = {
-            "care": partial(recipe, folder, CARE),
-            "no care": partial(recipe, folder, NO_CARE),
-            "bare": lambda: bare(
-                model, optimizer, DataLoader(rows, batch_size=BATCH, shuffle=True)
+def compare_start(table: Table) -> None:
+    """Add the rows about commands that end before torch is imported."""
+    seconds = take_turns(
+        {
+            "--help": lambda: run_python(GPT_RECIPE, "--help"),
+            "a flag that does not exist": lambda: run_python(
+                GPT_RECIPE, "--n_layers", "2", status=2
             ),
-        }
-        found = in_turn(contenders, rounds=5)
-        held_out = tokenize(replace(data, eval_fraction=HELD_OUT), SHAPE.block_size).eval
-        whole = held_out.dataset.with_format("numpy")[:]["input_ids"].astype(np.int64)
-        ids = torch.from_numpy(whole[(whole >= 0).all(axis=1)])  # the last row is padded
-        looks = {"ours": partial(evaluation, folder), "bare": partial(forward_passes, model, ids)}
-        evaluated = in_turn(looks, rounds=5)
-    answers = {
-        "--help": partial(seconds, GPT_RECIPE, "--help"),
-        "a flag that does not exist": partial(seconds, GPT_RECIPE, "--n_layers", 2, status=2),
-        "import": partial(seconds, "-c", "import torch"),
-    }
-    answered = in_turn(answers, rounds=5)
-    figures = {
-        name: 1e3 * BATCH * SHAPE.block_size / found[name].value for name in contenders
-    }  # ms an update
-    report(
-        "overhead",
-        [
-            Row(
-                "an update of the recipe",
-                "a bare loop",
-                figures["no care"],
-                figures["bare"],
-                "ms",
-                "<= 1.02",
-            ),
-            Row(
-                "an update with all care",
-                "with none",
-                figures["care"],
-                figures["no care"],
-                "ms",
-                "<= 1.01",
-            ),
-            Row(
-                "an evaluation",
-                "its forward passes",
-                *(evaluated[name].value for name in looks),
-                "seconds",
-                "<= 1.05",
-            ),
-            *(
-                Row(
-                    f"the recipe, {name}",
-                    "import torch",
-                    answered[name].value,
-                    answered["import"].value,
-                    "seconds",
-                    "<= 0.6",
-                )
-                for name in ("--help", "a flag that does not exist")
-            ),
-        ],
-        care=" ".join(CARE),
-        cpu_seconds={name: found[name].cpu_seconds for name in contenders},
+            "import torch": lambda: run_python("-c", "import torch"),
+        },
+        rounds=5,
     )
+    for name in ("--help", "a flag that does not exist"):
+        table.add(
+            work=f"the recipe, {name}",
+            against="import torch",
+            ours=seconds[name].median,
+            theirs=seconds["import torch"].median,
+            unit="seconds",
+            target="<= 0.6",
+        )
+
+
+def run_python(*words: str, status: int = 0) -> float:
+    """Return the seconds of a Python command, which must end with ``status``."""
+    start = time.perf_counter()
+    command = [sys.executable, *words]
+    process = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False)
+    seconds = time.perf_counter() - start
+    if process.returncode != status:
+        raise SystemExit(f"{command}: {process.stderr.decode()}")
+    return seconds
 
 
 if __name__ == "__main__":

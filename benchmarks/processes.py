@@ -1,53 +1,93 @@
-"""Two gloo processes with a thread each, beside PyTorch's DDP in a bare loop and two processes that never meet.
+"""Two gloo processes with one thread each: the tokens per second of both together.
 
-python -m benchmarks.processes
+recipes/gpt.py under accelerate_configs/cpu_ddp.yaml is compared with
+
+- a bare loop around PyTorch's DistributedDataParallel, with the same model and optimizer;
+- two bare loops side by side that exchange nothing, which is the most that two cores can do.
+
+Repeat it on two cores with `python -m benchmarks.processes`.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.runs import BIN, GPT_RECIPE, UPDATES_ALONE, figure, flags, peer, recipe, scratch
+from benchmarks.comparison import Table, take_turns
+from benchmarks.runs import (
+    BIN,
+    GPT_RECIPE,
+    STEPS_ONLY,
+    GPTShape,
+    flags,
+    recipe_speed,
+    run_for_json,
+    run_peer,
+    scratch,
+)
 
-SHAPE, VOCABULARY, UPDATES = (
-    (4, 4, 128, 128, 16),
-    2048,
-    60,
-)  # layers, heads, width, block, batch of a process
-_ARGUMENTS = ["--shape", *SHAPE, "--vocabulary", VOCABULARY, "--steps", UPDATES]
+STEPS = 60
+VOCABULARY = 2048
+SHAPE = GPTShape(layers=4, heads=4, width=128, block=128, batch=16)  # the batch of one process
+PEER_OPTIONS = {"shape": SHAPE, "vocabulary": VOCABULARY, "steps": STEPS}
 
 
-def ours(folder: Path) -> float:
-    """Run the recipe's own model under accelerate_configs/cpu_ddp.yaml, each process with half of two cores."""
-    batch = flags(global_batch_size=2 * SHAPE[-1], per_device_train_batch_size=SHAPE[-1])
-    words = [*batch, *flags(max_steps=UPDATES, **UPDATES_ALONE)]
-    return recipe(GPT_RECIPE, folder, *words, config="cpu_ddp", threads=1)
+def recipe_on_two_processes(folder: Path) -> float:
+    """Return the speed of the recipe with its default model, which has the same shape."""
+    recipe_flags = flags(
+        global_batch_size=2 * SHAPE.batch,
+        per_device_train_batch_size=SHAPE.batch,
+        max_steps=STEPS,
+        **STEPS_ONLY,
+    )
+    return recipe_speed(GPT_RECIPE, folder, *recipe_flags, config="cpu_ddp", threads=1)
 
 
 def bare_ddp() -> float:
-    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]
-    return float(figure([*torchrun, "-m", "benchmarks.peers", "ddp", *_ARGUMENTS], threads=1))
+    """Return the speed of a bare loop around DistributedDataParallel."""
+    torchrun = [BIN / "torchrun", *flags(standalone=True, nproc_per_node=2)]
+    command = [*torchrun, "-m", "benchmarks.peers", "ddp", *flags(**PEER_OPTIONS)]
+    return float(run_for_json(command, threads=1))
 
 
-def alone() -> float:
-    """Return the sum of two loops that run beside each other and never meet."""
-    with ThreadPoolExecutor(2) as pool:
-        return sum(pool.map(lambda _: peer("ddp", *_ARGUMENTS, threads=1), range(2)))
+def independent_processes() -> float:
+    """Return the sum of the speeds of two bare loops that run side by side."""
+
+    def bare_loop(_: int) -> float:
+        return run_peer("ddp", threads=1, **PEER_OPTIONS)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return sum(pool.map(bare_loop, range(2)))
 
 
 def main() -> None:
     with scratch() as folder:
-        contenders = {"ours": partial(ours, folder / "run"), "bare": bare_ddp, "alone": alone}
-        found = in_turn(contenders, rounds=3, uncounted=0)
-    work, speed = "two gloo processes, one thread each", found["ours"].value
-    report(
-        "processes",
-        [
-            Row(work, "bare DDP", speed, found["bare"].value, "tokens/s", ">= 1.0"),
-            Row(work, "two lone processes", speed, found["alone"].value, "tokens/s", ">= 0.93"),
-        ],
+        speeds = take_turns(
+            {
+                "recipe": lambda: recipe_on_two_processes(folder / "run"),
+                "bare DDP": bare_ddp,
+                "independent": independent_processes,
+            },
+            rounds=3,
+            warm_up_rounds=0,
+        )
+
+    table = Table("processes")
+    table.add(
+        work="two gloo processes, one thread each",
+        against="bare DDP",
+        ours=speeds["recipe"].median,
+        theirs=speeds["bare DDP"].median,
+        unit="tokens/s",
+        target=">= 1.0",
     )
+    table.add(
+        work="two gloo processes, one thread each",
+        against="two independent processes",
+        ours=speeds["recipe"].median,
+        theirs=speeds["independent"].median,
+        unit="tokens/s",
+        target=">= 0.93",
+    )
+    table.write()
 
 
 if __name__ == "__main__":

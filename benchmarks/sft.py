@@ -1,68 +1,91 @@
-"""Fine-tuning on builtin:python-functions by recipes/finetune.py and by TRL's SFTTrainer: real tokens a second.
+"""Fine-tuning on conversations: tokens per second of recipes/finetune.py and of TRL's SFTTrainer.
 
-Padding is not counted; model, precision and length are the same.
+Both train a small Llama in float32 on the functions and docstrings of builtin:python-functions,
+with the same maximum length and rows per step. Prompts count as tokens and padding does not.
+The recipe packs conversations into rows. It is compared with
 
-python -m benchmarks.sft        (needs: pip install 'llmtrain[bench]')
+- TRL with packing and the fastest optimizer on a CPU;
+- TRL as it comes, which pads.
+
+Repeat it with `pip install 'llmtrain[bench]'` and `python -m benchmarks.sft`.
 """
 
 import json
 from functools import partial
 from pathlib import Path
 
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.inputs import write_base, write_chats
+from benchmarks.comparison import Table, take_turns
+from benchmarks.inputs import write_conversations_of_functions, write_llama
 from benchmarks.runs import (
     FINETUNE_RECIPE,
-    UPDATES_ALONE,
+    STEPS_ONLY,
     flags,
-    peer,
-    recipe,
+    recipe_speed,
+    run_peer,
     scratch,
-    with_ignored,
+    speed_with_prompts,
 )
 
-LENGTH, BATCH, UPDATES = 512, 4, 30
-COMMON = {"bf16": False, "gradient_checkpointing": False, "assistant_only_loss": True}
-PACKED = {**COMMON, "packing": True, "optim": "adamw_torch_fused"}
+LENGTH = 512  # tokens of a row
+BATCH = 4
+STEPS = 30
+
+PACKED_TRL = {
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "assistant_only_loss": True,
+    "packing": True,
+    "optim": "adamw_torch_fused",
+}
 
 
-def ours(folder: Path, chats: Path, base: Path) -> float:
-    words = flags(
-        model_name_or_path=base, dataset=chats, block_size=LENGTH - 1, global_batch_size=BATCH
+def recipe(folder: Path, conversations: Path, model: Path) -> float:
+    """Return the speed of the recipe, prompts included."""
+    recipe_flags = flags(
+        model_name_or_path=model,
+        dataset=conversations,
+        block_size=LENGTH - 1,
+        global_batch_size=BATCH,
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        logging_steps=5,
+        **STEPS_ONLY,
     )
-    words += flags(
-        per_device_train_batch_size=BATCH, max_steps=UPDATES, logging_steps=5, **UPDATES_ALONE
-    )
-    return with_ignored(folder, recipe(FINETUNE_RECIPE, folder, *words))
+    speed = recipe_speed(FINETUNE_RECIPE, folder, *recipe_flags)
+    return speed_with_prompts(folder, speed)
 
 
 def main() -> None:
     with scratch() as folder:
-        chats, base = folder / "chats.jsonl", folder / "base"
-        write_base(base, write_chats(chats), LENGTH)
-        arguments = [base, chats, "--batch", BATCH, "--length", LENGTH, "--steps", UPDATES]
-        contenders = {
-            "ours": partial(ours, folder / "run", chats, base),
-            "packed": partial(peer, "sft", *arguments, "--flags", json.dumps(PACKED)),
-            "out of the box": partial(peer, "sft", *arguments),
-        }
-        found = in_turn(contenders, rounds=3, uncounted=0)
-    work, speed = f"SFT, Llama, 4 layers x 128, length {LENGTH}, float32", found["ours"].value
-    report(
-        "sft",
-        [
-            Row(work, "TRL, packed", speed, found["packed"].value, "tokens/s", ">= 1.5"),
-            Row(
-                work,
-                "TRL, out of the box",
-                speed,
-                found["out of the box"].value,
-                "tokens/s",
-                ">= 3",
-            ),
-        ],
-        packed=PACKED,
-    )
+        conversations = folder / "chats.jsonl"
+        model = folder / "base"
+        texts = write_conversations_of_functions(conversations)
+        write_llama(model, texts, LENGTH)
+
+        trl = partial(
+            run_peer, "sft", model, conversations, batch=BATCH, length=LENGTH, steps=STEPS
+        )
+        speeds = take_turns(
+            {
+                "recipe": partial(recipe, folder / "run", conversations, model),
+                "TRL, packed": partial(trl, flags=json.dumps(PACKED_TRL)),
+                "TRL, out of the box": trl,
+            },
+            rounds=3,
+            warm_up_rounds=0,
+        )
+
+    table = Table("sft")
+    for against, target in (("TRL, packed", ">= 1.5"), ("TRL, out of the box", ">= 3")):
+        table.add(
+            work=f"SFT, Llama, 4 layers x 128, length {LENGTH}, float32",
+            against=against,
+            ours=speeds["recipe"].median,
+            theirs=speeds[against].median,
+            unit="tokens/s",
+            target=target,
+        )
+    table.write(packed=PACKED_TRL)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,45 @@
-"""Seconds from the command to the held-out loss that nanoGPT reaches by its README's command for a CPU.
+"""Seconds from the command to the eval loss that nanoGPT reaches with its README's command for CPUs.
 
-That is 2,000 updates of 12 x 64 characters. Against that command, and against nanoGPT with the best of 65 other
-settings (ours: of about 150).
+That command makes 2,000 steps of 12 rows of 64 characters. The data of both sides is prepared
+before. recipes/gpt.py, with the best of about 150 settings, is compared with
 
-python -m benchmarks.time_to_loss --nanogpt FOLDER [--text FILE]     tinyshakespeare, say; without it Python's own docs
+- that command;
+- nanoGPT with the best of 65 other settings.
 
-Both sides have their data prepared. All settings were chosen on Python's documentation, by characters: another text has
-had no say in them.
+All settings were chosen on Python's documentation, by characters. Another text, such as
+tinyshakespeare, had no influence on them.
+
+Repeat it with `python -m benchmarks.time_to_loss --nanogpt FOLDER --text FILE`. FOLDER is a
+checkout of github.com/karpathy/nanoGPT. Without a text, it is Python's documentation.
 """
 
 import argparse
 import itertools
-import pickle
-import shutil
-import statistics
-import sys
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.comparison import Row, in_turn, report
-from benchmarks.inputs import letters_of_docs
-from benchmarks.runs import (
-    GPT_RECIPE,
-    flags,
-    gpt_flags,
-    half,
-    metrics,
-    newest,
-    peer,
-    place,
-    run,
-    scratch,
+from benchmarks.comparison import Figures, Table, take_turns
+from benchmarks.inputs import ascii_of_python_docs
+from benchmarks.nanogpt_runs import (
+    EVAL_FRACTION,
+    prepare_recipe_data,
+    run_nanogpt,
+    run_recipe,
+    write_nanogpt_data,
 )
+from benchmarks.runs import GPTShape, flags, scratch
 from llmtrain.console import say
 
-ALIKE = [
-    "device=cpu",
-    "compile=False",
-    "eval_iters=20",
-    "log_interval=1",
-    "dropout=0.0",
-    "always_save_checkpoint=True",
+README_COMMAND = [
+    "n_layer=4",
+    "n_head=4",
+    "n_embd=128",
+    "block_size=64",
+    "batch_size=12",
+    "max_iters=2000",
+    "lr_decay_iters=2000",
 ]
-SHAPE = ["n_layer=4", "n_head=4", "n_embd=128", "block_size=64", "batch_size=12"]
-PUBLISHED = [*SHAPE, "max_iters=2000", "lr_decay_iters=2000"]
-TUNED = [
+BEST_OF_NANOGPT = [
     "n_layer=1",
     "n_head=4",
     "n_embd=128",
@@ -56,62 +47,32 @@ TUNED = [
     "batch_size=32",
     "learning_rate=8e-3",
     "min_lr=8e-4",
+    "max_iters=700",
+    "lr_decay_iters=700",
+    "eval_interval=700",
 ]
-TUNED += ["max_iters=700", "lr_decay_iters=700", "eval_interval=700"]
-OURS = gpt_flags(2, 2, 96, 48, 64, architecture="lfm2") + flags(
-    optim="muon", max_steps=84, learning_rate=0.03
-)
-OURS += flags(warmup_steps=8, lr_scheduler_type="linear", adam_beta1=0.8, adam_beta2=0.99)
-ONCE = flags(eval_steps=100_000, save_steps=100_000, logging_steps=100)
-PARTS = ("start", "first evaluation", "updates", "last evaluation")
+
+STEPS = 84
+SHAPE = GPTShape(layers=2, heads=2, width=96, block=48, batch=64)
+RECIPE_FLAGS = [
+    *SHAPE.recipe_flags(architecture="lfm2"),
+    *flags(optim="muon", max_steps=STEPS, learning_rate=0.03, warmup_steps=8),
+    *flags(lr_scheduler_type="linear", adam_beta1=0.8, adam_beta2=0.99),
+]
+PARTS_OF_RECIPE = ("start", "first evaluation", "steps", "last evaluation")
 
 
-def write_data(text: str, folder: Path) -> None:
-    """Write what nanoGPT's data/shakespeare_char/prepare.py writes: the last tenth is held out."""
-    letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
-    ids = np.array([letters[letter] for letter in text], np.uint16)
-    first = int(0.9 * len(text))  # of those held out
-    folder.mkdir(parents=True)
-    ids[:first].tofile(folder / "train.bin")
-    ids[first:].tofile(folder / "val.bin")
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(letters)}))
-
-
-def nanogpt(folder: Path, checkout: Path, settings: list[str], losses: list[float]) -> float:
-    """Run its own train.py in a folder that has what it looks for; returns the seconds until its last checkpoint.
-
-    The loss of that is taken afterwards.
-    """
-    words = [f"--{setting}" for setting in [*ALIKE, *settings, "dataset=text", "out_dir=out"]]
-    began = time.time()
-    script, config = checkout / "train.py", checkout / "config/train_shakespeare_char.py"
-    run([sys.executable, script, config, *words], cwd=folder)
-    seconds = (folder / "out/ckpt.pt").stat().st_mtime - began
-    losses.append(peer("loss", checkout, folder / "out/ckpt.pt", folder / "data/text/val.bin"))
-    return seconds
-
-
-def run_recipe(folder: Path, text: Path, *more: str) -> None:
-    data = flags(dataset=text, tokenizer="char", eval_fraction=0.1)
-    variables = {"LLMTRAIN_CACHE": str(folder / "cache"), "ACCELERATE_MIXED_PRECISION": half()}
-    run(
-        [sys.executable, GPT_RECIPE, *OURS, *ONCE, *data, *place(folder / "run"), *more],
-        **variables,
+def write_characters(text: str, folder: Path) -> None:
+    """Write a text for nanoGPT, with a token for each character, as its prepare.py does."""
+    ids_of_characters = {character: id for id, character in enumerate(sorted(set(text)))}
+    ids = [ids_of_characters[character] for character in text]
+    first_of_eval = int((1 - EVAL_FRACTION) * len(text))
+    write_nanogpt_data(
+        folder,
+        train_ids=ids[:first_of_eval],
+        eval_ids=ids[first_of_eval:],
+        vocabulary=len(ids_of_characters),
     )
-
-
-def ours(
-    folder: Path, text: Path, seeds: Iterator[int], losses: list[float], parts: list[list[float]]
-) -> float:
-    """Return the seconds until the last evaluation is written, whose loss is taken; and note its :data:`PARTS`."""
-    began = time.time()
-    run_recipe(folder, text, "--seed", str(next(seeds)))
-    lines = metrics(folder / "run")
-    losses.append(lines[-1]["eval/loss"])
-    first = next(line for line in lines if "eval/loss" in line)
-    times = [began, *(line["time"] for line in (lines[0], first, lines[-2], lines[-1]))]
-    parts.append([end - start for start, end in itertools.pairwise(times)])
-    return newest(folder / "run", "metrics.jsonl").stat().st_mtime - began
 
 
 def main() -> None:
@@ -121,53 +82,63 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path, help="a file of UTF-8 text")
     arguments = parser.parse_args()
+    if arguments.text:
+        text = arguments.text.read_text()
+        text_name = arguments.text.stem
+    else:
+        text = ascii_of_python_docs()
+        text_name = "python-docs"
+
     with scratch() as folder:
-        text = folder / "text.txt"
-        text.write_text(arguments.text.read_text() if arguments.text else letters_of_docs())
-        write_data(text.read_text(), folder / "data/text")
-        shutil.copy(
-            arguments.nanogpt / "configurator.py", folder
-        )  # which train.py looks for where it is started
-        run_recipe(folder, text, "--dry_run")  # prepares the data
-        losses: dict[str, list[float]] = {"published": [], "tuned": [], "ours": []}
-        parts: list[list[float]] = []
-        found = in_turn(
+        (folder / "text.txt").write_text(text)
+        write_characters(text, folder)
+        recipe_flags = [*RECIPE_FLAGS, *flags(dataset=folder / "text.txt", tokenizer="char")]
+        prepare_recipe_data(folder, recipe_flags)
+        seeds = itertools.count()
+
+        def recipe() -> Figures:
+            return run_recipe(folder, [*recipe_flags, *flags(seed=next(seeds))])
+
+        turns = take_turns(
             {
-                "published": partial(
-                    nanogpt, folder, arguments.nanogpt, PUBLISHED, losses["published"]
-                ),
-                "tuned": partial(nanogpt, folder, arguments.nanogpt, TUNED, losses["tuned"]),
-                "ours": partial(ours, folder, text, itertools.count(), losses["ours"], parts),
+                "README": partial(run_nanogpt, folder, arguments.nanogpt, README_COMMAND),
+                "best of nanoGPT": partial(run_nanogpt, folder, arguments.nanogpt, BEST_OF_NANOGPT),
+                "recipe": recipe,
             },
             rounds=5,
-            uncounted=0,
+            warm_up_rounds=0,
         )
+
+    losses = {name: contender.values_of("loss") for name, contender in turns.items()}
     for name, values in losses.items():
         say("nats", f"{name}: {', '.join(f'{value:.4f}' for value in values)}")
-    apart = dict(zip(PARTS, map(statistics.median, zip(*parts, strict=True)), strict=True))
-    say("seconds", ", ".join(f"{name} {value:.2f}" for name, value in apart.items()))
-    aim = losses["published"][0]
-    for name in ("tuned", "ours"):
-        if max(losses[name]) > aim:
-            say("missed", f"{name}: a run ended above {aim:.4f} nats; it needs more updates.")
-    work = f"seconds to {aim:.3f} nats, {arguments.text.stem if arguments.text else 'python-docs'}"
-    mine = found["ours"].value
-    report(
-        "time_to_loss",
-        [
-            Row(work, "nanoGPT as published", mine, found["published"].value, "seconds", "<= 0.2"),
-            Row(
-                work,
-                "nanoGPT, best of 65 settings",
-                mine,
-                found["tuned"].value,
-                "seconds",
-                "<= 0.5",
-            ),
-        ],
+    loss_to_reach = losses["README"][0]
+    for name in ("best of nanoGPT", "recipe"):
+        if max(losses[name]) > loss_to_reach:
+            say(
+                "missed", f"{name}: a run ended above {loss_to_reach:.4f} nats; it needs more steps"
+            )
+
+    parts = {part: turns["recipe"].median_of(part) for part in PARTS_OF_RECIPE}
+    say("seconds", ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items()))
+
+    table = Table("time_to_loss")
+    for against, name, target in (
+        ("nanoGPT as published", "README", "<= 0.2"),
+        ("nanoGPT, best of 65 settings", "best of nanoGPT", "<= 0.5"),
+    ):
+        table.add(
+            work=f"seconds to {loss_to_reach:.3f} nats, {text_name}",
+            against=against,
+            ours=turns["recipe"].median_of("seconds"),
+            theirs=turns[name].median_of("seconds"),
+            unit="seconds",
+            target=target,
+        )
+    table.write(
         losses=losses,
-        parts=apart,
-        seconds={name: medians.values for name, medians in found.items()},
+        parts=parts,
+        seconds={name: contender.values_of("seconds") for name, contender in turns.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""The package's model, loss and optimizer in a loop of ten lines: what the loop itself costs."""
+"""A loop of ten lines with the model, loss and optimizer of llmtrain, to compare its own loop with."""
 
 import contextlib
 import itertools

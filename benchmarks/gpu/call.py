@@ -1,4 +1,4 @@
-"""What every section of a call is given."""
+"""The sizes, the device and the journal that all sections of a call share."""
 
 from dataclasses import dataclass
 from pathlib import Path

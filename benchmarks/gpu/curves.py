@@ -1,9 +1,12 @@
-"""Losses of short runs in each precision, beside two runs in float32 that begin one ulp apart."""
+"""Verdicts on the losses of short runs in 16 bits, against the same runs in float32.
 
-import os
-from unittest import mock
+Two runs in float32 whose first weights are one ulp apart show how far rounding alone carries a run.
+
+Repeat them with `python -m benchmarks.gpu --out FOLDER --sections curves`.
+"""
 
 import torch
+from accelerate.utils import patch_environment
 
 import llmtrain as lt
 from benchmarks.gpu.call import Call
@@ -47,12 +50,9 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
         learning_rate=_LEARNING_RATES[optim],
     )
     shared["log"] = lt.LogConfig(logging_steps=1)
-    settings = GPTSettings(
-        model=size.config(),
-        **shared,
-    )
+    settings = GPTSettings(model=size.config(), **shared)
     rows = text_rows(call.sizes.recipe_vocabulary, size.block, 4 * size.rows)
-    with mock.patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=precision):
+    with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
         accelerator = lt.start(settings)
         # Exact products, so that a nudge is the only difference.
         torch.set_float32_matmul_precision("highest")
@@ -63,6 +63,5 @@ def _losses(call: Call, optim: str, precision: str, nudge: bool = False) -> list
         optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
         with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
             lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
-    history = run.history()
-    losses: list[float] = history["train/loss"].dropna().tolist()
+    losses: list[float] = run.history()["train/loss"].dropna().tolist()
     return losses

@@ -1,4 +1,15 @@
-"""GPT-2 124M: the recipe's own step, the same model in a bare loop, and nanoGPT."""
+"""A step of GPT-2 124M: the recipe, the same model in a bare loop, and nanoGPT, in turns.
+
+| measured | compared with |
+|---|---|
+| a step of the recipe, with Muon and with AdamW | a bare loop that reads the norm of the gradient |
+| the same | a bare loop that does not, and that as one CUDA graph |
+| the same | the bare loop compiled as a whole |
+| the same, with a vocabulary that is a multiple of 64 | nanoGPT, with and without biases |
+
+Repeat it with `python -m benchmarks.gpu --out FOLDER --nanogpt FOLDER --sections gpt2
+gpt2-own-vocabulary recipe-model`.
+"""
 
 import gc
 from collections.abc import Sequence
@@ -17,6 +28,7 @@ from benchmarks.gpu.rows import batches_on_host, text_rows
 from benchmarks.gpu.sizes import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of, take_turns
 from benchmarks.nanogpt_loop import NanoGPTLoop
+from benchmarks.runs import GPTShape
 
 _ROWS = 256  # of the data; steps draw them again and again
 
@@ -175,7 +187,13 @@ def _of_nanogpt(call: Call, folder: str) -> list[Variant]:
         loop = NanoGPTLoop(
             folder=folder,
             tokens=tokens,
-            shape=(size.layers, size.heads, size.width, size.block, size.rows),
+            shape=GPTShape(
+                layers=size.layers,
+                heads=size.heads,
+                width=size.width,
+                block=size.block,
+                batch=size.rows,
+            ),
             vocabulary=vocabulary,
             device=call.device.type,
             bias=bias,

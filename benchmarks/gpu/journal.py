@@ -1,4 +1,4 @@
-"""What a call has found: a JSON line for each figure as soon as it is known, and a table at the end."""
+"""Figures and verdicts of a call: a JSON line for each when it is known, and a table at the end."""
 
 import json
 import time

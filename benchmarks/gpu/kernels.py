@@ -1,4 +1,10 @@
-"""The loss of the head alone, and Muon alone."""
+"""Milliseconds of two kernels: the output layer with its loss, and a step of Muon.
+
+The loss is compared with a compiled cross-entropy, with its three matrix products alone, and with
+Liger's kernel if that is installed.
+
+Repeat it with `python -m benchmarks.gpu --out FOLDER --sections loss muon`.
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,7 +22,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure_loss(call: Call) -> None:
-    """Record the milliseconds of the head and its loss, forward and backward, in each way."""
+    """Record the milliseconds of the head and its loss, forward and backward, for each loss."""
     size = call.sizes.gpt2
     for vocabulary in call.sizes.vocabularies:
         hidden = torch.randn(

@@ -1,4 +1,10 @@
-"""Llama: 1.4B in full, and LoRA adapters of 8B beside TRL's."""
+"""A step of Llama: 1.4B parameters trained in full, and LoRA adapters of 8B against TRL.
+
+Both are timed alone, because two models would not fit on a card together. TRL's SFTTrainer has the
+same model, as many positions in a step, packing and Liger's kernels.
+
+Repeat it with `python -m benchmarks.gpu --out FOLDER --sections billion adapters trl`.
+"""
 
 import gc
 import importlib.util

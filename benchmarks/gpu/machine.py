@@ -1,4 +1,7 @@
-"""The card, its software, and the two rates that bound everything else."""
+"""The card and its software, its rates of products and copies, and the kernels of attention.
+
+Repeat it with `python -m benchmarks.gpu --out FOLDER --sections machine`.
+"""
 
 import importlib.metadata
 import subprocess

@@ -1,4 +1,7 @@
-"""Optimizers, attention, the loss and a model on the device, compared with float64."""
+"""Verdicts on the optimizers, attention, the loss and a model on the device, against float64.
+
+Repeat them with `python -m benchmarks.gpu --out FOLDER --sections passes`.
+"""
 
 import copy
 from collections.abc import Callable

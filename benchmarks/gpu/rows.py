@@ -1,4 +1,7 @@
-"""Synthetic rows on the host: what they hold changes no time, and no tokenizer has to be trained."""
+"""Random rows on the host.
+
+The time of a step does not depend on the values of its tokens, so no tokenizer is trained.
+"""
 
 import datasets
 import numpy as np

@@ -1,4 +1,15 @@
-"""Runs in fresh processes with empty compiler caches, compared by their weights and moments."""
+"""Verdicts on runs that should end in the same weights and moments.
+
+| run | compared with |
+|---|---|
+| a plain run, killed and resumed | the same command, run twice without a kill |
+| a run with --bitwise, killed and resumed | the same command without a kill: equal bits |
+| two processes on one card, one step skipped | one process |
+
+Each run is a fresh process with an empty compiler cache.
+
+Repeat them with `python -m benchmarks.gpu --out FOLDER --sections same-weights`.
+"""
 
 import math
 import os
@@ -24,9 +35,9 @@ PROGRAM = (sys.executable, "-m", "benchmarks.gpu.short_run")
 # Two layouts of a plain run in float32 may differ by this much after a few steps. A GPU computes
 # products in TF32.
 _LAYOUT_BOUNDS = {"cpu": 1e-4, "cuda": 2e-2}
+
 # A resumed run may differ by this many times the difference between two identical commands.
 _FLOOR_FACTOR = 4.0
-
 
 # The time limit of runs that are started together.
 _TIMEOUT_SECONDS = 150.0

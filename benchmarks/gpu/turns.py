@@ -1,4 +1,8 @@
-"""Loops that take turns in one process, and what a step of each costs."""
+"""Loops that take turns in one process, and what a step of each costs.
+
+The loops stay alive from turn to turn, and the device's clock times them. Tables of runs that start
+and end use ``benchmarks.comparison.take_turns``.
+"""
 
 import gc
 import statistics

@@ -37,17 +37,19 @@ def call(tmp_path: Path) -> Call:
 
 
 def verdicts(call: Call) -> dict[str, str]:
-    """The verdicts of a call by name."""
+    """Return the verdicts of a call by name."""
     entries = [entry for entry in call.journal.entries if "verdict" in entry]
     return {str(entry["name"]): str(entry["verdict"]) for entry in entries}
 
 
-def wrong(call: Call) -> list[str]:
+def wrong_verdicts(call: Call) -> list[str]:
+    """Return the names of the verdicts that are wrong."""
     return [name for name, verdict in verdicts(call).items() if verdict == "WRONG"]
 
 
 def test_without_faults_all_passes_are_right(call: Call) -> None:
     passes.judge(call)
+
     assert verdicts(call) == dict.fromkeys(VERDICTS_OF_PASSES, "right")
 
 
@@ -66,12 +68,13 @@ class WrongSign(torch.autograd.Function):
 def test_a_gradient_with_a_wrong_sign_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     correct: Callable[..., torch.Tensor] = passes.linear_nll
 
-    def faulty(hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        return correct(WrongSign.apply(hidden), *others)
+    def faulty(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return correct(WrongSign.apply(hidden), weight, targets)
 
     monkeypatch.setattr(passes, "linear_nll", faulty)
     passes.judge_loss(call)
-    assert len(wrong(call)) == len(TINY.vocabularies)
+
+    assert len(wrong_verdicts(call)) == len(TINY.vocabularies)
 
 
 def test_a_gradient_of_nan_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,23 +82,30 @@ def test_a_gradient_of_nan_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch)
 
     def faulty(attend: Any, qkv: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
         output, gradient = correct(attend, qkv, upstream)
-        return [output, gradient * float("nan") if qkv.dtype == torch.float32 else gradient]
+        if qkv.dtype == torch.float32:  # not in the exact results, which are in float64
+            gradient = torch.full_like(gradient, float("nan"))
+        return [output, gradient]
 
     monkeypatch.setattr(passes, "_output_and_gradient", faulty)
     passes.judge_plain_attention(call)
     passes.judge_packed_attention(call)
-    assert len(wrong(call)) == 2
+
+    assert len(wrong_verdicts(call)) == 2
 
 
-def test_checkpoints_of_nan_have_not_the_same_bits(tmp_path: Path) -> None:
-    for name in ("one", "two"):
+def test_two_checkpoints_with_nan_are_not_equal(tmp_path: Path) -> None:
+    for name in ("first", "second"):
         folder = tmp_path / name / "checkpoints" / "step-00000001" / "model"
         folder.mkdir(parents=True)
         save_file({"weight": torch.tensor([1.0, float("nan")])}, folder / "model.safetensors")
-    assert not same_weights.compare(tmp_path / "one", tmp_path / "two").is_none
+
+    difference = same_weights.compare(tmp_path / "first", tmp_path / "second")
+    assert not difference.is_none
 
 
-def test_attention_that_leaks_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_ignores_documents_is_wrong(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     correct = passes.causal_attention
 
     def faulty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
@@ -103,18 +113,20 @@ def test_attention_that_leaks_is_wrong(call: Call, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(passes, "causal_attention", faulty)
     passes.judge_packed_attention(call)
-    assert len(wrong(call)) == 1
+
+    assert len(wrong_verdicts(call)) == 1
 
 
-def test_attention_that_sees_what_follows_is_wrong(
+def test_attention_that_sees_later_positions_is_wrong(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "causal_attention", passes.F.scaled_dot_product_attention)
     passes.judge_plain_attention(call)
-    assert len(wrong(call)) == 1
+
+    assert len(wrong_verdicts(call)) == 1
 
 
-def test_documents_that_leak_in_a_model_are_wrong(
+def test_a_model_that_ignores_documents_is_wrong(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     correct = passes._model_pass
@@ -124,11 +136,12 @@ def test_documents_that_leak_in_a_model_are_wrong(
     ) -> dict[str, torch.Tensor]:
         if dtype != torch.float64:
             columns = {name: columns[name] for name in ("input_ids", "labels")}
-        return correct(model, columns, device, dtype)
+        return correct(model, columns, device=device, dtype=dtype)
 
     monkeypatch.setattr(passes, "_model_pass", faulty)
     passes.judge_packed_model(call)
-    assert len(wrong(call)) == 1
+
+    assert len(wrong_verdicts(call)) == 1
 
 
 def test_an_update_that_is_not_orthogonal_is_wrong(
@@ -139,7 +152,8 @@ def test_an_update_that_is_not_orthogonal_is_wrong(
 
     monkeypatch.setattr(passes, "orthogonal", faulty)
     passes.judge_muon(call)
-    assert len(wrong(call)) == 1
+
+    assert len(wrong_verdicts(call)) == 1
 
 
 def test_an_optimizer_that_ignores_found_inf_is_wrong(
@@ -152,16 +166,23 @@ def test_an_optimizer_that_ignores_found_inf_is_wrong(
 
     monkeypatch.setattr(torch.optim, "AdamW", Faulty)
     passes.judge_found_inf(call)
-    assert wrong(call) == ["fused AdamW takes found_inf"]
+
+    assert wrong_verdicts(call) == ["fused AdamW takes found_inf"]
 
 
 def test_a_precision_that_changes_the_losses_is_wrong(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = iter([[3.0, 2.0], [3.0, 2.0], [3.0, 2.1], [3.0, 2.0], [3.0, 2.0], [3.0, 2.0]])
+    exact = [3.0, 2.0]
+    wrong = [3.0, 2.1]
+    # In float32, in float32 with other first weights, and in the precision to judge.
+    losses_of_adamw = [exact, exact, wrong]
+    losses_of_muon = [exact, exact, exact]
+    losses = iter([*losses_of_adamw, *losses_of_muon])
     monkeypatch.setattr(curves, "_losses", lambda *_, **__: next(losses))
     curves.judge(call)
-    assert wrong(call) == ["adamw in no, 6 steps, by float32"]
+
+    assert wrong_verdicts(call) == ["adamw in no, 6 steps, by float32"]
 
 
 RESUMED = {
@@ -189,76 +210,85 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from benchmarks.gpu.short_run import ShortRun, train
-{plant}
+{fault}
 train(Path(sys.argv[1]), ShortRun(**json.loads(sys.argv[2])))
 sys.stdout.flush()
 os._exit(0)
 """
 
 
-def planted(plant: str, folder: Path) -> list[str]:
-    """A program that makes a short run with a fault."""
-    file = folder / "planted.py"
-    file.write_text(PROGRAM.format(plant=plant))
+def program_with_fault(fault: str, folder: Path) -> list[str]:
+    """Return the command of a short run in whose process the lines ``fault`` are run first."""
+    file = folder / "short_run.py"
+    file.write_text(PROGRAM.format(fault=fault))
     return [sys.executable, str(file)]
 
 
 @long_form
 def test_a_resume_with_other_moments_is_wrong(call: Call, tmp_path: Path) -> None:
-    same_weights.judge_resume(call, program=planted(OTHER_MOMENTS, tmp_path))
-    assert set(wrong(call)) == verdicts(call).keys() == RESUMED
+    same_weights.judge_resume(call, program=program_with_fault(OTHER_MOMENTS, tmp_path))
+
+    assert set(wrong_verdicts(call)) == verdicts(call).keys() == RESUMED
 
 
 @long_form
 def test_a_seed_with_the_rank_in_it_is_wrong(call: Call, tmp_path: Path) -> None:
-    same_weights.judge_layouts(call, program=planted(SEED_OF_RANK, tmp_path))
-    assert set(wrong(call)) == verdicts(call).keys() == LAYOUTS
+    same_weights.judge_layouts(call, program=program_with_fault(SEED_OF_RANK, tmp_path))
+
+    assert set(wrong_verdicts(call)) == verdicts(call).keys() == LAYOUTS
 
 
 @long_form
 def test_a_rehearsal_has_all_sections_and_no_wrong_verdict(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--out", str(tmp_path)]
-    ended = subprocess.run(
-        command,
+    command = f"{sys.executable} -m benchmarks.gpu --rehearse --out {tmp_path}"
+    process = subprocess.run(
+        command.split(),
         cwd=ROOT,
         env=environment(threads=1),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
 
     entries = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     right = {entry["name"] for entry in entries if entry.get("verdict") == "right"}
     assert right >= VERDICTS_OF_PASSES | RESUMED | LAYOUTS
+
     timed = {entry["name"] for entry in entries if "ms" in entry}
     for optim in ("adamw", "muon"):
         for vocabulary in TINY.vocabularies:
             assert f"{optim}, V {vocabulary}: recipe" in timed
             assert f"{optim}, V {vocabulary}: bare, norm read" in timed
     assert {"8B LoRA, recomputed", "Llama 1.4B in full, compiled", "Muon, 8 matrices"} <= timed
+
     left_out = {entry["section"] for entry in entries if "left_out" in entry}
     assert left_out <= {"gpt2", "trl"}  # they need nanoGPT and TRL
-    table = ended.stdout.splitlines()
-    assert "card: cpu" in table
+
+    assert "card: cpu" in process.stdout.splitlines()
 
 
-def test_a_guard_leaves_out_what_does_not_fit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_takes_too_long_is_left_out(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from benchmarks.gpu import __main__ as main
 
     on_gpu = dataclasses.replace(call, device=torch.device("cuda"))
     monkeypatch.setattr(main, "sections", dict)
     on_gpu.journal.seconds = 5
+
     main.run_sections(on_gpu, ["gpt2"])
+
     [entry] = on_gpu.journal.entries
     assert entry["name"] == "gpt2"
     assert "left_out" in entry
     assert not on_gpu.journal.has_failed
 
 
-def test_packages_that_the_caller_named_reach_other_processes(
+def test_the_pythonpath_of_the_caller_reaches_other_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/newer/wheels")
+
     paths = environment()["PYTHONPATH"].split(":")
     assert paths == [str(ROOT), "/newer/wheels"]

@@ -1,0 +1,121 @@
+"""Run nanoGPT's train.py on a text, and recipes/gpt.py on the same text, to the eval loss of each."""
+
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.comparison import Figures
+from benchmarks.runs import (
+    GPT_RECIPE,
+    flags,
+    half_precision,
+    metrics,
+    new_run_flags,
+    newest_file,
+    run,
+    run_peer,
+)
+
+EVAL_FRACTION = 0.1  # the last part of a text, on which both sides evaluate
+
+_NANOGPT_SETTINGS = [
+    "device=cpu",
+    "compile=False",
+    "eval_iters=20",
+    "log_interval=1",
+    "dropout=0.0",
+    "always_save_checkpoint=True",
+    "dataset=text",
+    "out_dir=out",
+]
+
+
+def write_nanogpt_data(
+    folder: Path, train_ids: Sequence[int], eval_ids: Sequence[int], vocabulary: int
+) -> None:
+    """Write tokens as nanoGPT's train.py reads them, below the folder in which it runs."""
+    data = folder / "data/text"
+    data.mkdir(parents=True)
+    np.asarray(train_ids, np.uint16).tofile(data / "train.bin")
+    np.asarray(eval_ids, np.uint16).tofile(data / "val.bin")
+    (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocabulary}))
+
+
+def run_nanogpt(folder: Path, nanogpt: Path, settings: list[str]) -> Figures:
+    """Run nanoGPT's train.py in a folder that has its data.
+
+    Args:
+        folder: the folder, in which ``write_nanogpt_data`` has written.
+        nanogpt: a checkout of nanoGPT.
+        settings: settings of train.py, such as ``n_layer=4``.
+
+    Returns:
+        ``seconds`` from the command to its last checkpoint, and the eval ``loss`` of that.
+    """
+    # train.py looks for this file in the folder in which it is started.
+    shutil.copy(nanogpt / "configurator.py", folder)
+    command = [sys.executable, nanogpt / "train.py", nanogpt / "config/train_shakespeare_char.py"]
+    command += [f"--{setting}" for setting in [*_NANOGPT_SETTINGS, *settings]]
+    checkpoint = folder / "out/ckpt.pt"
+
+    start = time.time()
+    run(command, cwd=folder)
+    seconds = checkpoint.stat().st_mtime - start
+
+    loss = run_peer("loss", nanogpt, checkpoint, folder / "data/text/val.bin")
+    return {"seconds": seconds, "loss": loss}
+
+
+def run_recipe(folder: Path, recipe_flags: list[str]) -> Figures:
+    """Run recipes/gpt.py, which evaluates on the same part of the text as nanoGPT.
+
+    Returns:
+        ``seconds`` from the command to its last evaluation, and the eval ``loss`` of that. Also
+        parts of the seconds: ``start`` until the first log entry, ``first evaluation``, ``steps``,
+        and ``last evaluation``.
+    """
+    start = time.time()
+    run_gpt_recipe(folder, recipe_flags)
+    seconds = newest_file(folder / "run", "metrics.jsonl").stat().st_mtime - start
+
+    entries = metrics(folder / "run")
+    evaluations = [entry for entry in entries if "eval/loss" in entry]
+    return {
+        "seconds": seconds,
+        "loss": entries[-1]["eval/loss"],
+        "start": entries[0]["time"] - start,
+        "first evaluation": evaluations[0]["time"] - entries[0]["time"],
+        "steps": entries[-2]["time"] - evaluations[0]["time"],
+        "last evaluation": entries[-1]["time"] - entries[-2]["time"],
+    }
+
+
+def prepare_recipe_data(folder: Path, recipe_flags: list[str]) -> None:
+    """Tokenise the text, so that later runs find the rows in the cache."""
+    run_gpt_recipe(folder, [*recipe_flags, "--dry_run"])
+
+
+def run_gpt_recipe(folder: Path, recipe_flags: list[str]) -> None:
+    """Run recipes/gpt.py, in bf16 if the CPU has instructions for it."""
+    evaluate_at_the_ends = flags(
+        eval_fraction=EVAL_FRACTION,
+        eval_steps=100_000,
+        save_steps=100_000,
+        logging_steps=100,
+    )
+    run(
+        [
+            sys.executable,
+            GPT_RECIPE,
+            *recipe_flags,
+            *evaluate_at_the_ends,
+            *new_run_flags(folder / "run"),
+        ],
+        LLMTRAIN_CACHE=str(folder / "cache"),
+        ACCELERATE_MIXED_PRECISION=half_precision(),
+    )
