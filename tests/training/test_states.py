@@ -186,7 +186,9 @@ def test_states_are_checked_once_after_a_step_that_was_not_skipped() -> None:
         saver=SimpleNamespace(saves_alone=True),
         settings=None,
     )
-    context: Any = SimpleNamespace(run=run, engine=None, optimizer_state=odd_state()[2])
+    context: Any = SimpleNamespace(
+        run=run, engine=None, optimizer_state=odd_state()[2], settle=lambda: None
+    )
     check = CheckStates(context)
     batch: Any = None
     for norm in (math.nan, math.inf, 1.0, 2.0):
