@@ -1,6 +1,8 @@
 """Conversations as rows: the targets, the counts, the eval data, and the cache."""
 
 import csv
+import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Iterable
@@ -516,17 +518,22 @@ def test_turns_that_train_their_end_are_counted(tmp_path, capsys, text, ended_tu
     assert log_lines(capsys, "audit")[1].endswith(sentence)
 
 
-def test_total_audit_adds_all_counts():
-    first = Audit(unit="conversation", records=1, targets=20, unread_fields={"at": 1, "a": 2})
-    second = Audit(unit="conversation", records=100, bad=3, unread_fields={"at": 1, "b": 2})
+def test_total_audit_adds_every_count():
+    counts = [field.name for field in dataclasses.fields(Audit) if type(field.default) is int]
+    assert {"records", "kept", "special_as_text"} <= set(counts)
 
-    assert total_audit([first, second]) == Audit(
-        unit="conversation",
-        records=101,
-        bad=3,
-        targets=20,
-        unread_fields={"at": 2, "a": 2, "b": 2},
-    )
+    def audit_with(first_count: int, step: int = 1) -> Audit:
+        values = itertools.count(first_count, step)
+        return Audit("conversation", **dict(zip(counts, values, strict=False)))
+
+    first = audit_with(1)
+    first.unread_fields = {"at": 1, "a": 2}
+    second = audit_with(100)
+    second.unread_fields = {"at": 1, "b": 2}
+
+    expected = audit_with(101, step=2)
+    expected.unread_fields = {"at": 2, "a": 2, "b": 2}
+    assert total_audit([first, second]) == expected
 
 
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
