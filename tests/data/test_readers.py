@@ -1,4 +1,4 @@
-"""Every kind of file, compressed or not, gives the same records; a file that is damaged is one line."""
+"""Every kind of file, compressed or not, yields the same records; a damaged file is an error."""
 
 import bz2
 import csv
@@ -20,8 +20,8 @@ from llmtrain.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def csv_limit_of_this_process() -> Iterator[None]:
-    """Restore the longest field of a CSV file, which also holds for the files of other readers."""
+def _csv_limit() -> Iterator[None]:
+    """Restore the longest field of a CSV file, which is a global setting of Python."""
     limit = csv.field_size_limit()
     yield
     csv.field_size_limit(limit)
@@ -36,17 +36,18 @@ LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECO
 
 
 def table_text(delimiter: str) -> str:
-    rows = [
-        delimiter.join('"' + value.replace('"', '""') + '"' for value in record.values())
-        for record in RECORDS
-    ]
-    return "\r\n".join([delimiter.join(RECORDS[0]), *rows, ""])
+    """Write the records as CSV or TSV, with all values in quotes."""
+    lines = [delimiter.join(RECORDS[0])]
+    for record in RECORDS:
+        escaped = [value.replace('"', '""') for value in record.values()]
+        lines.append(delimiter.join(f'"{value}"' for value in escaped))
+    return "\r\n".join([*lines, ""])
 
 
-def zstd(raw: bytes) -> bytes:
+def zstd(content: bytes) -> bytes:
     buffer = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(buffer, "zstd") as stream:
-        stream.write(raw)
+        stream.write(content)
     return buffer.getvalue().to_pybytes()
 
 
@@ -75,104 +76,153 @@ TEXT_FILES = {
     "table.csv": table_text(","),
     "table.tsv": table_text("\t"),
 }
-BINARY_FILES = {
+ARROW_FILES = {
     "table.parquet": parquet(),
     "file.arrow": arrow(pyarrow.ipc.new_file),
     "stream.arrow": arrow(pyarrow.ipc.new_stream),
 }
-COMPRESSIONS = {
-    "": lambda raw: raw,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstd,
-}
+COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+
+
+def compress(content: str | bytes, suffix: str) -> bytes:
+    """Compress the content of a file as its suffix says; without a suffix it stays as it is."""
+    raw = content.encode() if isinstance(content, str) else content
+    return COMPRESSORS[suffix](raw) if suffix else raw
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.write_bytes(compress(content, suffix=""))
     return path
 
 
-def records(path: Path, field: str | None = None) -> list[dict]:
+def read(path: Path, field: str | None = None) -> list[dict]:
     return [record.fields for record in open_source(str(path)).records(field)]
 
 
 def complaint(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        records(path)
-    message = str(caught.value)
+    """Return the error for a file without its folder. It is one line, and not too long."""
+    with pytest.raises(UserError) as error:
+        read(path)
+    message = str(error.value)
     assert "\n" not in message
     assert message.startswith(str(path))
     assert len(message) < 350 + len(str(path))
-    return message.removeprefix(str(path.parent) + "/")
+    return message.removeprefix(f"{path.parent}/")
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+# --- records
+
+
+@pytest.mark.parametrize("compression", ["", *COMPRESSORS])
 @pytest.mark.parametrize("name", TEXT_FILES)
-def test_every_kind_of_file_gives_the_same_records(tmp_path, name, compression):
-    content = COMPRESSIONS[compression](TEXT_FILES[name].encode())
+def test_every_kind_of_text_file_yields_the_same_records(tmp_path, name, compression):
+    content = compress(TEXT_FILES[name], compression)
     path = write(tmp_path / f"{name}{compression}".upper(), content)
-    assert records(path) == records(path, "text") == RECORDS
+    assert read(path) == RECORDS
+    assert read(path, "text") == RECORDS
     assert not open_source(str(path)).has_artificial_nulls
 
 
-@pytest.mark.parametrize("name", BINARY_FILES)
-def test_arrow_files_give_the_same_records_and_say_that_their_nulls_may_be_artificial(
-    tmp_path, name
-):
-    path = write(tmp_path / name, BINARY_FILES[name])
-    assert records(path) == RECORDS
-    assert records(path, "id") == [{"id": record["id"]} for record in RECORDS]
+@pytest.mark.parametrize("name", ARROW_FILES)
+def test_every_kind_of_arrow_file_yields_the_same_records(tmp_path, name):
+    path = write(tmp_path / name, ARROW_FILES[name])
+    assert read(path) == RECORDS
+    assert read(path, "id") == [{"id": "0"}, {"id": "1"}, {"id": "2"}]
     assert open_source(str(path)).has_artificial_nulls
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md"])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_compressed_text_is_the_text(tmp_path, suffix, compression):
-    content = COMPRESSIONS[compression](LINES.encode())
-    path = write(tmp_path / f"a{suffix}{compression}", content)
-    assert records(path, "body") == [{"body": LINES}]
+@pytest.mark.parametrize("compression", ["", *COMPRESSORS])
+def test_a_compressed_text_file_is_one_document(tmp_path, suffix, compression):
+    path = write(tmp_path / f"a{suffix}{compression}", compress(LINES, compression))
+    assert read(path, "body") == [{"body": LINES}]
 
 
-def test_texts_in_a_json_array_are_records(tmp_path):
+def test_strings_in_a_json_array_are_records(tmp_path):
     path = write(tmp_path / "a.json", '["one", "two"]')
-    assert records(path) == [{"text": "one"}, {"text": "two"}]
-    assert records(path, "body") == [{"body": "one"}, {"body": "two"}]
+    assert read(path) == [{"text": "one"}, {"text": "two"}]
+    assert read(path, "body") == [{"body": "one"}, {"body": "two"}]
 
 
-@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
-def test_parts_compressed_one_by_one_are_one_file(tmp_path, compression):
-    lines = LINES.encode().splitlines(keepends=True)
-    content = b"".join(map(COMPRESSIONS[compression], lines))
-    assert records(write(tmp_path / f"a.jsonl{compression}", content)) == RECORDS
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_parts_that_were_compressed_one_by_one_are_one_file(tmp_path, compression):
+    parts = [compress(line, compression) for line in LINES.splitlines(keepends=True)]
+    assert read(write(tmp_path / f"a.jsonl{compression}", b"".join(parts))) == RECORDS
 
 
-def test_json_lines_are_named_once_for_a_large_array(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(readers, "_LARGE_JSON", len(TEXT_FILES["one-line-array.json"]) - 1)
-    large = write(tmp_path / "large.json", TEXT_FILES["one-line-array.json"])
-    assert records(large) == records(large) == RECORDS
+def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
+    line = '{"text": "abc"}\n'
+    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", len(line))
+    assert read(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
+
+
+def test_the_log_suggests_json_lines_once_for_a_large_array(tmp_path, monkeypatch, capsys):
+    array = TEXT_FILES["one-line-array.json"]
+    monkeypatch.setattr(readers, "_LARGE_JSON", len(array) - 1)
+    path = write(tmp_path / "large.json", array)
+    for _ in range(2):
+        assert read(path) == RECORDS
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"data      {large} is one large array, which is parsed whole")
+    assert line.startswith(f"data      {path} is one large array, which is parsed whole")
     assert "a .jsonl file, with a record on each line" in line
 
-    records(write(tmp_path / "small.json", "[1]".replace("1", '"text"')))
-    records(write(tmp_path / "lines.json", TEXT_FILES["lines.json"]))
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param('["text"]', id="a small array"),
+        pytest.param(LINES, id="lines"),
+    ],
+)
+def test_the_log_suggests_nothing_for_a_small_array_or_lines(
+    tmp_path, monkeypatch, capsys, content
+):
+    monkeypatch.setattr(readers, "_LARGE_JSON", len(TEXT_FILES["one-line-array.json"]) - 1)
+    read(write(tmp_path / "a.json", content))
     assert capsys.readouterr().out == ""
 
 
-def source_in(folder: Path, *names: str) -> Source:
-    folder.mkdir()
+def open_folder(folder: Path, *names: str) -> Source:
     for name in names:
-        write(folder / name, TEXT_FILES.get(name) or BINARY_FILES[name])
+        write(folder / name, TEXT_FILES.get(name) or ARROW_FILES[name])
     return open_source(str(folder))
 
 
-def test_one_arrow_file_among_others_makes_the_nulls_of_a_folder_artificial(tmp_path):
-    assert source_in(tmp_path / "a", "table.csv", "file.arrow").has_artificial_nulls
-    assert not source_in(tmp_path / "b", "table.csv", "array.json").has_artificial_nulls
+def test_a_folder_with_an_arrow_file_has_artificial_nulls(tmp_path):
+    assert open_folder(tmp_path, "table.csv", "file.arrow").has_artificial_nulls
 
 
+def test_a_folder_of_text_files_has_no_artificial_nulls(tmp_path):
+    assert not open_folder(tmp_path, "table.csv", "array.json").has_artificial_nulls
+
+
+def test_the_fingerprint_depends_on_the_suffix_of_a_compressed_file(tmp_path):
+    plain = write(tmp_path / "a.jsonl", LINES)
+    compressed = write(tmp_path / "a.jsonl.gz", LINES)
+    assert open_source(str(plain)).fingerprint() != open_source(str(compressed)).fingerprint()
+
+
+# --- counts of records
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "count"),
+    [
+        pytest.param("a.jsonl", LINES, 3, id="jsonl"),
+        pytest.param("a.csv", "text\n0\n1\n2\n", 4, id="csv with its header"),
+        pytest.param("a.parquet", ARROW_FILES["table.parquet"], 3, id="parquet"),
+        pytest.param("a.jsonl.gz", compress(LINES, ".gz"), None, id="compressed"),
+        pytest.param("a.json", TEXT_FILES["array.json"], None, id="json"),
+        pytest.param("a.parquet", b"not a parquet file", None, id="damaged"),
+    ],
+)
+def test_records_are_counted_unless_that_takes_as_long_as_reading(tmp_path, name, content, count):
+    assert readers.count_records(write(tmp_path / name, content)) == count
+
+
+# --- errors
+
+# The content of a file, and a part of the error.
 BAD_CONTENT = {
     # JSON arrays and objects.
     "no-json.json": ("oops", "line 1: not JSON (Expecting value)"),
@@ -213,31 +263,32 @@ BAD_CONTENT = {
     # Arrow.
     "junk.arrow": (b"junk", "is not an Arrow file, or it is damaged ("),
     "empty.arrow": (b"", "is not an Arrow file, or it is damaged ("),
-    "cut-file.arrow": (BINARY_FILES["file.arrow"][:-20], "is not an Arrow file, or it is"),
-    "cut-stream.arrow": (BINARY_FILES["stream.arrow"][:-100], "is not an Arrow file, or it is"),
-    "cut.parquet": (BINARY_FILES["table.parquet"][:-20], "is not a parquet file, or it is"),
+    "cut-file.arrow": (ARROW_FILES["file.arrow"][:-20], "is not an Arrow file, or it is"),
+    "cut-stream.arrow": (ARROW_FILES["stream.arrow"][:-100], "is not an Arrow file, or it is"),
+    "cut.parquet": (ARROW_FILES["table.parquet"][:-20], "is not a parquet file, or it is"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CONTENT)
-def test_content_that_cannot_be_read_is_one_line(tmp_path, name):
-    content, expected = BAD_CONTENT[name]
-    assert expected in complaint(write(tmp_path / name, content))
+def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
+    content, error = BAD_CONTENT[name]
+    assert error in complaint(write(tmp_path / name, content))
 
 
-@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".md", ".ndjson"])
-def test_a_damaged_archive_is_one_line(tmp_path, kind, compression):
+def test_a_damaged_archive_is_an_error(tmp_path, kind, compression):
     content = "a\n" * 50_000 if kind in (".csv", ".tsv") else LINES * 1000
-    archive = COMPRESSIONS[compression](content.encode())
-    for damaged in (archive[:-1], archive[: len(archive) // 2], b"no archive " * 9, b""):
+    archive = compress(content, compression)
+    half = archive[: len(archive) // 2]
+    for damaged in (archive[:-1], half, b"no archive " * 9, b""):
         message = complaint(write(tmp_path / f"a{kind}{compression}", damaged))
         assert "copy or download it again" in message
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".xz"])
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
+    ("name", "content", "error"),
     [
         ("a.jsonl", '{"a": 1}\n{"a": "' + "x" * 100, "line 2: the line is longer than 64 bytes"),
         ("a.jsonl", '{"a": "' + "x" * 100 + '"}\n', "line 1: the line is longer than 64 bytes"),
@@ -245,46 +296,16 @@ def test_a_damaged_archive_is_one_line(tmp_path, kind, compression):
         ("a.tsv", 'a\n"' + "x\n" * 100, "not TSV (field larger than field limit (64))"),
     ],
 )
-def test_a_line_without_end_is_an_error_before_it_is_read(
-    tmp_path, monkeypatch, name, content, expected, compression
+def test_a_line_that_is_too_long_is_an_error(
+    tmp_path, monkeypatch, name, content, error, compression
 ):
     monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", 64)
-    path = write(tmp_path / f"{name}{compression}", COMPRESSIONS[compression](content.encode()))
-    assert expected in complaint(path)
-
-
-def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
-    line = '{"text": "abc"}\n'
-    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", len(line))
-    assert records(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
+    path = write(tmp_path / f"{name}{compression}", compress(content, compression))
+    assert error in complaint(path)
 
 
 @pytest.mark.parametrize("name", ["a.docx.gz", "a.parquet.gz", "a.tar.gz", "a.gz"])
 def test_a_compressed_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path, name):
-    path = write(tmp_path / name, gzip.compress(b"words"))
+    path = write(tmp_path / name, compress("words", ".gz"))
     with pytest.raises(UserError, match=r"cannot read '.*\.gz' files.* \.json .*\.zst"):
         open_source(str(path))
-
-
-def test_a_compressed_file_has_a_fingerprint_of_its_own(tmp_path):
-    paths = [write(tmp_path / f"a.jsonl{suffix}", LINES) for suffix in ("", ".gz")]
-    first, second = (open_source(str(path)).fingerprint() for path in paths)
-    assert first != second
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("a.jsonl", 3), ("a.csv", 4), ("a.parquet", 3), ("a.jsonl.gz", None), ("a.json", None)],
-)
-def test_records_are_counted_unless_that_takes_as_long_as_reading(tmp_path, name, expected):
-    records = [{"text": str(i)} for i in range(3)]
-    path = tmp_path / name
-    if name.endswith("parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    elif name.endswith("csv"):
-        path.write_text("text\n0\n1\n2\n")  # the header counts, too
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert readers.count_records(path) == expected
-    (tmp_path / "bad.parquet").write_bytes(b"not a parquet file")
-    assert readers.count_records(tmp_path / "bad.parquet") is None
