@@ -1,4 +1,4 @@
-"""Tiny checkpoints of multimodal classes, with a processor and a tokenizer, for training on text."""
+"""Tiny checkpoints of multimodal classes, with a tokenizer and a processor, to train on text."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
+from tests.models.small_models import byte_tokenizer
 
 _TEXT = {
     "vocab_size": 300,
@@ -127,7 +127,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 
 
-# A tensor that the full class ignores, as Qwen3.5's files have some.
+# The full class of Qwen3.5 ignores some tensors of published files. This is such a tensor.
 IGNORED = "mtp.fc.weight"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -143,9 +143,9 @@ def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32
         tensors = load_file(weights) | {IGNORED: torch.randn(32, 64).to(dtype)}
         save_file(tensors, weights, {"format": "pt"})
 
-    words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
-    set_template(words, "chatml")
-    words.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    set_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
     for file in PROCESSOR_FILES:
         (folder / file).write_text(f'{{"of": "{name}"}}')
     return folder

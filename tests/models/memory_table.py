@@ -190,16 +190,22 @@ def planned_lines(model: str, methods: Sequence[str] = tuple(METHODS)) -> list[s
 
 def _memory(folder: Path, is_lora: bool) -> Memory:
     """Return the memory of a model with float32 weights, in full or with LoRA."""
-    flags = ["--model_name_or_path", str(folder), "--tokenizer", "byte"]
-    flags += ["--dataset", str(folder / "chats.jsonl"), "--max_length", str(TOKENS)]
-    flags += ["--global_batch_size", str(ROWS), "--dtype", "float32"]
+    flags = f"{_run_flags(folder)} --dtype float32"
     if is_lora:
-        flags += ["--lora_r", "16"]
-    return Memory(build_recipe_model(FINETUNE, flags, "bf16"), on_gpu=True)
+        flags += " --lora_r 16"
+    return Memory(build_recipe_model(FINETUNE, flags.split(), "bf16"), on_gpu=True)
+
+
+def _run_flags(folder: Path) -> str:
+    """Return the flags of every run in the tables."""
+    return (
+        f"--model_name_or_path {folder} --tokenizer byte --dataset {folder / 'chats.jsonl'} "
+        f"--max_length {TOKENS} --global_batch_size {ROWS}"
+    )
 
 
 def _cell(memory: Memory, size: str, method: Method) -> str:
-    """Return the first way in which a method fits a card, or what it needs at least."""
+    """Return the first way in which a method fits a card, or the least memory that it needs."""
     saved = bytes_saved_by_4_bits(memory) if method.has_4_bits else 0.0
     limit = size_bytes(size) * (1 - RESERVED_MEMORY)
     totals = []
@@ -208,14 +214,15 @@ def _cell(memory: Memory, size: str, method: Method) -> str:
         every = least_recomputation(
             memory, ONE_PROCESS, rows=rows, accumulation=accumulation, device_bytes=limit + saved
         ).every
-        total = memory.bytes_of(ONE_PROCESS, rows, accumulation, every).total - saved
+        planned = memory.bytes_of(ONE_PROCESS, rows, accumulation=accumulation, every=every)
+        total = planned.total - saved
         totals.append(total)
         if total <= limit:
             break
 
     if total > limit:
         return f"no: {min(totals) / 2**30:.1f} GiB"
-    speed = _tokens_per_second(memory, CARDS[size], rows, every)
+    speed = _tokens_per_second(memory, CARDS[size], rows=rows, every=every)
     remarks = [f"{total / 2**30:.1f} GiB", f"{speed:,.0f}/s"]
     if every:
         blocks = memory.activations(rows, False, every).blocks
@@ -225,7 +232,7 @@ def _cell(memory: Memory, size: str, method: Method) -> str:
     return ", ".join(remarks)
 
 
-def _tokens_per_second(memory: Memory, card: str, rows: int, every: int) -> float:
+def _tokens_per_second(memory: Memory, card: str, *, rows: int, every: int) -> float:
     """Return the planned speed, to three digits."""
     device, cluster = hardware_of(PlanRequest(FINETUNE, [], device=card))
     compute = estimate_compute(memory, device, USUAL_MFU)
@@ -256,14 +263,14 @@ def bytes_saved_by_4_bits(memory: Memory) -> float:
 
 
 def measured_lines() -> list[str]:
-    """Return the lines of the table of measured runs, beside what is planned for them."""
+    """Return the lines of the table of measured runs, beside the plans for them."""
     lines = []
     for run in MEASURED:
         with _model_folder(MEASURED_MODELS[run.model]) as folder:
             memory = _memory(folder, METHODS[run.method].is_lora)
         every = int(run.recomputes)
         planned = memory.bytes_of(ONE_PROCESS, ROWS, accumulation=1, every=every).total / 2**30
-        speed = _tokens_per_second(memory, CARDS["141gb"], ROWS, every)
+        speed = _tokens_per_second(memory, CARDS["141gb"], rows=ROWS, every=every)
         cells = [
             run.model,
             run.method,
@@ -282,16 +289,16 @@ def measured_lines() -> list[str]:
 
 
 def fit_text(size: str) -> str:
-    """Return what the command prints for the full fine-tuning of the 8B model on a card."""
+    """Return the output of the command for the full fine-tuning of the 8B model on a card."""
     with _model_folder(MODELS["Qwen3-8B"]) as folder:
-        words = ["plan", FINETUNE, "--model_name_or_path", str(folder), "--tokenizer", "byte"]
-        words += ["--dataset", str(folder / "chats.jsonl"), "--max_length", str(TOKENS)]
-        words += ["--global_batch_size", str(ROWS), "--per_device_train_batch_size", str(ROWS)]
-        words += ["--device", CARDS[size], "--fit", size]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            llmtrain(words)
-        return printed.getvalue().replace(str(folder), "FOLDER")
+        command = (
+            f"plan {FINETUNE} {_run_flags(folder)} --per_device_train_batch_size {ROWS} "
+            f"--device {CARDS[size]} --fit {size}"
+        )
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            llmtrain(command.split())
+        return output.getvalue().replace(str(folder), "FOLDER")
 
 
 # --- models

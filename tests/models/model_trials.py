@@ -1,6 +1,6 @@
-"""Try what a run does with a model, on a small one: what a row of the table of models says.
+"""Try the steps of a run with a small model of a family, for its row in the table of models.
 
-Each trial has one cell. Its text is ``yes``, or says in a few words what fails.
+Each trial has one cell. Its text is ``yes``, or the reason for a failure in a few words.
 """
 
 import contextlib
@@ -18,11 +18,9 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     PreTrainedConfig,
-    PreTrainedTokenizerFast,
 )
 
 from llmtrain import LoraConfig, ModelBundle, ModelConfig, load_model
-from llmtrain.data import tokenizer as tok
 from llmtrain.errors import first_line
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.hub_models import auto_class
@@ -41,13 +39,14 @@ from tests.models.packing_trials import (
     published_config,
     with_smallest,
 )
+from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
 _SEED = 3
 
 
 class Step(NamedTuple):
-    """One step of a model: what two ranks must compute as one process does.
+    """The results of one step of a model, which two ranks must compute as one process does.
 
     Attributes:
         loss: the summed loss of a row.
@@ -59,7 +58,7 @@ class Step(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What was found out about a family in one process.
+    """The results of the trials of a family in one process.
 
     Attributes:
         cells: the texts of the cells, by column.
@@ -80,8 +79,8 @@ def try_family(family: str, folder: Path) -> Trial:
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of peft
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         config = published_config(family)
         return with_smallest(config, lambda small: _try_small(small, folder))
 
@@ -130,15 +129,11 @@ def _in_few_words(error: Exception) -> str:
     return re.split(r"[.;] |\.$| \(", message)[0].replace("|", "/")
 
 
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that fits every small model."""
-    return tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), ROW_LENGTH)
-
-
 def load(accelerator: Accelerator, folder: Path, lora: LoraConfig | None = None) -> ModelBundle:
-    """Load a model as a run does, which tries its attention and its gradients as well."""
+    """Load a model as a run does, which also tries its attention and its gradients."""
     config = ModelConfig(str(folder), max_length=ROW_LENGTH)
-    return place(accelerator, load_model(config, lora, SomeRows(words()), _SEED, "no"))
+    rows = SomeRows(byte_tokenizer(ROW_LENGTH))
+    return place(accelerator, load_model(config, lora, rows, seed=_SEED, precision="no"))
 
 
 def take_step(bundle: ModelBundle) -> Step:
@@ -158,7 +153,7 @@ def take_step(bundle: ModelBundle) -> Step:
 
 @torch.no_grad()
 def _reload(bundle: ModelBundle, folder: Path) -> None:
-    """Write the trained model, and compare its logits in transformers alone."""
+    """Write the trained model, load it with transformers, and compare the logits."""
     model: Any = bundle.model
     files = bundle.files.finished("auto")
     write_model(folder, files, files.export_tensors(model))
@@ -173,7 +168,7 @@ def _reload(bundle: ModelBundle, folder: Path) -> None:
 
 
 def _lora_targets(accelerator: Accelerator, folder: Path) -> str:
-    """Add LoRA to all linear layers, and return the last names of what got matrices."""
+    """Add LoRA to all linear layers, and return the last names of the modules that got matrices."""
     files = load(accelerator, folder, LoraConfig(lora_r=2)).files
     assert isinstance(files, AdapterFiles)
     tuner = files.adapted.base_model
@@ -187,7 +182,8 @@ def _build_reward_model(folder: Path) -> None:
     config_class = type(AutoConfig.from_pretrained(folder))
     assert config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "no class"
     config = ModelConfig(str(folder), max_length=ROW_LENGTH)
-    build_model(config, words(), torch.float32, is_frozen=False, is_reward_model=True)
+    tokenizer = byte_tokenizer(ROW_LENGTH)
+    build_model(config, tokenizer, torch.float32, is_frozen=False, is_reward_model=True)
 
 
 def try_sharded(accelerator: Accelerator, folder: Path, expected: Step) -> str:
@@ -204,10 +200,13 @@ def _step_sharded(accelerator: Accelerator, folder: Path, expected: Step) -> Non
     square = torch.tensor(grad_norm**2)
     torch.distributed.all_reduce(square)
 
-    for name, value, other in (
-        ("loss", loss, expected.loss),
-        ("gradient", square.item() ** 0.5, expected.grad_norm),
-    ):
-        assert abs(value - other) < 1e-4 * other, f"{name} {value:.6} instead of {other:.6}"
+    _check_close("loss", loss, expected.loss)
+    _check_close("gradient", square.item() ** 0.5, expected.grad_norm)
     local, full = parameter_bytes(bundle.model)
     assert local < 0.6 * full, f"a rank holds {local / full:.0%} of the weights"
+
+
+def _check_close(name: str, value: float, expected: float) -> None:
+    """Check a number up to its rounding. The message becomes the text of a cell."""
+    is_close = abs(value - expected) < 1e-4 * expected
+    assert is_close, f"{name} {value:.6} instead of {expected:.6}"

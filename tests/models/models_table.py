@@ -17,8 +17,10 @@ import multiprocessing
 import os
 import re
 import tempfile
+from collections.abc import Set
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import transformers
 
@@ -120,8 +122,10 @@ def try_families(families: list[str]) -> dict[str, Trial]:
         steps = {family: trial.step for family, trial in trials.items() if trial.step}
         (folder / "steps.json").write_text(json.dumps(steps))
         launcher = accelerate("fsdp2", "--mixed_precision", "no")
-        run_forked([*launcher, "tests/models/sharded_families.py", name], timeout=600).assert_ok()
+        command = [*launcher, "tests/models/sharded_families.py", name]
+        run_forked(command, timeout=600).assert_ok()
         sharded = json.loads((folder / "sharded.json").read_text())
+
     for family, trial in trials.items():
         trial.cells["family"] = family
         trial.cells["FSDP2"] = sharded.get(family, "-")
@@ -130,7 +134,7 @@ def try_families(families: list[str]) -> dict[str, Trial]:
 
 
 def _processes() -> ProcessPoolExecutor:
-    """Return two processes, which have imported what a trial needs."""
+    """Return two processes that have imported the modules of a trial."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, try_family.__module__])
     return ProcessPoolExecutor(max_workers=2, mp_context=context)
@@ -177,6 +181,18 @@ def _verdict(class_name: str) -> Verdict | str:
         return str(error)
 
 
+def _verdicts_on(class_names: Set[str]) -> dict[str, Verdict]:
+    """Return the verdicts on classes, and print those that cannot be tried."""
+    verdicts: dict[str, Verdict] = {}
+    with _processes() as pool:
+        for class_name, verdict in zip(class_names, pool.map(_verdict, class_names), strict=True):
+            if verdict in ORDER:
+                verdicts[class_name] = cast(Verdict, verdict)
+            else:
+                print(class_name, "was not tried:", verdict)
+    return verdicts
+
+
 def main() -> None:
     """Write the page, and the verdicts on its classes or on all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,16 +204,14 @@ def main() -> None:
     PAGE.write_text(_with_rows(PAGE.read_text(), trials))
     verdicts = {trial.cells["class"]: trial.packing.verdict for trial in trials.values()}
 
-    listed = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
+    other_classes = types_of_classes().keys() - verdicts.keys()
     if arguments.all_classes:
-        with _processes() as pool:
-            others = types_of_classes().keys() - verdicts.keys()
-            listed = dict(zip(others, pool.map(_verdict, others), strict=True))
-        for class_name, verdict in [*listed.items()]:
-            if verdict not in ORDER:
-                print(class_name, "was not tried:", listed.pop(class_name))
-    listed = {name: listed[name] for name in listed.keys() & types_of_classes()} | verdicts
-    result = {"transformers": transformers.__version__, "classes": dict(sorted(listed.items()))}
+        verdicts |= _verdicts_on(other_classes)
+    else:
+        listed = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
+        verdicts |= {name: listed[name] for name in listed.keys() & other_classes}
+
+    result = {"transformers": transformers.__version__, "classes": dict(sorted(verdicts.items()))}
     VERDICTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -130,20 +130,23 @@ def with_smallest(config: PreTrainedConfig, trial: Callable[[PreTrainedConfig], 
 def packing_of(model: PreTrainedModel) -> Packing:
     """Return the verdict on a model, which changes."""
     remove_modules(model, outside_text_tower(model))
-    # With shared prompts, a model may compute its attention in another way. Attention chunks that
-    # are shorter than the row exclude them.
+    # A model may compute its attention differently if prompts are shared. They cannot be shared if
+    # attention has chunks that are shorter than the row.
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
-    for_pairs = make_causal_lm(copy.deepcopy(model), chunk or ROW_LENGTH, shares_prompts=True)
-    for_documents = make_causal_lm(model, ROW_LENGTH)
-    probe(for_documents)
-    if leaks(for_documents):
-        return Packing("leaks", _reason_of_leak(for_documents))
-    probe(for_pairs)
-    if shares_prompts(for_pairs) and not leaks(for_pairs):
+    model_for_pairs = make_causal_lm(copy.deepcopy(model), chunk or ROW_LENGTH, shares_prompts=True)
+
+    model_for_documents = make_causal_lm(model, ROW_LENGTH)
+    probe(model_for_documents)
+    if leaks(model_for_documents):
+        return Packing("leaks", _reason_of_leak(model_for_documents))
+
+    probe(model_for_pairs)
+    if shares_prompts(model_for_pairs) and not leaks(model_for_pairs):
         return Packing("shares", "")
-    implementation = for_pairs.config._attn_implementation
-    is_own = implementation == ATTENTION_NAME
-    return Packing("packs", "other layers" if is_own else f"{implementation} attention")
+    implementation = model_for_pairs.config._attn_implementation
+    if implementation == ATTENTION_NAME:
+        return Packing("packs", "other layers")
+    return Packing("packs", f"{implementation} attention")
 
 
 def build_on_meta_device(config: PreTrainedConfig) -> nn.Module:
@@ -162,21 +165,21 @@ def build(config: PreTrainedConfig) -> PreTrainedModel:
         return auto_class(config).from_config(config, dtype=torch.float32)
 
 
-# --- what leaks
+# --- the reason for a leak
 
 
 class _Call(NamedTuple):
-    """What a module did for the second documents of two rows.
+    """The hidden states of the second documents of two rows, before and after a module.
 
     Attributes:
-        module: the name of its class.
-        taken: the hidden states that it got [B, T, C].
-        given: those that it returned.
+        module: the name of the class of the module.
+        inputs: the hidden states that it got [B, T, C].
+        outputs: the hidden states that it returned [B, T, C].
     """
 
     module: str
-    taken: Tensor
-    given: Tensor
+    inputs: Tensor
+    outputs: Tensor
 
 
 _DOCUMENT = 8  # tokens
@@ -193,8 +196,9 @@ def _reason_of_leak(model: CausalLM) -> str:
     other_ids[:, :_DOCUMENT] = other_ids[:, :_DOCUMENT].flip(1)
 
     reasons: list[str] = []
-    for call, other in zip(_calls(model, ids), _calls(model, other_ids), strict=True):
-        if not differ(call.taken, other.taken) and differ(call.given, other.given):
+    for call, changed in zip(_calls(model, ids), _calls(model, other_ids), strict=True):
+        has_same_inputs = not differ(call.inputs, changed.inputs)
+        if has_same_inputs and differ(call.outputs, changed.outputs):
             reasons.append(call.module)
             break
     if "position_ids" not in inspect.signature(model.own_class.forward).parameters:
@@ -203,15 +207,15 @@ def _reason_of_leak(model: CausalLM) -> str:
 
 
 def _calls(model: CausalLM, ids: Tensor) -> Iterator[_Call]:
-    """Run a model on packed rows, and yield what its modules did, inner modules first."""
+    """Run a model on packed rows, and yield the calls of its modules, inner modules first."""
     positions = torch.arange(_DOCUMENT).repeat(2).expand_as(ids)
     calls: list[_Call] = []
 
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        taken = _hidden_states([*args, *kwargs.values()])
-        given = _hidden_states(output if isinstance(output, tuple) else [output])
-        if taken is not None and given is not None:
-            calls.append(_Call(name, taken, given))
+        inputs = _hidden_states([*args, *kwargs.values()])
+        outputs = _hidden_states(output if isinstance(output, tuple) else [output])
+        if inputs is not None and outputs is not None:
+            calls.append(_Call(name, inputs, outputs))
 
     hooks = [
         module.register_forward_hook(
@@ -233,7 +237,7 @@ def _calls(model: CausalLM, ids: Tensor) -> Iterator[_Call]:
 
 
 def _hidden_states(values: Any) -> Tensor | None:
-    """Return those of the second document in the first value that holds some."""
+    """Return the hidden states of the second document, from the first value that has some."""
     for value in values:
         is_tensor = isinstance(value, Tensor) and value.is_floating_point()
         if is_tensor and value.ndim == 3 and value.shape[1] == 2 * _DOCUMENT:

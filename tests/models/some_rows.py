@@ -1,4 +1,4 @@
-"""Rows as a model sees them."""
+"""A stand-in for the rows that a model is built for."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass
 class SomeRows:
-    """What :func:`load_model` asks of the prepared data."""
+    """The attributes of prepared rows that :func:`load_model` reads, without any rows."""
 
     tokenizer: PreTrainedTokenizerFast
     is_packed: bool = False

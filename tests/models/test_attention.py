@@ -290,7 +290,7 @@ def test_borders_have_recurring_shapes_on_a_gpu() -> None:
     assert borders.tolist() == expected + [end] * (64 - len(expected))
 
 
-# --- what transformers computes itself
+# --- rows that are left to transformers
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def head_dim_of(source: str, overrides: str) -> int | None:
 @pytest.mark.parametrize(
     ("family", "overrides", "expected"),
     [
+        # The width divided by the heads.
         ("llama", "hidden_size=4096,num_attention_heads=32,num_key_value_heads=8", 128),
         ("llama", "hidden_size=256", 64),
         ("llama", "num_attention_heads=8", 16),
@@ -61,27 +62,32 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
 
 
 @pytest.mark.parametrize(
-    "text",
+    "overrides",
     ["hidden_size,pad_token_id=null", "pad_token_id=null,hidden_size=", "hidden_size", "[1]"],
 )
-def test_a_key_without_a_value_is_refused(text: str) -> None:
+def test_a_key_without_a_value_is_refused(overrides: str) -> None:
     with pytest.raises(UserError, match="write key=value,key=value"):
-        parse_overrides(text)
+        parse_overrides(overrides)
 
 
 @pytest.mark.parametrize("null", ["null", "~", "Null"])
 def test_a_value_may_be_null_text_or_a_list(null: str) -> None:
     overrides = parse_overrides(f"pad_token_id={null},hidden_act='',layer_types=[a,b],n=3")
-    expected = {"pad_token_id": None, "hidden_act": "", "layer_types": ["a", "b"], "n": 3}
-    assert overrides == expected
+    assert overrides == {
+        "pad_token_id": None,
+        "hidden_act": "",
+        "layer_types": ["a", "b"],
+        "n": 3,
+    }
 
 
-def test_the_length_of_a_folder_without_a_slash_is_seen(
+def test_from_config_may_be_a_folder_unless_it_is_the_name_of_a_model_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("tiny", "llama", "run/model"):
         AutoConfig.for_model("llama", max_position_embeddings=48).save_pretrained(tmp_path / name)
     monkeypatch.chdir(tmp_path)
+
     assert ModelConfig(from_config="tiny").max_positions() == 48
     assert ModelConfig(from_config="run").from_config == "run/model"
-    assert ModelConfig(from_config="llama").max_positions() is None, "a model type is no folder"
+    assert ModelConfig(from_config="llama").max_positions() is None

@@ -276,8 +276,8 @@ def test_flash_attention_gets_all_documents_end_to_end_in_a_single_row(load, mon
 
     assert nll == pytest.approx(expected, rel=1e-12)
     assert nll_of_prepared_batch == pytest.approx(expected, rel=1e-12)
-    one_row, no_mask, longest = 1, None, LENGTH - 1
-    assert set(calls) == {(one_row, no_mask, longest)}
+    # A single row, without a mask. A document is at most as long as a row.
+    assert set(calls) == {(1, None, LENGTH - 1)}
 
 
 def test_attention_that_finds_documents_only_in_a_single_row_leaks(load, monkeypatch):

@@ -182,7 +182,7 @@ def change_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# --- what is trained
+# --- trained parameters
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
@@ -362,7 +362,7 @@ def test_modules_to_save_are_trained_exported_continued_and_merged(
     torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)
 
 
-# --- what is saved, and who can load it
+# --- checkpoints and exported adapters
 
 
 @pytest.mark.parametrize("base", ["untied", "tied"])
@@ -506,7 +506,7 @@ def test_the_fingerprint_of_a_run_has_every_setting_of_its_adapter(adapt):
     }
 
 
-# --- where an answer ends
+# --- the end of an answer
 
 
 class ConstantModel:
@@ -860,7 +860,7 @@ def check_continued_training(
     )
 
 
-# --- refusals: each is one line that says what to do
+# --- refusals
 
 
 @pytest.mark.parametrize(

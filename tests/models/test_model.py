@@ -1,6 +1,7 @@
-"""What an objective or a metric may call means the same on every model."""
+"""Objectives and metrics can call the same methods on every model."""
 
 import inspect
+import itertools
 import re
 from typing import Any
 
@@ -49,7 +50,7 @@ class LossOnly(Recurrent):
         return super().forward(input_ids, labels)
 
 
-def built(name: str) -> Any:
+def build(name: str) -> Any:
     torch.manual_seed(2)
     if name == "recurrent":
         return make_trainable(Recurrent())
@@ -69,7 +70,7 @@ def batch_of(model: Any, packed: bool) -> Batch:
 
 
 def expected_logits(model: Any, batch: Batch) -> Tensor:
-    """Compute each document alone, by calling the model."""
+    """Compute the logits of each document in a row of its own."""
     documents = [slice(0, TOKENS - 1)]
     if "position_ids" in batch:
         documents = [slice(0, 4), slice(4, TOKENS - 1)]
@@ -77,12 +78,14 @@ def expected_logits(model: Any, batch: Batch) -> Tensor:
     return torch.cat([getattr(output, "logits", output) for output in outputs], dim=1)
 
 
-CASES = [(name, packed) for name in ("gpt2", "lfm2", "llama") for packed in (False, True)]
+MODELS = ["gpt2", "lfm2", "llama"]
 
 
-@pytest.mark.parametrize(("name", "packed"), [*CASES, ("recurrent", False)])
-def test_every_model_returns_the_same_things(name: str, packed: bool) -> None:
-    model = built(name)
+@pytest.mark.parametrize(
+    ("name", "packed"), [*itertools.product(MODELS, [False, True]), ("recurrent", False)]
+)
+def test_the_methods_of_every_model_agree_with_its_logits(name: str, packed: bool) -> None:
+    model = build(name)
     batch = batch_of(model, packed)
     logits = expected_logits(model, batch)
     targets = batch["labels"][:, 1:].flatten()
@@ -91,9 +94,10 @@ def test_every_model_returns_the_same_things(name: str, packed: bool) -> None:
     torch.testing.assert_close(model.logits(**batch), logits)
     torch.testing.assert_close(model.nll(**batch), losses.sum())
     torch.testing.assert_close(model.nll(**batch, per_target=True), losses)
-    chosen = torch.tensor([5, 0, -1])
-    some = model.nll(**batch, per_target=True, target_positions=chosen)
-    torch.testing.assert_close(some, torch.stack([losses[5], losses[0], torch.zeros(())]))
+    target_positions = torch.tensor([5, 0, -1])  # -1 is padding
+    chosen_losses = model.nll(**batch, per_target=True, target_positions=target_positions)
+    expected_losses = torch.stack([losses[5], losses[0], torch.zeros(())])
+    torch.testing.assert_close(chosen_losses, expected_losses)
 
     positions = torch.tensor([7, 0, 12])
     at_positions = model.logits_at(positions, **batch)
@@ -101,14 +105,20 @@ def test_every_model_returns_the_same_things(name: str, packed: bool) -> None:
     assert model.run_layers(**batch) is None
 
 
-@pytest.mark.parametrize(("name", "packed"), CASES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
 def test_the_head_makes_logits_of_the_hidden_states(name: str, packed: bool) -> None:
-    model = built(name)
+    model = build(name)
     batch = batch_of(model, packed)
-    head = model.lm_head.weight if name == "llama" else model.head
-    logits = F.linear(model.hidden(**batch), head)
+    weight = model.get_output_embeddings().weight if name == "llama" else model.head
+    logits = F.linear(model.hidden(**batch), weight)
     torch.testing.assert_close(logits, expected_logits(model, batch))
 
+
+@pytest.mark.parametrize("name", MODELS)
+def test_run_layers_runs_the_base_model_once(name: str) -> None:
+    model = build(name)
+    batch = batch_of(model, packed=False)
     calls: list[nn.Module] = []
     with model.base_model.register_forward_hook(lambda module, *_: calls.append(module)):
         model.run_layers(**batch)
@@ -117,14 +127,13 @@ def test_the_head_makes_logits_of_the_hidden_states(name: str, packed: bool) -> 
 
 @pytest.mark.parametrize("own_class", [lt.GPT, LFM2, CausalLM])
 @pytest.mark.parametrize("name", METHODS)
-def test_every_class_can_be_called_as_the_protocol_says(own_class: type, name: str) -> None:
+def test_every_class_has_the_signatures_of_the_protocol(own_class: type, name: str) -> None:
     parameters = inspect.signature(getattr(own_class, name)).parameters
-    for parameter in inspect.signature(getattr(lt.Model, name)).parameters.values():
-        takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            assert parameters[parameter.name].kind is parameter.kind
-            assert parameters[parameter.name].default == parameter.default
-        assert takes_others
+    assert any(p.kind is p.VAR_KEYWORD for p in parameters.values()), "columns of a batch"
+    for expected in inspect.signature(getattr(lt.Model, name)).parameters.values():
+        if expected.kind is not expected.VAR_KEYWORD:
+            assert parameters[expected.name].kind is expected.kind
+            assert parameters[expected.name].default == expected.default
 
 
 # --- models of the user
@@ -167,14 +176,13 @@ def test_the_model_of_the_guide_has_hidden_states_for_its_objective(
 ) -> None:
     page = (ROOT / "docs" / "guides" / "own-model.md").read_text()
     (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {"lt": lt, "nn": nn}
-    exec(code, names)
+    variables: dict[str, Any] = {"lt": lt, "nn": nn}
+    exec(code, variables)
 
-    own_model = names["Recurrent"](VOCABULARY)
-    batch = batch_of(own_model, packed=False)
-    own_engine = engine_of(accelerator, own_model, names["SmallStates"](weight=0.5))
-    gpt_engine = engine_of(accelerator, built("gpt2"), names["SmallStates"](weight=0.5))
-    for engine in (own_engine, gpt_engine):
+    custom_model = variables["Recurrent"](VOCABULARY)
+    batch = batch_of(custom_model, packed=False)
+    for own_model in (custom_model, build("gpt2")):
+        engine = engine_of(accelerator, own_model, variables["SmallStates"](weight=0.5))
         model: Any = engine.unwrapped
         is_target = batch["labels"][:, 1:] != IGNORED
         penalty = 0.5 * model.hidden(**batch)[is_target].square().mean(-1).sum()
@@ -218,7 +226,7 @@ class Unknown(lt.Objective):
         (UsesLogits, LossOnly, r"LossOnly only returns a loss.* `labels` .* default None"),
     ],
 )
-def test_the_line_names_who_calls_what_the_model_lacks(
+def test_the_error_names_the_objective_and_the_missing_attribute(
     accelerator: Accelerator, objective: type[lt.Objective], own_class: type, message: str
 ) -> None:
     engine = engine_of(accelerator, own_class(), objective())
@@ -227,7 +235,7 @@ def test_the_line_names_who_calls_what_the_model_lacks(
         engine.loss(batch)
 
 
-def test_a_mistake_in_the_model_itself_or_about_another_object_keeps_its_traceback(
+def test_an_attribute_error_within_the_model_or_of_another_object_is_raised_as_it_is(
     accelerator: Accelerator,
 ) -> None:
     class Wrong(Recurrent):

@@ -155,7 +155,7 @@ def test_the_card_names_the_loss(loss: str, line: str, build, tmp_path: Path) ->
     assert f"\n{line}\n" in (folder / "README.md").read_text()
 
 
-def test_a_reward_model_has_the_padding_token_of_the_tokenizer_even_if_its_id_is_zero() -> None:
+def test_the_padding_token_of_a_reward_model_may_have_the_id_zero() -> None:
     """Transformers scores the last token that is not padding."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|end|>"})

@@ -1,4 +1,4 @@
-"""A Modelfile asks for an answer as the chat template of the model does."""
+"""A Modelfile for Ollama asks for an answer as the chat template of the model does."""
 
 import json
 import re
@@ -8,79 +8,93 @@ from typing import Any
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template, template_text
 from llmtrain.errors import UserError
 from llmtrain.models.ollama import turn_format, write_modelfile
 from tests.data.chats import QWEN3, R1, TEMPLATES, make, unmarked
 from tests.launching import read_json
+from tests.models.small_models import byte_tokenizer
 
-TURNS = ["What is 2 + 2?", "4 {it} is", "And\n\n  3 + 3?", "6 <b>", "Ünïcode 漢字 🙂?"]
+# --- chat templates in Go
+
+
+MESSAGES = ["What is 2 + 2?", "4 {it} is", "And\n\n  3 + 3?", "6 <b>", "Ünïcode 漢字 🙂?"]
 REFUSES_SYSTEM = "{%- if messages[0].role == 'system' -%}{{- raise_exception('no') -}}{%- endif -%}"
-
-
-def template_of(name: str) -> str:
-    if name == "shipped":
-        return template_text("chatml")
-    if name == "gemma":
-        return REFUSES_SYSTEM + unmarked(TEMPLATES[name])
-    return unmarked(TEMPLATES[name])
+ADDS_SYSTEM = """
+{%- if messages[0].role != 'system' -%}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' -}}{%- endif -%}
+"""
+CHATML = unmarked(TEMPLATES["chatml"])
 
 
 def chats(roles: list[str]) -> list[list[dict[str, str]]]:
-    """Return chats of one to five turns, with and without a system message."""
-    alternating = [
-        [{"role": ("user", "assistant")[i % 2], "content": TURNS[i]} for i in range(length)]
-        for length in (1, 3, 5)
-    ]
-    if "system" not in roles:
-        return alternating
-    rule = {"role": "system", "content": "Be brief."}
-    return [*alternating, *([rule, *chat] for chat in alternating)]
+    """Return chats of one to five messages, with and without a system message if there is one."""
+    conversation = []
+    for number, content in enumerate(MESSAGES):
+        role = "user" if number % 2 == 0 else "assistant"
+        conversation.append({"role": role, "content": content})
+    chats = [conversation[:length] for length in (1, 3, 5)]
+    if "system" in roles:
+        system = {"role": "system", "content": "Be brief."}
+        chats += [[system, *chat] for chat in chats]
+    return chats
 
 
 def rendered_by_go(template: str, messages: list[dict[str, str]]) -> str:
-    """Evaluate the actions that a Modelfile of ours has; any other is left in the text.
+    """Evaluate the few actions of Go's text/template that a Modelfile of this package has.
 
-    ``range``, ``if eq`` and fields are all of Go's text/template that is needed.
+    They are a ``range`` over the messages with a branch for each role. Others stay in the text.
     """
-    whole = r"(.*?)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*?)"
-    match = re.fullmatch(whole, template, re.DOTALL)
+    pattern = r"(.*?)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*?)"
+    match = re.fullmatch(pattern, template, re.DOTALL)
     assert match is not None
     beginning, body, prompt = match.groups()
+
     _, *branches = re.split(r'\{\{ (?:else )?if eq \.Role "(\w+)" \}\}', body)
     turns = dict(zip(branches[::2], branches[1::2], strict=True))
-    texts = [
-        turns.get(message["role"], "").replace("{{ .Content }}", message["content"])
-        for message in messages
-    ]
-    return "".join([beginning, *texts, prompt])
+    text = beginning
+    for message in messages:
+        turn = turns.get(message["role"], "")
+        text += turn.replace("{{ .Content }}", message["content"])
+    return text + prompt
 
 
-@pytest.mark.parametrize("name", ["shipped", "chatml", "llama", "gemma", "zephyr"])
-def test_go_renders_what_jinja_renders(name: str) -> None:
-    tokenizer = make(template_of(name))
+@pytest.mark.parametrize(
+    ("template", "has_system"),
+    [
+        pytest.param(template_text("chatml"), True, id="shipped"),
+        pytest.param(CHATML, True, id="chatml"),
+        pytest.param(unmarked(TEMPLATES["llama"]), True, id="llama"),
+        pytest.param(REFUSES_SYSTEM + unmarked(TEMPLATES["gemma"]), False, id="gemma"),
+        pytest.param(unmarked(TEMPLATES["zephyr"]), True, id="zephyr"),
+    ],
+)
+def test_go_renders_the_text_that_jinja_renders(template: str, has_system: bool) -> None:
+    tokenizer = make(template)
     turns = turn_format(tokenizer)
     assert turns is not None
-    assert ("system" in turns.prefixes) == (name != "gemma")
+    assert ("system" in turns.prefixes) == has_system
     for chat in chats([*turns.prefixes]):
         expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         assert rendered_by_go(turns.go_template(), chat) == expected
 
 
-WITH_A_DEFAULT_RULE = """
-{%- if messages[0].role != 'system' -%}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' -}}{%- endif -%}
-""" + unmarked(TEMPLATES["chatml"])
-NAMES_THE_FIRST = unmarked(TEMPLATES["chatml"]).replace(
-    "m.role +", "m.role + loop.index0 | string +"
-)
-
-
 @pytest.mark.parametrize(
-    "template", [QWEN3, R1, WITH_A_DEFAULT_RULE, NAMES_THE_FIRST, "{{ 1 / 0 }}"]
+    "template",
+    [
+        pytest.param(QWEN3, id="Qwen 3, which drops earlier reasoning"),
+        pytest.param(R1, id="DeepSeek R1"),
+        pytest.param(ADDS_SYSTEM + CHATML, id="adds a system message"),
+        pytest.param(
+            CHATML.replace("m.role +", "m.role + loop.index0 | string +"), id="numbers the turns"
+        ),
+        pytest.param("{{ 1 / 0 }}", id="fails"),
+    ],
 )
 def test_a_template_whose_turns_depend_on_others_is_not_translated(template: str) -> None:
     assert turn_format(make(template)) is None
+
+
+# --- the Modelfile, and the configuration beside it
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -88,8 +102,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished llama with the shipped template, and with rotary positions unlike the default."""
-    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+    """Write a Llama with the shipped template, whose rotary positions are not the default."""
+    tokenizer = byte_tokenizer()
     set_template(tokenizer, "chatml")
     rope = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, **LLAMA3}
     config = LlamaConfig(
@@ -108,12 +122,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change(path: Path, **settings: Any) -> None:
-    path.write_text(json.dumps(read_json(path) | settings))
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(read_json(path) | changes))
 
 
-def test_a_modelfile_has_the_template_the_stops_and_the_settings(folder: Path) -> None:
-    before = LlamaConfig.from_pretrained(folder)
+def test_a_modelfile_has_the_template_the_stop_tokens_and_the_settings(folder: Path) -> None:
     assert write_modelfile(folder) == []
     assert (folder / "Modelfile").read_text() == (
         'FROM .\nTEMPLATE """{{ range .Messages }}'
@@ -124,44 +137,72 @@ def test_a_modelfile_has_the_template_the_stops_and_the_settings(folder: Path) -
         'PARAMETER stop "<|endoftext|>"\nPARAMETER stop "<|im_end|>"\n'
         "PARAMETER num_ctx 64\nPARAMETER temperature 0.6\n"
     )
-    # Ollama reads the older names, and transformers the same model as before.
+
+
+def test_the_configuration_gets_the_older_names_that_ollama_reads(folder: Path) -> None:
+    before = LlamaConfig.from_pretrained(folder)
+
+    write_modelfile(folder)
+
     config = read_json(folder / "config.json")
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
     assert LlamaConfig.from_pretrained(folder).rope_parameters == before.rope_parameters
 
 
-def test_a_model_that_ollama_cannot_import_gets_a_modelfile_for_its_gguf(folder: Path) -> None:
-    change(folder / "config.json", architectures=["GPT2LMHeadModel"])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param(
+            {"architectures": ["GPT2LMHeadModel"]},
+            "it does not know GPT2LMHeadModel: convert it to GGUF",
+            id="class",
+        ),
+        pytest.param(
+            {"architectures": ["Lfm2ForCausalLM"], "tie_word_embeddings": False},
+            "a head that is tied to the embeddings",
+            id="head",
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+            "how this one scales rotary positions",
+            id="rotary positions",
+        ),
+    ],
+)
+def test_a_model_that_ollama_cannot_import_gets_a_modelfile_for_its_gguf(
+    folder: Path, changes: dict[str, Any], reason: str
+) -> None:
+    change_json(folder / "config.json", **changes)
+
     (note,) = write_modelfile(folder)
-    assert "it does not know GPT2LMHeadModel: convert it to GGUF" in note
+
+    assert reason in note
     assert (folder / "Modelfile").read_text().startswith("FROM ./model.gguf\nTEMPLATE")
     assert "rope_theta" not in read_json(folder / "config.json")
 
-    change(folder / "config.json", architectures=["Lfm2ForCausalLM"], tie_word_embeddings=False)
-    (note,) = write_modelfile(folder)
-    assert "a head that is tied to the embeddings" in note
-
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
-    change(folder / "config.json", architectures=["LlamaForCausalLM"], rope_parameters=rope)
-    (note,) = write_modelfile(folder)
-    assert "how this one scales rotary positions" in note
-
 
 def test_gemma_3_has_two_kinds_of_rotary_positions(folder: Path) -> None:
-    rope = {"full_attention": 2e6, "sliding_attention": 3e4}
-    parameters = {key: {"rope_type": "default", "rope_theta": rope[key]} for key in rope}
+    parameters = {
+        "full_attention": {"rope_type": "default", "rope_theta": 2e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+    }
     config = Gemma3TextConfig(rope_parameters=parameters, architectures=["Gemma3ForCausalLM"])
     config.save_pretrained(folder)
+
     assert write_modelfile(folder) == []
+
     written = read_json(folder / "config.json")
-    assert (written["rope_theta"], written["rope_local_base_freq"]) == (2e6, 3e4)
+    assert written["rope_theta"] == 2e6
+    assert written["rope_local_base_freq"] == 3e4
     assert Gemma3TextConfig.from_pretrained(folder).rope_parameters == config.rope_parameters
 
 
 def test_another_template_goes_where_ollama_finds_jinja(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(QWEN3)
+
     (note,) = write_modelfile(folder)
+
     assert note.startswith("the Modelfile has no TEMPLATE")
     assert "TEMPLATE" not in (folder / "Modelfile").read_text()
     assert read_json(folder / "tokenizer_config.json")["chat_template"] == QWEN3

@@ -1,4 +1,4 @@
-"""The files of a local model identify it. They are read once on each machine, until they change."""
+"""The origin of a local model is a hash of its files, which each machine reads until they change."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ sys.stdout.write(f"{origin['sha256']} {bytes_read() - before >= size}\\n")
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model that is large enough for its hash to be kept."""
+    """Write a model that is large enough for its hash to be remembered."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(file_digests, "_SETTLING_TIME", 0.0)
     folder = tmp_path / "model"
@@ -54,36 +54,41 @@ def flip_last_byte(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_one_of_two_ranks_reads_the_weights_and_a_second_start_does_not(
+def test_one_of_two_ranks_reads_the_weights_and_a_second_start_reads_none(
     model: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 
-    def starts(launcher: list[str]) -> list[list[str]]:
-        ended = run([*launcher, str(script), str(model)]).assert_ok()
-        return sorted(line.split() for line in ended.out.splitlines())
+    def start(launcher: list[str]) -> list[tuple[str, str]]:
+        """Return the hash that each process prints, and whether it has read the weights."""
+        result = run([*launcher, str(script), str(model)]).assert_ok()
+        lines = [line.split() for line in result.out.splitlines()]
+        return sorted((sha256, has_read) for sha256, has_read in lines)
 
-    first = starts(torchrun(2))
+    outputs_of_ranks = start(torchrun(2))
     sha256 = origin_of(str(model))["sha256"]
-    assert first == [[sha256, "False"], [sha256, "True"]]
-    assert starts(PYTHON) == [[sha256, "False"]]
+    assert outputs_of_ranks == [(sha256, "False"), (sha256, "True")]
+    assert start(PYTHON) == [(sha256, "False")]
 
     flip_last_byte(model)
-    [[changed, has_read]] = starts(PYTHON)
-    assert changed != sha256
+    ((new_sha256, has_read),) = start(PYTHON)
+    assert new_sha256 != sha256
     assert has_read == "True"
 
 
-def test_a_check_finds_bytes_that_have_changed_without_a_trace(
+def test_a_check_reads_bytes_that_have_changed_without_a_trace(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = model / "model.safetensors"
-    state = file_digests._FileState(*[0] * 5)._replace(size=path.stat().st_size)
-    monkeypatch.setattr(file_digests, "_state", lambda _: state)
+    """Not even the state of the file in the file system changes."""
+    with (model / "model.safetensors").open("rb") as file:
+        state = file_digests._state(file.fileno())
+    monkeypatch.setattr(file_digests, "_state", lambda descriptor: state)
     origin = origin_of(str(model))
+
     flip_last_byte(model)
-    assert origin_of(str(model)) == origin
+
+    assert origin_of(str(model)) == origin, "the remembered hash"
     with pytest.raises(UserError, match="put those back"):
         check_origin(str(model), origin)
     assert origin_of(str(model)) != origin

@@ -1,4 +1,4 @@
-"""Whether rows are packed follows from a list of classes, which small models are tried for."""
+"""Rows are packed if the class is on a list, which is made with small models of each class."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ def support_of(family: str, **settings: Any) -> PackingSupport:
     return support
 
 
-NAMES = {model_type: name for name, types in types_of_classes().items() for model_type in types}
+CLASS_NAMES: dict[str, str] = {}  # by model type
+for class_name, model_types in types_of_classes().items():
+    CLASS_NAMES.update(dict.fromkeys(model_types, class_name))
 
 
 # --- the rule
@@ -27,40 +29,47 @@ NAMES = {model_type: name for name, types in types_of_classes().items() for mode
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "gemma3_text"])
 def test_a_class_on_the_list_packs_and_shares_prompts(family: str) -> None:
-    class_name = NAMES[family]
-    assert support_of(family) == PackingSupport(class_name, packs=True, shares_prompts=True)
+    expected = PackingSupport(CLASS_NAMES[family], packs=True, shares_prompts=True)
+    assert support_of(family) == expected
 
 
 def test_a_class_that_leaks_is_not_packed() -> None:
     assert support_of("gpt_oss") == PackingSupport("GptOssForCausalLM")
 
 
-@pytest.mark.parametrize("family", ["musicgen"])
-def test_a_class_that_is_not_on_the_list_is_not_packed(family: str) -> None:
-    assert support_of(family) == PackingSupport(NAMES[family], problem="the class was not tried")
+def test_a_class_that_is_not_on_the_list_is_not_packed() -> None:
+    expected = PackingSupport(CLASS_NAMES["musicgen"], problem="the class was not tried")
+    assert support_of("musicgen") == expected
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 def test_another_attention_packs_but_shares_no_prompts(implementation: str) -> None:
     support = support_of("llama", attn_implementation=implementation)
-    assert (support.packs, support.shares_prompts) == (True, False)
+    assert support.packs
+    assert not support.shares_prompts
 
 
 @pytest.mark.parametrize(
     ("chunk", "max_length", "shares"),
-    [(64, 64, True), (64, 65, False), (64, "auto", False), ("null", "auto", True)],
+    [
+        pytest.param(64, 64, True, id="a chunk for each row"),
+        pytest.param(64, 65, False, id="longer rows"),
+        pytest.param(64, "auto", False, id="rows of any length"),
+        pytest.param(None, "auto", True, id="no chunks"),
+    ],
 )
 def test_prompts_are_not_shared_if_attention_has_chunks_shorter_than_the_row(
-    chunk: int | str, max_length: Any, shares: bool, tmp_path: Path
+    chunk: int | None, max_length: Any, shares: bool, tmp_path: Path
 ) -> None:
     config = AutoConfig.for_model("llama4_text")
-    config.attention_chunk_size = None if chunk == "null" else chunk
+    config.attention_chunk_size = chunk
     config.save_pretrained(tmp_path)
+
     support = packing_support(ModelConfig(str(tmp_path), max_length=max_length))
     assert support == PackingSupport("Llama4ForCausalLM", packs=True, shares_prompts=shares)
 
 
-# --- the small models that the list is made with
+# --- the small models of the trials
 
 
 PUBLISHED = {
@@ -77,16 +86,19 @@ PUBLISHED = {
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_a_miniature_is_small_and_has_layers_of_every_kind(family: str) -> None:
     config = AutoConfig.for_model(family, **PUBLISHED[family])
-    large = build_on_meta_device(config)
-    small = build_on_meta_device(next(miniatures(config, build_on_meta_device)))
-    assert sum(p.numel() for p in small.parameters()) < 100e6
-    assert kinds_of(small) == kinds_of(large)
-    types = getattr(config, "layer_types", None) or []
-    assert {*(getattr(small.config, "layer_types", None) or [])} == {*types}
+    published = build_on_meta_device(config)
+    miniature = build_on_meta_device(next(miniatures(config, build_on_meta_device)))
+    assert sum(weight.numel() for weight in miniature.parameters()) < 100e6
+    assert classes_of_modules(miniature) == classes_of_modules(published)
+    assert layer_types_of(miniature.config) == layer_types_of(config)
 
 
-def kinds_of(model: torch.nn.Module) -> set[str]:
+def classes_of_modules(model: torch.nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules()} - {"Dropout"}
+
+
+def layer_types_of(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or [])
 
 
 def test_the_sliding_window_of_a_miniature_is_shorter_than_its_rows() -> None:

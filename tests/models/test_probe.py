@@ -1,4 +1,4 @@
-"""The probes of a model notice what plain comparisons of numbers miss."""
+"""The probes of a model handle NaN, masked logits and a full memory."""
 
 import math
 from typing import Any
@@ -26,17 +26,27 @@ def llama() -> CausalLM:
     return make_causal_lm(LlamaForCausalLM(config), row_length=32)
 
 
-def test_nan_differs_from_everything_and_masked_logits_from_nothing() -> None:
-    numbers = torch.tensor([1.0, -math.inf, 2.0])
-    assert not probes.differ(numbers, numbers.clone())
-    assert probes.differ(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]))
-    assert probes.differ(torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan]))
-    assert probes.differ(torch.tensor([1.0, -math.inf]), torch.tensor([1.0, 2.0]))
+@pytest.mark.parametrize(
+    ("values", "other_values", "expected"),
+    [
+        pytest.param([1.0, -math.inf], [1.0, -math.inf], False, id="masked logits in both"),
+        pytest.param([1.0, -math.inf], [1.0, 2.0], True, id="a masked logit"),
+        pytest.param([1.0, math.nan], [1.0, 2.0], True, id="NaN in the first"),
+        pytest.param([1.0, 2.0], [1.0, math.nan], True, id="NaN in the second"),
+    ],
+)
+def test_nan_differs_from_everything_and_masked_logits_do_not_differ(
+    values: list[float], other_values: list[float], expected: bool
+) -> None:
+    assert probes.differ(torch.tensor(values), torch.tensor(other_values)) == expected
 
 
-def test_tokens_differ_in_a_vocabulary_that_a_stride_of_7_divides(llama: CausalLM) -> None:
-    rows = probes.example_tokens(llama, 2, 16)
-    assert len(rows.unique()) == rows.numel()
+def test_example_tokens_differ_even_if_their_stride_of_7_divides_the_vocabulary(
+    llama: CausalLM,
+) -> None:
+    assert llama.vocabulary_size % 7 == 0
+    ids = probes.example_tokens(llama, 2, 16)
+    assert len(ids.unique()) == ids.numel()
 
 
 def test_a_model_that_computes_nan_is_refused(llama: CausalLM) -> None:
@@ -46,18 +56,19 @@ def test_a_model_that_computes_nan_is_refused(llama: CausalLM) -> None:
         probes.probe(llama)
 
 
-def test_the_choice_of_an_attention_does_not_hide_that_memory_is_full(
+def test_a_full_memory_is_reported_and_does_not_decide_the_attention(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    correct = probes.probe_output
-    calls = []
+    probe_output = probes.probe_output
+    calls = 0
 
-    def fail_once(*arguments: Any) -> torch.Tensor:
-        calls.append(arguments)
-        if len(calls) == 1:
+    def run_out_of_memory_once(*arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return correct(*arguments)
+        return probe_output(*arguments)
 
-    monkeypatch.setattr(probes, "probe_output", fail_once)
+    monkeypatch.setattr(probes, "probe_output", run_out_of_memory_once)
     with pytest.raises(torch.OutOfMemoryError):
         probes.probe(llama)

@@ -1,4 +1,4 @@
-"""Weights that are streamed one part at a time equal those of a model that is built at once."""
+"""Weights that are streamed part by part are those of a model that is built at once."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,6 @@ from llmtrain.models.weight_loading import (
     random_weights,
     stored_weights,
 )
-from llmtrain.parallel.shards import fill
 from tests.families import FAMILIES
 from tests.models.some_rows import SomeRows
 
@@ -79,6 +78,7 @@ def real_model(family: str, **overrides: Any) -> Any:
 
 
 def meta_model(family: str, **overrides: Any) -> Any:
+    """Return a model whose parameters are on the meta device, and whose buffers are real."""
     config = config_of(family, **overrides)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -86,7 +86,7 @@ def meta_model(family: str, **overrides: Any) -> Any:
     return model
 
 
-def cloned(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def read_all(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in weights}
 
 
@@ -94,90 +94,122 @@ def parameters_of(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def are_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def check_equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(tensors), dict(expected), rtol=0, atol=0)
+
+
+def replace_tensors(folder: Path, replacements: Mapping[str, Tensor | None]) -> None:
+    """Replace tensors of a checkpoint; ``None`` removes one."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | dict(replacements)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        path,
+        {"format": "pt"},
+    )
+
+
+# --- random weights
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_on_meta_yields_the_weights_of_a_real_model(family: str, tmp_path: Path) -> None:
-    real = real_model(family)
-    fill(dict(real.named_parameters()), random_weights(real, seed=5))
-    real.save_pretrained(tmp_path, max_shard_size="60KB")
-    expected = parameters_of(real)
+def test_a_model_on_meta_yields_the_random_weights_of_a_real_model(family: str) -> None:
+    expected = read_all(random_weights(real_model(family), seed=5))
     meta = meta_model(family)
 
-    assert are_equal(cloned(random_weights(meta, seed=5)), expected)
-    assert not are_equal(cloned(random_weights(meta, seed=6)), expected)
-    assert are_equal(cloned(stored_weights(meta, tmp_path, torch.float32)), expected)
+    check_equal(read_all(random_weights(meta, seed=5)), expected)
 
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert len(model_parts(meta)) <= 6
-    assert are_equal(dict(meta.named_buffers()), dict(real.named_buffers()))
-
-
-# Stored tensors of the last two are split or joined along their first dimension, which FSDP shards.
-@pytest.mark.parametrize("family", [*FAMILIES, "hrm_text", "kimi_linear"])
-def test_stored_weights_equal_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
-    real_model(family).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    streamed = cloned(stored_weights(meta_model(family), tmp_path, torch.float32))
-    assert are_equal(streamed, parameters_of(loaded))
+    assert all(parameter.is_meta for parameter in meta.parameters()), "it has not changed"
+    other_weights = read_all(random_weights(meta, seed=6))
+    assert any(not torch.equal(other_weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_are_distributed_like_those_of_transformers(family: str) -> None:
     expected = parameters_of(real_model(family))
     for name, tensor in random_weights(meta_model(family), seed=5):
-        if tensor.numel() > 2000:
-            std = float(expected[name].std())
-            assert float(tensor.std()) == pytest.approx(std, rel=0.1), name
-            assert std == 0 or not torch.equal(tensor, expected[name]), name
+        if tensor.numel() <= 2000:  # too few for a standard deviation
+            continue
+        std = float(expected[name].std())
+        assert float(tensor.std()) == pytest.approx(std, rel=0.1), name
+        is_constant = std == 0
+        assert is_constant or not torch.equal(tensor, expected[name]), name
 
 
-def test_a_part_has_the_same_random_weights_as_in_the_full_model() -> None:
+def test_a_part_has_the_random_weights_that_it_has_in_the_full_model() -> None:
     model = meta_model("llama")
     block = model.model.layers[1]
-    all_weights = cloned(random_weights(model, seed=5))
-    block_weights = cloned(random_weights(model, seed=5, modules=[block]))
+    weights = read_all(random_weights(model, seed=5))
+    block_weights = read_all(random_weights(model, seed=5, modules=[block]))
     assert block_weights
-    assert are_equal(block_weights, {name: all_weights[name] for name in block_weights})
+    check_equal(block_weights, {name: weights[name] for name in block_weights})
+
+
+# --- stored weights
+
+
+# Stored tensors of the last two are split or joined along their first dimension, which FSDP shards.
+@pytest.mark.parametrize("family", [*FAMILIES, "hrm_text", "kimi_linear"])
+def test_stored_weights_are_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    real_model(family).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = read_all(stored_weights(meta_model(family), tmp_path, torch.float32))
+    check_equal(weights, parameters_of(loaded))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_are_published_one_by_one_as_they_are_all_at_once(family: str) -> None:
+def test_a_model_is_loaded_in_few_parts_and_keeps_its_buffers(family: str) -> None:
+    meta = meta_model(family)
+    assert len(model_parts(meta)) <= 6
+    check_equal(dict(meta.named_buffers()), dict(real_model(family).named_buffers()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_can_be_published_one_by_one(family: str) -> None:
     model = real_model(family)
     files: Any = ModelFiles({"model_type": family}, None)
     publish = files.tensor_converter(model)
     published: dict[str, Tensor] = {}
     for name, tensor in files.tensors(model).items():
         published |= publish(name, tensor)
-    assert are_equal(published, files.export_tensors(model))
+    check_equal(published, files.export_tensors(model))
 
 
-def test_buffers_that_are_stored_with_a_model_are_loaded(tmp_path: Path) -> None:
-    real = real_model("deepseek_v3", **DEEPSEEK_SIZES)
-    biases = {name: buffer for name, buffer in real.named_buffers() if "bias" in name}
-    assert biases
-    for buffer in biases.values():
-        buffer.copy_(torch.arange(4.0))
-    real.save_pretrained(tmp_path)
+@pytest.fixture
+def deepseek_folder(tmp_path: Path) -> Path:
+    """Write a model with buffers that are stored: each router has a bias of 0, 1, 2, 3."""
+    model = real_model("deepseek_v3", **DEEPSEEK_SIZES)
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.copy_(torch.arange(4.0))
+    model.save_pretrained(tmp_path)
+    return tmp_path
 
+
+def test_stored_buffers_are_loaded(deepseek_folder: Path) -> None:
     meta = meta_model("deepseek_v3", **DEEPSEEK_SIZES)
-    load_buffers(meta, tmp_path)
-    buffers = dict(meta.named_buffers())
-    assert are_equal({name: buffers[name] for name in biases}, biases)
+    load_buffers(meta, deepseek_folder)
+    biases = [buffer for name, buffer in meta.named_buffers() if "bias" in name]
+    assert biases
+    assert all(torch.equal(bias, torch.arange(4.0)) for bias in biases)
 
-    stored = load_file(tmp_path / "model.safetensors")
-    replace_tensors(tmp_path, {name: None for name in stored if "e_score_correction" in name})
+
+def test_a_missing_buffer_is_named(deepseek_folder: Path) -> None:
+    names = load_file(deepseek_folder / "model.safetensors").keys()
+    biases = [name for name in names if "e_score_correction" in name]
+    replace_tensors(deepseek_folder, dict.fromkeys(biases))
     with pytest.raises(UserError, match=r"e_score_correction_bias is missing"):
-        load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), tmp_path)
+        load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), deepseek_folder)
+
+
+# --- tensors that the model does not have
 
 
 def base_tensors_of(folder: Path) -> BaseTensors | None:
     return stored_base_tensors(meta_model("llama"), [], str(folder), "main", is_reward_model=False)
 
 
-def test_what_old_checkpoints_store_and_is_computed_today_is_not_copied(
+def test_buffers_that_are_computed_today_are_not_copied_from_old_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     real_model("llama").save_pretrained(tmp_path)
@@ -208,10 +240,15 @@ def test_the_scales_of_quantized_weights_are_not_copied(
 @pytest.mark.parametrize(
     ("unknown", "modules"),
     [
-        (["model.visual.patch.weight", "model.visual.norm"], "model.visual"),
-        (["mtp.fc.weight", "model.visual.norm"], "model.visual and mtp"),
-        (["a.x", "b.x", "model.layers.0.extra", "model.z"], "a and 3 more"),
-        ([], ""),
+        pytest.param(
+            ["model.visual.patch.weight", "model.visual.norm"], "model.visual", id="one module"
+        ),
+        pytest.param(
+            ["mtp.fc.weight", "model.visual.norm"], "model.visual and mtp", id="two modules"
+        ),
+        pytest.param(
+            ["a.x", "b.x", "model.layers.0.extra", "model.z"], "a and 3 more", id="many modules"
+        ),
     ],
 )
 def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
@@ -220,35 +257,46 @@ def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
     real_model("llama").save_pretrained(tmp_path)
     replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
     capsys.readouterr()
+
     stored_base_tensors(meta_model("llama"), [], str(tmp_path), "main", is_reward_model=True)
-    line = (
+
+    assert capsys.readouterr().out == (
         f"left out  {modules}: LlamaForCausalLM does not have these {500 * len(unknown):,} "
         "parameters, nor will the finished model\n"
     )
-    assert capsys.readouterr().out == (line if unknown else "")
 
 
-def replace_tensors(folder: Path, replacements: Mapping[str, Tensor | None]) -> None:
-    """Replace tensors of a checkpoint; ``None`` removes one."""
-    tensors = load_file(folder / "model.safetensors") | dict(replacements)
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+def test_nothing_is_printed_if_the_model_has_all_stored_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    real_model("llama").save_pretrained(tmp_path)
+    capsys.readouterr()
+    stored_base_tensors(meta_model("llama"), [], str(tmp_path), "main", is_reward_model=True)
+    assert capsys.readouterr().out == ""
+
+
+# --- folders that do not fit, or change
 
 
 @pytest.mark.parametrize(
     ("replacements", "message"),
     [
-        ({"model.norm.weight": None}, r"model\.norm\.weight is missing \(1 in all\)"),
-        (
+        pytest.param(
+            {"model.norm.weight": None},
+            r"model\.norm\.weight is missing \(1 in all\)",
+            id="missing",
+        ),
+        pytest.param(
             {"model.norm.weight": torch.ones(3)},
             r"model\.norm\.weight has the shape \[3\], but the model needs \[64\]",
+            id="shape",
         ),
-        (
+        pytest.param(
             {"lm_head.weight": torch.ones(120, 64)},
             r"lm_head\.weight differs from model\.embed_tokens\.weight",
+            id="tied",
         ),
     ],
-    ids=["missing", "shape", "tied"],
 )
 def test_a_folder_that_does_not_fit_the_model_is_refused(
     replacements: dict[str, Tensor | None], message: str, tmp_path: Path
@@ -261,11 +309,12 @@ def test_a_folder_that_does_not_fit_the_model_is_refused(
     assert all(parameter.is_meta for parameter in meta.parameters())
 
 
-def test_embeddings_do_not_change_with_the_file_they_were_loaded_from(tmp_path: Path) -> None:
+def test_loaded_embeddings_do_not_change_with_their_file(tmp_path: Path) -> None:
     real_model("llama").save_pretrained(tmp_path)
     vocabulary = {f"word{number}": number for number in range(120)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
-    rows = SomeRows(tokenizer, new_tokens=[119])  # it has a row in the embedding already
+    # For a new token, embeddings are loaded at once. This one has a row already.
+    rows = SomeRows(tokenizer, new_tokens=[119])
     config = ModelConfig(model_name_or_path=str(tmp_path), max_length=32)
     model = load_model(config, lora=None, rows=rows, seed=0, precision="no").model
     embedding = model.get_input_embeddings().weight.detach()
@@ -274,24 +323,28 @@ def test_embeddings_do_not_change_with_the_file_they_were_loaded_from(tmp_path: 
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
+
     assert torch.equal(embedding, before)
 
 
-def test_an_index_leads_to_files_of_its_own_folder_only(tmp_path: Path) -> None:
+def test_an_index_names_files_in_its_own_folder_only(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     real_model("llama").save_pretrained(folder, max_shard_size="60KB")
     index = folder / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
-    elsewhere = {name: f"../{file}" for name, file in weight_map.items()}
-    index.write_text(json.dumps({"weight_map": elsewhere}))
-    assert len([*stored_weights(meta_model("llama"), folder, torch.float32)]) > 10
+    files_outside = {name: f"../{file}" for name, file in weight_map.items()}
+    index.write_text(json.dumps({"weight_map": files_outside}))
+
+    weights = read_all(stored_weights(meta_model("llama"), folder, torch.float32))
+
+    check_equal(weights, parameters_of(real_model("llama")))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not an index of weights"),
-        ('{"weight_map": {"a": "gone"}}', "gone: No such file"),
+        pytest.param("{", "is not an index of weights", id="not JSON"),
+        pytest.param('{"weight_map": {"a": "gone"}}', "gone: No such file", id="missing file"),
     ],
 )
 def test_an_index_that_cannot_be_used_is_refused(

@@ -30,7 +30,7 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# They differ in what pre-tokenizers differ in: digits, contractions, spaces, lines, letters, marks.
+# Pre-tokenizers split these texts differently: digits, contractions, spaces, lines, letters, marks.
 PROMPTS = [
     "Hello, world!",
     "def f(x):\n    return x * 12345",
@@ -174,6 +174,8 @@ def write_folder(
 def randomize(model: nn.Module) -> None:
     """Draw weights so that neither norms nor biases are neutral, and the best tokens are clear."""
     for parameter in model.parameters():
-        is_vector = parameter.dim() == 1
-        noise = torch.randn(parameter.shape) * (0.3 if is_vector else 0.4)
-        parameter.data.copy_(noise + parameter.data if is_vector else noise)
+        noise = torch.randn(parameter.shape)
+        if parameter.dim() == 1:
+            parameter.data.add_(0.3 * noise)
+        else:
+            parameter.data.copy_(0.4 * noise)
