@@ -1,4 +1,4 @@
-"""`llmtrain repeat` runs each seed once, resumes with the same command, and stops if a run stops."""
+"""`llmtrain repeat` runs each seed once, resumes if it is called again, and stops with a run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page of a report shows the content of run folders, and opens in a browser without a network."""
+"""The page of a report shows the content of run folders, without a network."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def write_run(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of 10 steps in 20 s, and, after an hour, 20 more steps in 40 s. The last loss is NaN."""
+    """A run of 10 steps in 20 s, and an hour later 20 more in 40 s. The last loss is NaN."""
     return write_run(
         tmp_path / "run",
         entries=[
