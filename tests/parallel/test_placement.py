@@ -1,4 +1,4 @@
-"""How a new model gets its memory and weights on one process."""
+"""A new model gets its memory and its weights."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -14,6 +14,7 @@ from llmtrain.parallel.placement import check_memory, place
 from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
 FILES = cast(ModelFormat, None)  # not used
+TWO_SHARDS = Sharding(replicas=1, shards=2)
 
 
 def test_a_model_without_memory_gets_its_weights(
@@ -23,60 +24,63 @@ def test_a_model_without_memory_gets_its_weights(
         model = nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     weight = torch.arange(6.0).view(3, 2)
-    parameters = dict(model.named_parameters())
-    is_real_when_checked: list[bool] = []
+    parameters_before = dict(model.named_parameters())
+    weights_are_there: list[bool] = []
 
     def check() -> None:
-        is_real_when_checked.append(not model.weight.is_meta)
+        weights_are_there.append(not model.weight.is_meta)
 
     weights = iter([("bias", torch.ones(3)), ("weight", weight)])
     place(accelerator, ModelBundle(model, FILES, weights, check=check))
 
     assert torch.equal(model.weight, weight)
     for name, parameter in model.named_parameters():
-        assert parameter is parameters[name], "an optimizer may hold it"
-    assert is_real_when_checked == [True]
+        assert parameter is parameters_before[name], "an optimizer may hold it"
+    assert weights_are_there == [True], "the check of the bundle comes last"
     assert "Linear: 9 parameters, 6 of them trained (66.67%)" in capsys.readouterr().out
 
 
 def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
     model = nn.Linear(2, 3)
     weight = model.weight.detach().clone()
+
     assert place(accelerator, ModelBundle(model, FILES)).model is model
     assert torch.equal(model.weight, weight)
 
 
-def test_weights_that_nobody_has_are_asked_for(accelerator: Accelerator) -> None:
+@pytest.mark.parametrize("sharding", [None, TWO_SHARDS], ids=["one process", "sharded"])
+def test_a_model_without_memory_needs_weights(sharding: Sharding | None) -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 3)
-    sharded = TrainingAccelerator(Sharding(replicas=1, shards=2), cpu=True)
-    for requested in (accelerator, sharded):
-        with pytest.raises(UserError, match=r"Linear has .* such as weight; pass their names"):
-            place(requested, ModelBundle(model, FILES))
+    accelerator = TrainingAccelerator(sharding, cpu=True)
+
+    with pytest.raises(UserError, match=r"Linear has .* such as weight; pass their names"):
+        place(accelerator, ModelBundle(model, FILES))
 
 
 def test_quantized_weights_are_not_sharded() -> None:
-    sharded = TrainingAccelerator(Sharding(replicas=1, shards=2), cpu=True)
-    packed = nn.Module()
-    packed.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(
-        UserError, match=r"--load_in_4bit weights cannot be sharded; use a DDP config"
-    ):
-        place(sharded, ModelBundle(packed, FILES))
+    accelerator = TrainingAccelerator(TWO_SHARDS, cpu=True)
+    quantized = nn.Module()
+    quantized.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+
+    message = r"--load_in_4bit weights cannot be sharded; use a DDP config"
+    with pytest.raises(UserError, match=message):
+        place(accelerator, ModelBundle(quantized, FILES))
 
 
-def test_a_gpu_that_is_too_small_is_named_before_the_weights_are_there(
+def test_a_gpu_that_is_too_small_is_an_error_before_the_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with torch.device("meta"):
         model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
-    sharding = Sharding(replicas=1, shards=1)
+    one_process = Sharding(replicas=1, shards=1)
     gpu = torch.device("cuda")
-    sizes = SimpleNamespace(total_memory=1.9 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: sizes)
-    with pytest.raises(
-        UserError, match=r"needs at least 2\.0 GiB, but this GPU has 1\.9: 1\.0 GiB for weights"
-    ):
-        check_memory(sharding, gpu, model)
+    properties = SimpleNamespace(total_memory=1.9 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    message = r"needs at least 2\.0 GiB, but this GPU has 1\.9: 1\.0 GiB for weights"
+    with pytest.raises(UserError, match=message):
+        check_memory(one_process, gpu, model)
+
     model.requires_grad_(False)
-    check_memory(sharding, gpu, model)
+    check_memory(one_process, gpu, model)  # it has no gradients

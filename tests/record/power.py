@@ -18,7 +18,7 @@ _NAME_CHANGES = ("rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 class Disk:
-    """The synced state of all files and folders below a root. What is there now counts as synced."""
+    """The synced state of all files below a root. Those that are there now count as synced."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -37,7 +37,7 @@ def save(saver: Saver, step: int) -> None:
 
 
 def faults_at_restart(folder: Path, reported_step: int) -> list[str]:
-    """Return which checkpoints are damaged, and whether there is none of the reported step or later."""
+    """Return which checkpoints are damaged, and whether the reported step is lost."""
     faults = []
     intact_steps = []
     for path in checkpoints(folder):

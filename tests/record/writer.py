@@ -4,7 +4,7 @@
 
 ``saver`` writes the checkpoints of llmtrain, ``save_state`` those of ``accelerator.save_state``.
 For each step number read on stdin, the program forks a writer that begins with this step. It prints
-``pid PID``, then each step as soon as it is saved, then ``ended``. A kill must lose no printed step.
+``pid PID``, then each step when it is saved, then ``ended``. A kill must lose no printed step.
 """
 
 import os

@@ -33,20 +33,24 @@ FLAGS = {
 }
 
 
-def embedding_only() -> nn.Module:
-    return nn.Embedding(5, 3)
+# Flags without effect
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize(
-    "model", [GPT(lt.GPTConfig(n_embd=16), 30), embedding_only()], ids=["GPT", "embedding"]
+    "model",
+    [
+        pytest.param(GPT(lt.GPTConfig(n_embd=16), 30), id="GPT"),
+        # Muon has nothing to do without hidden matrices, so AdamW trains it alone.
+        pytest.param(nn.Embedding(5, 3), id="embedding"),
+    ],
 )
-def test_no_flag_is_refused_beside_the_optimizer_of_the_package(
+def test_every_flag_is_accepted_with_the_optimizer_of_the_package(
     name: Any, model: nn.Module
 ) -> None:
-    """Muon has nothing to do in a model without hidden matrices, and AdamW takes its place."""
     config = user_set(OptimConfig(**(FLAGS | {"optim": name})), *FLAGS)
     optimizer = lt.make_optimizer(Accelerator(), model, config)
+
     check_optimizer_flags(config, model, optimizer)
 
 
@@ -61,123 +65,159 @@ def test_no_flag_is_refused_beside_the_optimizer_of_the_package(
         ("adam_epsilon", 1e-05, "no parameter group has this value"),
     ],
 )
-def test_a_flag_that_an_optimizer_of_the_users_own_does_not_read_is_refused(
+def test_a_flag_that_the_optimizer_of_a_recipe_does_not_read_is_refused(
     flag: str, value: object, reason: str
 ) -> None:
     model = GPT(lt.GPTConfig(n_embd=16), 30)
-    config = OptimConfig(**{flag: value})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    config = OptimConfig(**{flag: value})
     check_optimizer_flags(config, model, optimizer)  # the user did not set it
 
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         check_optimizer_flags(user_set(config, flag), model, optimizer)
-    assert str(caught.value) == (
+
+    assert str(error.value) == (
         f"flags without effect: --{flag} {value} ({reason}); leave them out."
     )
 
 
-def test_a_flag_that_the_users_own_optimizer_reads_is_accepted() -> None:
-    """Only the effect counts, not who made the optimizer."""
-    flags = {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-7}
-    config = user_set(OptimConfig(**flags), *flags, "optim")
+@pytest.mark.parametrize(
+    ("flags", "optimizer"),
+    [
+        pytest.param(
+            {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-7},
+            two_groups(),
+            id="AdamW",
+        ),
+        pytest.param(
+            {"weight_decay": 0.0, "adam_beta1": 0.7},
+            torch.optim.SGD([torch.ones(1)], momentum=0.7, weight_decay=0.0),
+            id="SGD with momentum",
+        ),
+    ],
+)
+def test_a_flag_is_accepted_if_a_group_has_its_value(
+    flags: dict[str, float], optimizer: torch.optim.Optimizer
+) -> None:
+    """It does not matter whether the recipe has read the flag."""
+    config = user_set(OptimConfig(**flags), *flags)
+
+    check_optimizer_flags(config, nn.Linear(2, 2), optimizer)
+
+
+def test_the_default_optimizer_flag_is_accepted_with_an_adamw_of_the_recipe() -> None:
+    config = user_set(OptimConfig(), "optim")
+
     check_optimizer_flags(config, nn.Linear(2, 2), two_groups())
 
-    with_momentum = torch.optim.SGD([torch.ones(1)], momentum=0.7, weight_decay=0.0)
-    flags = {"weight_decay": 0.0, "adam_beta1": 0.7}
-    check_optimizer_flags(user_set(OptimConfig(**flags), *flags), nn.Linear(2, 2), with_momentum)
 
-
-def test_a_flag_beside_an_optimizer_with_a_single_beta_is_refused() -> None:
+def test_a_second_beta_is_refused_with_an_optimizer_of_a_single_one() -> None:
     optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "betas": 0.9}])
+    config = user_set(OptimConfig(adam_beta2=0.6), "adam_beta2")
+
     with pytest.raises(UserError, match=r"--adam_beta2 0\.6 "):
-        check_optimizer_flags(
-            user_set(OptimConfig(adam_beta2=0.6), "adam_beta2"), nn.Linear(2, 2), optimizer
-        )
+        check_optimizer_flags(config, nn.Linear(2, 2), optimizer)
 
 
-def test_flags_of_a_schedule_are_refused_beside_one_of_the_users_own() -> None:
+def test_flags_of_a_schedule_are_refused_with_a_schedule_of_the_recipe() -> None:
     flags = {"lr_scheduler_type": "linear", "warmup_steps": 3, "min_lr": 0.1}
     config = user_set(OptimConfig(**flags), *flags)
-    with pytest.raises(UserError) as caught:
-        check_optimizer_flags(config, nn.Linear(2, 2), two_groups(), triangle)
-    assert str(caught.value) == (
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(UserError) as error:
+        check_optimizer_flags(config, model, two_groups(), triangle)
+
+    assert str(error.value) == (
         "flags without effect: --lr_scheduler_type (the recipe has its own schedule), "
         "--warmup_steps (the recipe has its own schedule), "
         "--min_lr (the recipe has its own schedule); leave them out."
     )
-    check_optimizer_flags(config, nn.Linear(2, 2), two_groups())
-    check_optimizer_flags(OptimConfig(**flags), nn.Linear(2, 2), two_groups(), triangle)
+    check_optimizer_flags(config, model, two_groups())
+    check_optimizer_flags(OptimConfig(**flags), model, two_groups(), triangle)
 
 
-def test_different_peaks_are_printed(capsys: pytest.CaptureFixture) -> None:
+# Messages
+
+
+def test_the_peaks_of_groups_are_printed_if_they_differ(capsys: pytest.CaptureFixture) -> None:
     say_rates(LearningRates(two_groups(1e-3, 1e-3), OptimConfig()))
     assert capsys.readouterr().out == ""
+
     say_rates(LearningRates(two_groups(), OptimConfig()))
-    assert (
-        "peak learning rates of the parameter groups: embedding: 0.01, head: 0.0001"
-        in capsys.readouterr().out
-    )
+    line = "peak learning rates of the parameter groups: embedding: 0.01, head: 0.0001"
+    assert line in capsys.readouterr().out
 
 
-# --- after a resume from a checkpoint that the user has named
+# A resume from a checkpoint that the user has named
 
 
 def fingerprint(config: OptimConfig, rates: LearningRates, **optimizer: Any) -> dict[str, Any]:
     return {"optimizer": config.fingerprint | optimizer, "learning_rates": rates.fingerprint}
 
 
-def say_changes(
-    recorded: dict[str, Any], config: OptimConfig, rates: LearningRates, **optimizer: Any
-) -> None:
-    """Print what has changed since a checkpoint of step 3."""
-    run: Any = SimpleNamespace(
-        step=3,
-        settings=SimpleNamespace(log=LogConfig(), optim=config),
-        rates=rates,
-        fingerprint=fingerprint(config, rates, **optimizer),
-        resume_point=ResumePoint(Path(), named_fingerprint=recorded),
-    )
-    say_changed_settings(run)
+@pytest.fixture
+def changes_since(capsys: pytest.CaptureFixture):
+    """A function that returns what is printed about changes since a checkpoint of step 3."""
+
+    def changes_since(
+        recorded: dict[str, Any], config: OptimConfig, rates: LearningRates, **optimizer: Any
+    ) -> str:
+        run: Any = SimpleNamespace(
+            step=3,
+            settings=SimpleNamespace(log=LogConfig(), optim=config),
+            rates=rates,
+            fingerprint=fingerprint(config, rates, **optimizer),
+            resume_point=ResumePoint(Path(), named_fingerprint=recorded),
+        )
+        say_changed_settings(run)
+        return capsys.readouterr().out
+
+    return changes_since
 
 
 def constant(**settings: Any) -> OptimConfig:
     return OptimConfig(lr_scheduler_type="constant", warmup_steps=0, **settings)
 
 
-def test_a_run_goes_on_though_it_was_begun_with_settings_that_are_no_more(
-    capsys: pytest.CaptureFixture,
+def test_a_changed_learning_rate_is_printed_and_a_removed_setting_is_ignored(
+    changes_since,
 ) -> None:
-    before = constant(learning_rate=1e-3)
-    recorded = fingerprint(before, LearningRates(two_groups(1e-3, 1e-3), before), gone=1)
+    config_before = constant(learning_rate=1e-3)
+    rates_before = LearningRates(two_groups(1e-3, 1e-3), config_before)
+    recorded = fingerprint(config_before, rates_before, removed_setting=1)
+
     config = constant(learning_rate=2e-3)
-    say_changes(recorded, config, LearningRates(two_groups(2e-3, 2e-3), config))
+    changes = changes_since(recorded, config, LearningRates(two_groups(2e-3, 2e-3), config))
+
     assert (
         "learning_rate 0.001 -> 0.002; the learning rate goes from 0.001 in step 3 to 0.002 in "
         "step 4\n"
-    ) in capsys.readouterr().out
+    ) in changes
 
 
-def test_changed_peaks_of_groups_and_a_changed_schedule_are_printed(
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_changed_groups_and_peaks_are_printed(changes_since) -> None:
     config = constant()
-    before = LearningRates(two_groups(), config)
-    recorded = fingerprint(config, before, groups=[1])
-    say_changes(recorded, config, before, groups=[1])
-    assert capsys.readouterr().out == ""
+    rates = LearningRates(two_groups(), config)
+    recorded = fingerprint(config, rates, groups=[1])
+    assert changes_since(recorded, config, rates, groups=[1]) == ""
 
-    say_changes(recorded, config, before, groups=[2])
-    assert "changed   settings of the optimizer's parameter groups; " in capsys.readouterr().out
+    with_other_groups = changes_since(recorded, config, rates, groups=[2])
+    assert "changed   settings of the optimizer's parameter groups; " in with_other_groups
 
-    say_changes(recorded, config, LearningRates(two_groups(5e-3, 1e-4), config), groups=[2])
+    other_rates = LearningRates(two_groups(5e-3, 1e-4), config)
+    with_other_peaks = changes_since(recorded, config, other_rates, groups=[2])
     assert (
         "changed   group_learning_rates [0.01, 0.0001] -> [0.005, 0.0001]; the learning rate goes "
         "from 0.01 in step 3 to 0.005 in step 4\n"
-    ) in capsys.readouterr().out
+    ) in with_other_peaks
 
-    # The values of a schedule are not recorded, so the earlier rate is not known.
-    with_schedule = LearningRates(two_groups(), config, triangle)
-    say_changes(fingerprint(config, with_schedule), config, before)
-    out = capsys.readouterr().out
-    assert "schedule triangle " in out
-    assert "-> None; the learning rate goes to 0.01 in step 4\n" in out
+
+def test_a_removed_schedule_is_printed_without_the_earlier_rate(changes_since) -> None:
+    """A fingerprint does not have the values of a schedule."""
+    config = constant()
+    recorded = fingerprint(config, LearningRates(two_groups(), config, triangle))
+
+    changes = changes_since(recorded, config, LearningRates(two_groups(), config))
+
+    assert "schedule triangle " in changes
+    assert "-> None; the learning rate goes to 0.01 in step 4\n" in changes

@@ -1,6 +1,7 @@
-"""AdamW with small state: the steps of torch's AdamW, within the rounding of its state."""
+"""AdamW with a small state makes the steps of torch's AdamW, up to the rounding of its state."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -21,47 +22,58 @@ SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SHAPES = [(64, 300), (8, 16, 40), (300,), ()]
 
 
-def parameters_of(dtype: torch.dtype) -> list[nn.Parameter]:
+def initial_weights(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     tensors = [0.02 * torch.randn(shape, generator=generator) for shape in SHAPES]
     return [nn.Parameter(tensor.to(dtype)) for tensor in tensors]
 
 
-def make_steps(
-    optimizer: torch.optim.Optimizer, first: int, count: int, scale: float = 1.0
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return optimizer.param_groups[0]["params"]
+
+
+def gradients_of_step(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return gradients with a mean and noise, whose rows differ in size as in an embedding."""
+    generator = torch.Generator().manual_seed(step)
+    gradients = []
+    for shape in SHAPES:
+        noise = torch.randn(shape, generator=generator)
+        row_shape = [*shape[:1], *(1 for _ in shape[1:])]
+        row_scale = torch.rand(row_shape, generator=generator)
+        gradients.append((row_scale * (0.3 + noise) * 1e-3).to(dtype))
+    return gradients
+
+
+def make_step(
+    optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor], scale: float = 1.0
 ) -> None:
-    """Make steps whose gradients have a mean and noise, and differ by rows as in an embedding."""
-    for step in range(first, first + count):
-        generator = torch.Generator().manual_seed(step)
-        for p in optimizer.param_groups[0]["params"]:
-            noise = torch.randn(p.shape, generator=generator)
-            row_scale = torch.rand([*p.shape[:1], *[1 for _ in p.shape[1:]]], generator=generator)
-            p.grad = (scale * row_scale * (0.3 + noise) * 1e-3).to(p.dtype)
-        optimizer.step()
+    for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+        parameter.grad = (scale * gradient).to(parameter.dtype)
+    optimizer.step()
 
 
-def distance(optimizer: CompactAdamW, reference: torch.optim.Optimizer) -> float:
-    """Return how far the weights are apart, as a share of how far they have moved."""
-    start = parameters_of(torch.float32)
-    apart = 0.0
-    moved = 0.0
-    pairs = zip(
-        start,
-        optimizer.param_groups[0]["params"],
-        reference.param_groups[0]["params"],
-        strict=True,
-    )
-    for initial, p, expected in pairs:
-        weights = p.detach().double()
-        if "compensation" in optimizer.state[p]:
-            weights = weights + optimizer.state[p]["compensation"].double()
-        apart += (weights - expected.detach().double()).square().sum().item()
-        moved += (expected.detach() - initial.detach().to(p.dtype)).square().sum().item()
-    return (apart / moved) ** 0.5
+# The steps of torch
+
+
+def relative_distance(
+    optimizer: CompactAdamW, reference: torch.optim.Optimizer, start: list[torch.Tensor]
+) -> float:
+    """Return how far the weights are from those of a reference, relative to their way so far."""
+    squared_distance = 0.0
+    squared_way = 0.0
+    for parameter, expected, initial in zip(
+        parameters_of(optimizer), parameters_of(reference), start, strict=True
+    ):
+        weights = parameter.detach().double()
+        if "compensation" in optimizer.state[parameter]:
+            weights += optimizer.state[parameter]["compensation"].double()
+        squared_distance += (weights - expected.detach()).square().sum().item()
+        squared_way += (expected.detach() - initial).square().sum().item()
+    return (squared_distance / squared_way) ** 0.5
 
 
 @pytest.mark.parametrize(
-    ("dtype", "optimizer_class", "bound"),
+    ("dtype", "optimizer_class", "largest_distance"),
     [
         (torch.float32, CompactAdamW, 1e-5),
         (torch.bfloat16, CompactAdamW, 0.01),
@@ -69,69 +81,121 @@ def distance(optimizer: CompactAdamW, reference: torch.optim.Optimizer) -> float
         (torch.bfloat16, EightBitAdamW, 0.1),
     ],
 )
-def test_its_steps_are_those_of_torch(
-    dtype: torch.dtype, optimizer_class: type[CompactAdamW], bound: float
+def test_its_steps_are_those_of_torch_in_float64(
+    dtype: torch.dtype, optimizer_class: type[CompactAdamW], largest_distance: float
 ) -> None:
-    optimizer = optimizer_class(parameters_of(dtype), **SETTINGS)
-    # The reference gets the same gradients, and begins with the same weights, in float64.
-    start = [nn.Parameter(p.detach().double()) for p in parameters_of(dtype)]
-    reference = torch.optim.AdamW(start, **SETTINGS)
-    make_steps(optimizer, first=0, count=30)
+    """The reference has the same gradients, and begins with the same weights."""
+    start = [parameter.detach().double() for parameter in initial_weights(dtype)]
+    optimizer = optimizer_class(initial_weights(dtype), **SETTINGS)
+    reference = torch.optim.AdamW([nn.Parameter(tensor.clone()) for tensor in start], **SETTINGS)
+
     for step in range(30):
-        optimizer_of_step = CompactAdamW(parameters_of(dtype), **SETTINGS)
-        make_steps(optimizer_of_step, first=step, count=1)
-        for p, q in zip(optimizer_of_step.param_groups[0]["params"], start, strict=True):
-            q.grad = p.grad.double()
-        reference.step()
+        gradients = gradients_of_step(step, dtype)
+        make_step(optimizer, gradients)
+        make_step(reference, [gradient.double() for gradient in gradients])
 
-    assert distance(optimizer, reference) < bound
+    assert relative_distance(optimizer, reference, start) < largest_distance
 
 
-def test_small_updates_of_bfloat16_weights_are_not_lost() -> None:
+def test_its_steps_are_as_near_to_adamw_as_those_of_torchao() -> None:
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    shape = (64, 512)
+
+    def distance_from_adamw(optimizer_class: Any) -> float:
+        weights = nn.Parameter(torch.zeros(shape))
+        expected = nn.Parameter(torch.zeros(shape))
+        optimizer = optimizer_class([weights], **SETTINGS)
+        reference = torch.optim.AdamW([expected], **SETTINGS)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(30):
+            weights.grad = torch.randn(shape, generator=generator) * 1e-3
+            expected.grad = weights.grad.clone()
+            optimizer.step()
+            reference.step()
+        return ((weights - expected).norm() / expected.norm()).item()
+
+    assert distance_from_adamw(EightBitAdamW) < 1.2 * distance_from_adamw(torchao.AdamW8bit)
+
+
+def test_a_step_for_some_rows_at_a_time_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def optimizer_after_three_steps() -> EightBitAdamW:
+        optimizer = EightBitAdamW(initial_weights(torch.bfloat16), **SETTINGS)
+        for step in range(3):
+            make_step(optimizer, gradients_of_step(step, torch.bfloat16))
+        return optimizer
+
+    all_rows = optimizer_after_three_steps()
+    monkeypatch.setitem(adamw.CHUNK_NUMEL, "cpu", 1000)  # three rows
+    some_rows = optimizer_after_three_steps()
+
+    pairs = zip(parameters_of(all_rows), parameters_of(some_rows), strict=True)
+    for expected, parameter in pairs:
+        assert torch.equal(parameter, expected)
+        for name, tensor in all_rows.state[expected].items():
+            assert torch.equal(some_rows.state[parameter][name], tensor), name
+
+
+# Weights in bfloat16
+
+
+def test_the_compensation_keeps_small_changes_of_bfloat16_weights() -> None:
     weights = torch.ones(1000, dtype=torch.bfloat16)
     compensation = torch.zeros_like(weights)
-    for _ in range(1000):
-        update_weights(weights, torch.full((1000,), -1e-4), decay=1.0, compensation=compensation)
-    torch.testing.assert_close(
-        weights.float() + compensation.float(), torch.full((1000,), 0.9), atol=1e-3, rtol=0
-    )
+    change = torch.full((1000,), -1e-4)
 
-    # Without the compensation, every one of them is.
-    weights.fill_(1)
+    for _ in range(1000):
+        update_weights(weights, change, decay=1.0, compensation=compensation)
+
+    total = weights.float() + compensation.float()
+    torch.testing.assert_close(total, torch.full((1000,), 0.9), atol=1e-3, rtol=0)
+
+
+def test_without_a_compensation_small_changes_of_bfloat16_weights_are_lost() -> None:
+    weights = torch.ones(1000, dtype=torch.bfloat16)
+
     for _ in range(1000):
         update_weights(weights, torch.full((1000,), -1e-4), decay=1.0, compensation=None)
+
     assert (weights == 1).all()
 
 
-def test_a_code_is_the_nearest_value_but_for_the_rounding_to_bfloat16() -> None:
+# Moments in 8 bits
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_code_is_the_nearest_value_up_to_the_rounding_to_bfloat16(is_signed: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    fractions = torch.rand(16, 256, generator=generator) ** 4
-    fractions[:, 0] = 1  # the scale of every block
-    for codebook, numbers in (
-        (signed_codebook(CPU), fractions * torch.sign(torch.randn(16, 256, generator=generator))),
-        (positive_codebook(CPU), fractions),
-    ):
-        numbers[:, 0] = 1
-        codes, scales = codebook.encode(numbers)
-        decoded = codebook.decode(codes, scales)
-        errors = (decoded - numbers).abs()
-        smallest = (codebook.values[:, None, None] - numbers).abs().amin(0)
-        assert (errors <= smallest + numbers.abs() / 128).all()
-        assert torch.equal(decoded[:, 0], torch.ones(16))
+    numbers = torch.rand(16, 256, generator=generator) ** 4
+    if is_signed:
+        numbers *= torch.sign(torch.randn(16, 256, generator=generator))
+    numbers[:, 0] = 1  # the scale of every block
+    codebook = signed_codebook(CPU) if is_signed else positive_codebook(CPU)
+
+    decoded = codebook.decode(*codebook.encode(numbers))
+
+    smallest_errors = (codebook.values[:, None, None] - numbers).abs().amin(0)
+    errors = (decoded - numbers).abs()
+    assert (errors <= smallest_errors + numbers.abs() / 128).all()
+    assert torch.equal(decoded[:, 0], torch.ones(16))
 
 
 def test_a_second_moment_never_becomes_zero() -> None:
     numbers = torch.full((1, 256), 1e-12)
     numbers[0, 0] = 1.0
     codebook = positive_codebook(CPU)
+
     assert (codebook.decode(*codebook.encode(numbers)) > 0).all()
-    # A block of zeros stays one.
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
     zeros = torch.zeros(1, 256)
+    codebook = positive_codebook(CPU)
+
     assert torch.equal(codebook.decode(*codebook.encode(zeros)), zeros)
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("shape", "has_codes"),
     [
         ((64, 64), True),
         ((63, 65), False),
@@ -140,80 +204,60 @@ def test_a_second_moment_never_becomes_zero() -> None:
         ((2, 3, 999), True),
     ],
 )
-def test_the_full_shape_decides_what_is_in_8_bits(shape: tuple[int, ...], expected: bool) -> None:
-    assert is_eight_bit(shape) == expected
-    p = nn.Parameter(torch.zeros(shape))
-    p.grad = torch.zeros(shape)
-    optimizer = EightBitAdamW([p], **SETTINGS)
+def test_the_shape_of_a_parameter_decides_whether_its_moments_have_8_bits(
+    shape: tuple[int, ...], has_codes: bool
+) -> None:
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    optimizer = EightBitAdamW([parameter], **SETTINGS)
+
     optimizer.step()
-    state = optimizer.state[p]
-    assert (state["exp_avg"].dtype == torch.uint8) == expected
-    if expected:
+
+    assert is_eight_bit(shape) == has_codes
+    state = optimizer.state[parameter]
+    assert (state["exp_avg"].dtype == torch.uint8) == has_codes
+    if has_codes:
         assert state["exp_avg_scales"].shape == (shape[0], blocks_per_row(shape))
 
 
-def test_some_rows_at_a_time_have_the_bits_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = EightBitAdamW(parameters_of(torch.bfloat16), **SETTINGS)
-    make_steps(at_once, first=0, count=3)
-    monkeypatch.setitem(adamw.CHUNK_NUMEL, "cpu", 1000)  # three rows
-    by_rows = EightBitAdamW(parameters_of(torch.bfloat16), **SETTINGS)
-    make_steps(by_rows, first=0, count=3)
-    for p, q in zip(
-        at_once.param_groups[0]["params"], by_rows.param_groups[0]["params"], strict=True
-    ):
-        assert torch.equal(p, q)
-        for name, tensor in at_once.state[p].items():
-            assert torch.equal(tensor, by_rows.state[q][name]), name
+# Loss scaling
 
 
-@pytest.mark.parametrize("optimizer_class", [CompactAdamW, EightBitAdamW])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_with_found_inf_changes_nothing(
-    dtype: torch.dtype, optimizer_class: type[CompactAdamW]
-) -> None:
-    optimizer = optimizer_class(parameters_of(dtype), **SETTINGS)
-    make_steps(optimizer, first=0, count=2)
-    parameters = optimizer.param_groups[0]["params"]
-    weights = copy.deepcopy(parameters)
-    states = copy.deepcopy([optimizer.state[p] for p in parameters])
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
 
-    optimizer.found_inf = torch.ones(())
-    make_steps(optimizer, first=2, count=1, scale=float("nan"))
-    for p, before, state in zip(parameters, weights, states, strict=True):
-        assert torch.equal(p, before)
+
+@pytest.fixture(params=[CompactAdamW, EightBitAdamW])
+def trained(request: pytest.FixtureRequest, dtype: torch.dtype) -> CompactAdamW:
+    """An optimizer after two steps."""
+    optimizer = request.param(initial_weights(dtype), **SETTINGS)
+    for step in range(2):
+        make_step(optimizer, gradients_of_step(step, dtype))
+    return optimizer
+
+
+def test_a_step_with_found_inf_changes_nothing(trained: CompactAdamW, dtype: torch.dtype) -> None:
+    weights = copy.deepcopy(parameters_of(trained))
+    states = copy.deepcopy([trained.state[parameter] for parameter in parameters_of(trained)])
+
+    trained.found_inf = torch.ones(())
+    make_step(trained, gradients_of_step(2, dtype), scale=float("nan"))
+
+    for parameter, expected, state in zip(parameters_of(trained), weights, states, strict=True):
+        assert torch.equal(parameter, expected)
         for name, tensor in state.items():
-            assert torch.equal(optimizer.state[p][name], tensor), name
-
-    optimizer.found_inf = torch.zeros(())
-    optimizer.grad_scale = torch.tensor(1024.0)
-    make_steps(optimizer, first=2, count=1, scale=1024.0)
-    scaled = copy.deepcopy(parameters)
-    plain = optimizer_class(weights, **SETTINGS)
-    for p, state in zip(weights, states, strict=True):
-        plain.state[p] = state
-    make_steps(plain, first=2, count=1)
-    for p, expected in zip(scaled, weights, strict=True):
-        torch.testing.assert_close(p, expected)
+            assert torch.equal(trained.state[parameter][name], tensor), name
 
 
-def test_it_is_as_near_to_adamw_as_that_of_torchao() -> None:
-    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    shape = (64, 512)
-    distances = []
-    for make in (
-        lambda p: EightBitAdamW([p], **SETTINGS),
-        lambda p: torchao.AdamW8bit([p], **SETTINGS),
-    ):
-        weights = nn.Parameter(torch.zeros(shape))
-        expected = nn.Parameter(torch.zeros(shape))
-        optimizer = make(weights)
-        reference = torch.optim.AdamW([expected], **SETTINGS)
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(30):
-            weights.grad = torch.randn(shape, generator=generator) * 1e-3
-            expected.grad = weights.grad.clone()
-            optimizer.step()
-            reference.step()
-        distances.append(((weights - expected).norm() / expected.norm()).item())
-    ours, theirs = distances
-    assert ours < 1.2 * theirs
+def test_a_step_divides_gradients_by_the_loss_scale(
+    trained: CompactAdamW, dtype: torch.dtype
+) -> None:
+    without_scale = copy.deepcopy(trained)
+    make_step(without_scale, gradients_of_step(2, dtype))
+
+    trained.found_inf = torch.zeros(())
+    trained.grad_scale = torch.tensor(1024.0)
+    make_step(trained, gradients_of_step(2, dtype), scale=1024.0)
+
+    torch.testing.assert_close(parameters_of(trained), parameters_of(without_scale))

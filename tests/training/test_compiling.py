@@ -1,4 +1,4 @@
-"""Which runs are compiled, and that nothing else changes by it."""
+"""Long runs on a GPU are compiled, and compute the same."""
 
 import functools
 import shutil
@@ -27,7 +27,7 @@ IDS = torch.randint(50, (3, 17), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def gpt() -> GPT:
+def new_gpt() -> GPT:
     return GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16), vocab_size=50)
 
 
@@ -36,9 +36,12 @@ def is_compiled(model: GPT) -> bool:
 
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, backend: str | Callable[..., Any]) -> None:
-    """Let another backend than inductor compile, which takes most of a minute."""
-    compile_blocks_of = functools.partial(compiling._compile, backend=backend)
-    monkeypatch.setattr(compiling, "_compile", compile_blocks_of)
+    """Compile with this backend instead of inductor, which takes most of a minute."""
+    with_backend = functools.partial(compiling._compile, backend=backend)
+    monkeypatch.setattr(compiling, "_compile", with_backend)
+
+
+# The choice
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,27 @@ def test_auto_compiles_a_long_run_on_a_gpu(
     assert is_worth_compiling(torch.device(device), steps, shapes) is expected
 
 
+@pytest.fixture
+def should_compile(monkeypatch: pytest.MonkeyPatch):
+    """A function that makes the choice of a long run."""
+    monkeypatch.setattr(callbacks, "is_worth_compiling", lambda *_, **__: True)
+
+    def should_compile(
+        device: str, *, mode: str, bitwise: bool, earlier_choice: bool | None
+    ) -> bool:
+        settings = SimpleNamespace(
+            parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
+            optim=SimpleNamespace(max_steps=10),
+        )
+        status = SimpleNamespace(compiled=earlier_choice)
+        run = SimpleNamespace(settings=settings, status=status, step=0)
+        engine = SimpleNamespace(device=torch.device(device))
+        context: Any = SimpleNamespace(run=run, engine=engine)
+        return WarmUp(context)._should_compile(shapes=1)
+
+    return should_compile
+
+
 @pytest.mark.parametrize(
     ("mode", "earlier_choice", "bitwise", "expected"),
     [
@@ -69,162 +93,178 @@ def test_auto_compiles_a_long_run_on_a_gpu(
         ("always", False, True, True),
     ],
 )
-def test_a_run_stays_with_what_it_has_chosen(
-    mode: str,
-    earlier_choice: bool | None,
-    bitwise: bool,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_resumed_run_keeps_its_choice_unless_the_flag_decides(
+    mode: str, earlier_choice: bool | None, bitwise: bool, expected: bool, should_compile
 ) -> None:
-    monkeypatch.setattr(callbacks, "is_worth_compiling", lambda *_, **__: True)
-    settings = SimpleNamespace(
-        parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
-        optim=SimpleNamespace(max_steps=10),
-    )
-    status = SimpleNamespace(compiled=earlier_choice)
-    run = SimpleNamespace(settings=settings, status=status, step=0)
-    engine = SimpleNamespace(device=torch.device("cuda"))
-    context: Any = SimpleNamespace(run=run, engine=engine)
-    assert WarmUp(context)._should_compile(shapes=1) is expected
+    options = {"mode": mode, "bitwise": bitwise, "earlier_choice": earlier_choice}
 
-    engine.device = torch.device("cpu")
-    assert WarmUp(context)._should_compile(shapes=1) is (mode == "always")
+    assert should_compile("cuda", **options) is expected
+    assert should_compile("cpu", **options) is (mode == "always")
 
 
-def test_a_compiler_that_fails_is_one_line(
+# Compiling
+
+
+def test_the_error_of_a_compiler_is_one_line_with_the_flag_that_avoids_it(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(graph: Any, inputs: Any) -> None:
         raise RuntimeError("no C++ compiler\nand more")
 
     compile_with(monkeypatch, fail)
-    says = r"^torch.compile does not work here: .*no C\+\+ compiler; use --torch_compile never.$"
-    with pytest.raises(UserError, match=says):
-        compile_blocks(engine_of(accelerator, gpt()), BATCH, shapes=1)
+
+    message = r"^torch.compile does not work here: .*no C\+\+ compiler; use --torch_compile never.$"
+    with pytest.raises(UserError, match=message):
+        compile_blocks(engine_of(accelerator, new_gpt()), BATCH, shapes=1)
 
 
-def test_compiling_leaves_no_trace(
+def test_compiling_changes_no_weights_gradients_or_random_numbers(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_with(monkeypatch, "eager")
-    model = gpt()
+    model = new_gpt()
 
-    def draws(*_: object) -> None:  # as a model's own dropout does
-        torch.rand(1)
+    def draw(*_: object) -> None:
+        torch.rand(1)  # as dropout does
 
-    model.register_forward_hook(draws)
-    before = [p.clone() for p in model.parameters()]
+    model.register_forward_hook(draw)
+    weights = [parameter.clone() for parameter in model.parameters()]
+
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     compile_blocks(engine_of(accelerator, model), BATCH, shapes=1)
+
     assert is_compiled(model)
     assert torch.equal(torch.rand(3), expected)
-    assert all(
-        torch.equal(a, b) and b.grad is None
-        for a, b in zip(before, model.parameters(), strict=True)
-    )
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.grad is None
+
+
+def test_trying_the_compiled_model_leaves_the_generators_of_gpus_alone(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a list of devices, torch would save the state of every GPU of the machine."""
+    forked_devices: list[Any] = []
+    real_fork_rng = torch.random.fork_rng
+
+    def fork_rng(devices: list[int] | None = None) -> Any:
+        forked_devices.append(devices)
+        return real_fork_rng(devices)
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+
+    compiling._try(engine_of(accelerator, new_gpt()), BATCH)
+
+    assert forked_devices == [[]]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long_form)])
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
 )
-def test_compiled_blocks_compute_what_they_computed(
-    backend: str, accelerator: Accelerator, monkeypatch
+def test_compiled_blocks_compute_the_same_gradients(
+    backend: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eager, model = gpt(), gpt()
-    if backend != "inductor":  # which alone takes most of a minute
+    eager = new_gpt()
+    compiled = new_gpt()
+    if backend != "inductor":
         compile_with(monkeypatch, backend)
-    engine = engine_of(accelerator, model)
-    compile_blocks(engine, BATCH, shapes=1)
-    for network in (eager, model):
-        network(**BATCH).backward()
-    for (name, one), other in zip(eager.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in eager.named_parameters()
-    ]
-    with torch.no_grad(), eager_code(model):
-        assert torch.equal(model(**BATCH), eager(**BATCH))
+    compile_blocks(engine_of(accelerator, compiled), BATCH, shapes=1)
+
+    eager(**BATCH).backward()
+    compiled(**BATCH).backward()
+
+    gradients = {name: parameter.grad for name, parameter in compiled.named_parameters()}
+    expected_gradients = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
+    with torch.no_grad(), eager_code(compiled):
+        assert torch.equal(compiled(**BATCH), eager(**BATCH))
 
 
-@pytest.fixture
-def graphs() -> Iterator[list[Any]]:
-    """The graphs that are compiled."""
-    torch._dynamo.reset()
-    yield []
-    torch._dynamo.reset()
+# The number of graphs
 
 
-def counting(graphs: list[Any]) -> Callable[..., Any]:
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        graphs.append(graph)
+class GraphCounter:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
+        self.graphs += 1
         return graph.forward
 
-    return backend
+
+@pytest.fixture
+def counter() -> Iterator[GraphCounter]:
+    torch._dynamo.reset()
+    yield GraphCounter()
+    torch._dynamo.reset()
 
 
-def test_all_blocks_are_one_graph_and_stay_it(graphs: list[Any]) -> None:
-    model = GPT(
-        GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=16, dropout=0.2), vocab_size=50
-    ).train()
-    compiling._compile(model, counting(graphs))
-    for update in range(20):
-        for key in range(2):
-            model(**BATCH, dropout_keys=torch.arange(3) * 2**40 + update * 2 + key).backward()
-    assert len(graphs) == 1
+def test_all_blocks_share_one_graph_in_every_step(counter: GraphCounter) -> None:
+    config = GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=16, dropout=0.2)
+    model = GPT(config, vocab_size=50).train()
+    compiling._compile(model, counter)
+
+    for micro_batch in range(40):
+        dropout_keys = torch.arange(3) * 2**40 + micro_batch
+        model(**BATCH, dropout_keys=dropout_keys).backward()
+
+    assert counter.graphs == 1
 
 
-def test_packed_rows_are_one_graph_wherever_documents_begin(graphs: list[Any]) -> None:
+def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCounter) -> None:
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
-    rows = SomeRows(tokenizer, is_packed=True)
-    config = ModelConfig(from_config="llama", max_length=64)
-    accelerator = Accelerator(cpu=True)
-    bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
+    bundle = load_model(
+        ModelConfig(from_config="llama", max_length=64),
+        lora=None,
+        rows=SomeRows(tokenizer, is_packed=True),
+        seed=0,
+        precision="no",
+    )
+    bundle = place(Accelerator(cpu=True), bundle)
     model = bundle.model.train()
-    compiling._compile(model, counting(graphs))
+    compiling._compile(model, counter)
+
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
-        border = int(torch.randint(2, 60, (), generator=generator))
-        positions = torch.cat([torch.arange(border), torch.arange(65 - border)]).expand(2, -1)
+        second_document = int(torch.randint(2, 60, (), generator=generator))
+        positions = [torch.arange(second_document), torch.arange(65 - second_document)]
         ids = torch.randint(200, (2, 65), generator=generator)
-        labels = torch.where(torch.rand(2, 65, generator=generator) < 0.5, ids, -100)
-        batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        is_target = torch.rand(2, 65, generator=generator) < 0.5
+        batch = {
+            "input_ids": ids,
+            "labels": torch.where(is_target, ids, -100),
+            "position_ids": torch.cat(positions).expand(2, -1),
+        }
         model(**batch, **bundle.prepare_batch(batch)).backward()
-    assert len(graphs) == 1
+
+    assert counter.graphs == 1
 
 
 @pytest.fixture
-def recompile_limit() -> Iterator[None]:
-    """Restore torch's own limit after the test."""
+def restored_recompile_limit() -> Iterator[None]:
     limit = torch._dynamo.config.recompile_limit
     yield
     torch._dynamo.config.recompile_limit = limit
 
 
-@pytest.mark.usefixtures("recompile_limit")
-def test_every_shape_of_trimmed_rows_is_compiled(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+@pytest.mark.usefixtures("restored_recompile_limit")
+def test_every_width_of_trimmed_rows_is_compiled(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, counter: GraphCounter
 ) -> None:
-    """By default torch compiles eight shapes, and runs eager code for all others."""
-    compile_with(monkeypatch, counting(graphs))
+    """By default, torch compiles eight shapes, and runs eager code for all others."""
+    compile_with(monkeypatch, counter)
     widths = range(6, 18)
-    engine = engine_of(accelerator, gpt())
+    engine = engine_of(accelerator, new_gpt())
     compile_blocks(engine, BATCH, shapes=len(widths))
+
     for _ in range(2):
         for width in widths:
-            engine.loss({name: column[:, :width] for name, column in BATCH.items()}).loss.backward()
-    assert len(graphs) == len(widths)
+            batch = {name: column[:, :width] for name, column in BATCH.items()}
+            engine.loss(batch).loss.backward()
 
-
-def test_trying_it_leaves_other_devices_alone(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forked: list[Any] = []
-    honest = torch.random.fork_rng
-    monkeypatch.setattr(
-        torch.random, "fork_rng", lambda *devices: forked.append(devices) or honest(*devices)
-    )
-    compiling._try(engine_of(accelerator, gpt()), BATCH)
-    assert forked == [([],)]  # without a list it is every GPU of the machine
+    assert counter.graphs == len(widths)

@@ -1,3 +1,5 @@
+"""An evaluation counts every eval token once, and reports what the objective measures."""
+
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,76 +20,113 @@ from llmtrain.training.evaluate import eval_extra, evaluate, row_losses
 from tests.engines import engine_of
 
 
-@pytest.mark.parametrize("micro", [1, 3, 4])
-def test_every_eval_token_counts_once_whatever_the_batch(
-    accelerator: Accelerator, micro: int
+def dataset_of(rows: list[list[int]]) -> Dataset:
+    return Dataset.from_dict({"input_ids": rows})
+
+
+class NatPerToken(nn.Module):
+    """A model whose loss is one nat for each target token."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (labels[:, 1:] != -100).sum().double()
+
+
+# Losses
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+def test_every_eval_token_counts_once_whatever_the_micro_batch(
+    accelerator: Accelerator, micro_batch: int
 ) -> None:
-    rows = [[(7 * i + 3 * j) % 20 for j in range(9)] for i in range(5)]
+    rows = []
+    for number in range(5):
+        rows.append([(7 * number + 3 * position) % 20 for position in range(9)])
     rows[4][6:] = [-100] * 3
     config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8)
     model = GPT(config, vocab_size=20, seed=2).requires_grad_(False)
+
+    # The sums over single rows, without padding.
     nll = 0.0
-    tokens = 0
+    target_tokens = 0
     for row in rows:
-        ids = torch.tensor([[token for token in row if token >= 0]])
-        nll += float(model(ids, ids))
-        tokens += ids.shape[1] - 1
-    loader = accelerator.prepare(eval_loader(Dataset.from_dict({"input_ids": rows}), 1, micro))
-    results = evaluate(engine_of(accelerator, model), loader, text_bytes=100)
-    assert results["loss"] == pytest.approx(nll / tokens, rel=1e-6)
-    assert results["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
-    assert results["bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
-    assert model.training
+        ids = torch.tensor([[token for token in row if token != -100]])
+        nll += model(ids, ids).item()
+        target_tokens += ids.shape[1] - 1
+
+    loader = accelerator.prepare(eval_loader(dataset_of(rows), 1, micro_batch))
+    metrics = evaluate(engine_of(accelerator, model), loader, text_bytes=100)
+
+    assert metrics["loss"] == pytest.approx(nll / target_tokens, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(nll / target_tokens), rel=1e-5)
+    assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
+    assert model.training, "the mode of the model is restored"
 
 
-class Offset(nn.Module):
+def first_batch(
+    accelerator: Accelerator, rows: list[list[int]], rows_per_step: int, micro_batch: int, **options
+) -> Any:
+    """Return the only batch of a loader of training rows."""
+    loader = train_loader(
+        dataset_of(rows), rows_per_step, micro_batch, range(1), seed=None, **options
+    )
+    (batch,) = accelerator.prepare(loader)
+    return batch
+
+
+class SumOfOffsets(nn.Module):
     """A model that cannot compute without the offsets that `add_offsets` prepares."""
 
     def forward(self, input_ids: Tensor, labels: Tensor, offsets: Tensor) -> Tensor:
-        return (offsets * (labels[:, 1:] != -100).any(1)).sum().double()
+        has_targets = (labels[:, 1:] != -100).any(1)
+        return (offsets * has_targets).sum().double()
 
 
 def add_offsets(batch: Batch) -> Batch:
     return {"offsets": batch["input_ids"].sum(1)}
 
 
-def test_the_loss_of_a_single_row_gets_what_prepare_batch_returns(accelerator: Accelerator) -> None:
+def test_the_losses_of_single_rows_use_the_columns_of_prepare_batch(
+    accelerator: Accelerator,
+) -> None:
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    loader = train_loader(
-        Dataset.from_dict({"input_ids": rows}), 4, 2, range(1), seed=None, prepare=add_offsets
-    )
-    (batch,) = accelerator.prepare(loader)
-    losses = row_losses(engine_of(accelerator, Offset()), batch, add_offsets)
-    assert [row["row"] for row in losses] == [0, 1, 2]
-    assert [row["loss"] * row["targets"] for row in losses] == [6, 15, 24]
+    batch = first_batch(accelerator, rows, rows_per_step=4, micro_batch=2, prepare=add_offsets)
+
+    losses = row_losses(engine_of(accelerator, SumOfOffsets()), batch, add_offsets)
+
+    assert [loss["row"] for loss in losses] == [0, 1, 2]
+    assert [loss["loss"] * loss["targets"] for loss in losses] == [sum(row) for row in rows]
 
 
-def test_the_tokens_of_a_row_are_all_but_its_padding(accelerator: Accelerator) -> None:
-    long = list(range(1, 201))
-    short = [5, 6, 7, 7, 7, *[-100] * 195]
-    loader = train_loader(
-        Dataset.from_dict({"input_ids": [long, short]}), 2, 1, range(1), seed=None
-    )
-    (batch,) = accelerator.prepare(loader)
-    rows = row_losses(engine_of(accelerator, Constant()), batch)
-    assert [row["tokens"] for row in rows] == [long, [5, 6, 7, 7, 7]]
+def test_the_tokens_of_a_row_are_reported_without_padding(accelerator: Accelerator) -> None:
+    long = [*range(1, 201)]
+    short = [5, 6, 7, 7, 7]
+    padding = [-100] * (len(long) - len(short))
+    rows = [long, short + padding]
+    batch = first_batch(accelerator, rows, rows_per_step=2, micro_batch=1)
+
+    losses = row_losses(engine_of(accelerator, NatPerToken()), batch)
+
+    assert [loss["tokens"] for loss in losses] == [long, short]
 
 
-class Constant(nn.Module):
-    """A model whose loss is a nat for each target token."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return (labels[:, 1:] != -100).sum().double()
+# Objectives of the user
 
 
-class Counted(Objective):
+@pytest.fixture
+def ten_target_tokens(accelerator: Accelerator) -> Any:
+    """A loader of five eval rows with two target tokens each."""
+    rows = dataset_of([[1, 2, 3]] * 5)
+    return accelerator.prepare(eval_loader(rows, 1, 2))
+
+
+class UsesCounts(Objective):
     """An objective whose loss needs the counts of all eval rows."""
 
     uses_prepass_in_eval = True
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
-        counts = (totals.target_tokens, totals.denominator, totals.stop_votes)
-        assert {count.dtype for count in counts} == {torch.int64}
+        for count in (totals.target_tokens, totals.denominator, totals.stop_votes):
+            assert count.dtype == torch.int64
         assert engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches) == 10
         return {"tokens": totals.target_tokens, "denominator": totals.denominator}
 
@@ -96,22 +135,22 @@ class Counted(Objective):
         return LossSums(nll * extra["tokens"], metrics={"nll": nll})
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
-        return {"share": sums["nll"] / int(extra["denominator"])}
+        return {"nll_per_token": sums["nll"] / int(extra["denominator"])}
 
 
-def test_an_eval_prepass_gets_the_counts_and_the_metrics_get_what_it_returned(
-    accelerator: Accelerator,
+def test_loss_and_metrics_get_the_result_of_the_eval_prepass(
+    accelerator: Accelerator, ten_target_tokens: Any
 ) -> None:
-    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 5})
-    loader = accelerator.prepare(eval_loader(rows, 1, 2))
-    engine = engine_of(accelerator, Constant(), Counted())
-    extra = eval_extra(engine, lambda: loader)
-    results = evaluate(engine, loader, text_bytes=0, extra=extra)
-    assert results["loss"] == 10
-    assert results["share"] == 1
+    engine = engine_of(accelerator, NatPerToken(), UsesCounts())
+
+    extra = eval_extra(engine, lambda: ten_target_tokens)
+    metrics = evaluate(engine, ten_target_tokens, text_bytes=0, extra=extra)
+
+    assert metrics["loss"] == 10, "each token counts ten nats"
+    assert metrics["nll_per_token"] == 1
 
 
-class Silent(Objective):
+class ReturnsNothing(Objective):
     """An objective with a method that returns nothing."""
 
     def __init__(self, method: str) -> None:
@@ -120,10 +159,10 @@ class Silent(Objective):
 
 @pytest.mark.parametrize("method", ["metrics", "eval_metrics"])
 def test_an_objective_that_returns_no_metrics_is_refused(
-    accelerator: Accelerator, method: str
+    accelerator: Accelerator, ten_target_tokens: Any, method: str
 ) -> None:
-    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 5})
-    loader = accelerator.prepare(eval_loader(rows, 1, 2))
-    engine = engine_of(accelerator, Constant(), Silent(method))
-    with pytest.raises(UserError, match=rf"Silent\.{method} returned None; return a dictionary"):
-        evaluate(engine, loader, text_bytes=0)
+    engine = engine_of(accelerator, NatPerToken(), ReturnsNothing(method))
+
+    message = rf"ReturnsNothing\.{method} returned None; return a dictionary"
+    with pytest.raises(UserError, match=message):
+        evaluate(engine, ten_target_tokens, text_bytes=0)

@@ -1,4 +1,4 @@
-"""`fit` is the steps of recipes/gpt.py, and says in one line which argument is wrong."""
+"""`fit` makes the steps of recipes/gpt.py, and says in one line which argument is wrong."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ from recipes import gpt
 from tests.launching import TINY, series
 
 
-class Doubled(lt.Objective):
-    """The usual loss, twice."""
-
+class DoubledLoss(lt.Objective):
     def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
         return lt.LossSums(2 * model.nll(**batch))
 
@@ -53,43 +51,45 @@ def settings(folder: Path) -> Any:
     )
 
 
-def test_fit_computes_what_the_recipe_that_is_written_out_computes(
+def test_fit_trains_as_the_recipe_that_makes_each_step_itself(
     text_file: Path, tmp_path: Path
 ) -> None:
-    flags = [*TINY, "--dataset", str(text_file), "--logging_steps", "1", "--eval_steps", "2"]
-    flags += ["--report_to", "none", "--output_dir"]
-    written_out: Any = gpt.main([*flags, str(tmp_path / "written-out")])
+    flags = [*TINY, "--dataset", str(text_file), "--eval_steps", "2", "--report_to", "none"]
+    run_of_recipe: Any = gpt.main([*flags, "--output_dir", str(tmp_path / "recipe")])
 
-    parsed = lt.parse(gpt.DEFAULTS, [*flags, str(tmp_path / "fit")])
+    parsed = lt.parse(gpt.DEFAULTS, [*flags, "--output_dir", str(tmp_path / "fit")])
     run = lt.fit(parsed, gpt.tokenized(parsed), gpt.build)
 
     assert run.is_finished
     for key in ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"):
-        assert series(run.folder, key) == series(written_out.folder, key)
-    weights = written_out.bundle.model.state_dict()
+        assert series(run.folder, key) == series(run_of_recipe.folder, key)
+    expected_weights = run_of_recipe.bundle.model.state_dict()
     for name, weight in run.bundle.model.state_dict().items():
-        assert torch.equal(weight, weights[name]), name
-    assert run.fingerprint == written_out.fingerprint
+        assert torch.equal(weight, expected_weights[name]), name
+    assert run.fingerprint == run_of_recipe.fingerprint
 
 
-class NeedsHead(lt.Objective):
-    """An objective that the model does not fit."""
+class NeedsSecondHead(lt.Objective):
+    """An objective that refuses the model."""
 
     def check(self, model: Any) -> None:
         raise UserError("the model has no second head.")
 
 
-def test_the_objective_that_is_trained_checks_the_model(tmp_path: Path) -> None:
+def test_the_objective_checks_the_model(tmp_path: Path) -> None:
+    objective = NeedsSecondHead()
+
     with pytest.raises(UserError, match=r"the model has no second head\."):
-        lt.fit(settings(tmp_path / "run"), rows(), build, optimizer=sgd, objective=NeedsHead())
+        lt.fit(settings(tmp_path / "run"), rows(), build, optimizer=sgd, objective=objective)
 
 
-def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
+def test_fit_trains_with_the_parts_of_the_user(tmp_path: Path) -> None:
     callback = lt.Callback()
-    objective = Doubled()
+    objective = DoubledLoss()
 
-    def rank(model: Any, batch: Batch) -> dict[str, Any]:
-        return {"first": (batch["input_ids"][:, 0].sum(), batch["input_ids"].shape[0])}
+    def first_token(model: Any, batch: Batch) -> dict[str, Any]:
+        first_tokens = batch["input_ids"][:, 0]
+        return {"first": (first_tokens.sum(), len(first_tokens))}
 
     run = lt.fit(
         settings(tmp_path / "run"),
@@ -98,15 +98,16 @@ def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
         objective=objective,
         optimizer=sgd,
         callbacks=[callback],
-        metrics=[rank],
+        metrics=[first_token],
     )
 
     assert run.parts.objective is objective
     assert type(run.parts.optimizer) is torch.optim.SGD
     assert run.parts.callbacks == (callback,)
-    plain = lt.fit(settings(tmp_path / "plain"), rows(), build, optimizer=sgd)
-    assert series(run.folder, "eval/loss")[0] == 2 * series(plain.folder, "eval/loss")[0]
     assert series(run.folder, "eval/first")[0] == 1
+    with_usual_loss = lt.fit(settings(tmp_path / "usual"), rows(), build, optimizer=sgd)
+    usual_loss = series(with_usual_loss.folder, "eval/loss")[0]
+    assert series(run.folder, "eval/loss")[0] == 2 * usual_loss
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
         ({"optimizer": "adamw"}, "optimizer: 'adamw' is no function of the model"),
         ({"optimizer": lambda model: model}, r"optimizer: Bigram\(.* is no torch optimizer"),
         ({"optimizer": lambda model: None}, "optimizer: None is no torch optimizer; make one of"),
-        ({"objective": Doubled}, "objective: the class Doubled is no llmtrain.Objective"),
+        ({"objective": DoubledLoss}, "objective: the class DoubledLoss is no llmtrain.Objective"),
         ({"build": Bigram()}, r"build: Bigram\(.* is no function; pass a function of the settings"),
         ({"build": lambda *_: None}, "build returned None; return a torch module or an"),
         ({"rows": [[1, 2, 3]]}, r"rows: \[\[1, 2, 3\]\] is no llmtrain.Tokenized; make the rows"),
@@ -131,10 +132,12 @@ def test_fit_trains_with_what_the_user_brings(tmp_path: Path) -> None:
         ({"metrics": [len]}, "metrics: .* len.* must take two arguments"),
     ],
 )
-def test_a_wrong_argument_is_one_line(
+def test_a_wrong_argument_is_named_before_anything_is_written(
     arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    given = {"rows": rows(), "build": build, **arguments}
+    valid_arguments = {"rows": rows(), "build": build}
+
     with pytest.raises(UserError, match=message):
-        lt.fit(settings(tmp_path / "run"), **given)
+        lt.fit(settings(tmp_path / "run"), **(valid_arguments | arguments))
+
     assert not (tmp_path / "run").exists()

@@ -1,5 +1,7 @@
-"""Bytes by part, from the shapes of a model that has no memory."""
+"""The memory of a run is predicted from the shapes of its model, which holds no weights."""
 
+import math
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.data import tokenizer as tok
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
@@ -31,6 +33,9 @@ from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
+VOCABULARY = 1000
+POSITIONS = 32
+ONE_PROCESS = Sharding(replicas=1, shards=1)
 
 
 def memory(
@@ -41,254 +46,356 @@ def memory(
     **parallel: object,
 ) -> Memory:
     with torch.device("meta"):
-        model = GPT(config, 1000)
+        model = GPT(config, VOCABULARY)
     settings = SimpleNamespace(
         model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
-    return Memory(RecipeModel(model, settings, precision, positions=32), on_gpu=False)
+    return Memory(RecipeModel(model, settings, precision, positions=POSITIONS), on_gpu=False)
 
 
-def test_weights_gradients_and_states_are_what_the_shapes_say() -> None:
-    numbers, tensors = 64 * 1000 + 32 * 64 + 6 * (12 * 64**2 + 13 * 64) + 2 * 64, 2 + 6 * 12 + 2
-    whole = memory().bytes_of(Sharding(2, 1), 4, 1)
-    assert (whole.weights, whole.gradients) == (4 * numbers, 4 * numbers)
-    assert whole.optimizer == 8 * numbers + 4 * tensors
-    assert memory("muon").bytes_of(Sharding(2, 1), 4, 1).optimizer == pytest.approx(
-        4 * (2 * numbers - 6 * 12 * 64**2) + 4 * (tensors - 24)
-    )
-    # Every first dimension is even.
-    assert memory().bytes_of(Sharding(1, 2), 4, 1).weights == 2 * numbers
+# Weights, gradients and the states of optimizers
+
+WIDTH = 64
+LAYERS = 6
+NUMBERS_IN_MATRICES_OF_BLOCKS = LAYERS * 12 * WIDTH**2
+NUMBERS = (
+    WIDTH * VOCABULARY  # token embedding
+    + 32 * WIDTH  # position embedding
+    + NUMBERS_IN_MATRICES_OF_BLOCKS
+    + LAYERS * 13 * WIDTH  # biases and layer norms of blocks
+    + 2 * WIDTH  # last layer norm
+)
+TENSORS = 2 + LAYERS * 12 + 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optim", ["adamw", "adamw_torch_8bit", "muon", "adafactor"])
-def test_bytes_per_parameter_are_those_of_a_step(
+def test_the_bytes_of_adamw_follow_from_the_shapes() -> None:
+    predicted = memory().bytes_of(Sharding(replicas=2, shards=1), rows=4, accumulation=1)
+
+    assert predicted.weights == 4 * NUMBERS
+    assert predicted.gradients == 4 * NUMBERS
+    counts_of_steps = 4 * TENSORS
+    assert predicted.optimizer == 2 * 4 * NUMBERS + counts_of_steps
+
+
+def test_muon_has_one_moment_for_matrices_of_blocks_and_no_count_of_steps() -> None:
+    predicted = memory("muon").bytes_of(Sharding(replicas=2, shards=1), rows=4, accumulation=1)
+
+    moments = 2 * NUMBERS - NUMBERS_IN_MATRICES_OF_BLOCKS
+    counts_of_steps = TENSORS - LAYERS * 4
+    assert predicted.optimizer == pytest.approx(4 * moments + 4 * counts_of_steps)
+
+
+def test_two_shards_hold_half_of_the_weights_each() -> None:
+    """The first dimension of every parameter is even."""
+    predicted = memory().bytes_of(Sharding(replicas=1, shards=2), rows=4, accumulation=1)
+
+    assert predicted.weights == 4 * NUMBERS / 2
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype"),
+    [
+        ("adamw", "float32"),
+        ("adamw", "bfloat16"),
+        ("adamw_torch_8bit", "float32"),
+        ("adamw_torch_8bit", "bfloat16"),
+        ("muon", "float32"),
+        ("muon", "bfloat16"),
+        ("adafactor", "float32"),
+    ],
+)
+def test_the_predicted_bytes_are_those_of_a_step(
     optim: str, dtype: str, accelerator: Accelerator
 ) -> None:
-    if (optim, dtype) == ("adafactor", "bfloat16"):
-        pytest.skip("make_optimizer refuses it")
-    settings = OptimConfig(optim, dtype=dtype)
-    model = GPT(CONFIG, 1000).to(getattr(torch, dtype))
-    optimizer = make_optimizer(accelerator, model, settings)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    model = GPT(CONFIG, VOCABULARY).to(getattr(torch, dtype))
+    optimizer = make_optimizer(accelerator, model, OptimConfig(optim, dtype=dtype))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    planned = memory(optim, dtype=dtype).bytes_of(Sharding(1, 1), 4, 1)
-    assert planned.weights == sum(p.nbytes for p in model.parameters())
-    assert planned.gradients == sum(p.grad.nbytes for p in model.parameters())
-    assert planned.optimizer == sum(s.nbytes for s in states if isinstance(s, torch.Tensor))
+    state_tensors = []
+    for state in optimizer.state.values():
+        state_tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    predicted = memory(optim, dtype=dtype).bytes_of(ONE_PROCESS, rows=4, accumulation=1)
+    assert predicted.weights == sum(p.nbytes for p in model.parameters())
+    assert predicted.gradients == sum(p.grad.nbytes for p in model.parameters())
+    assert predicted.optimizer == sum(tensor.nbytes for tensor in state_tensors)
 
 
-def test_bytes_per_parameter_of_large_matrices() -> None:
-    """A row of 256 elements has a scale for each moment: 2 x 4 / 256 bytes per element."""
-    wide = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
-    for optim, dtype, expected in (
-        ("adamw", "float32", (4, 4, 8, 0)),
-        ("adamw", "bfloat16", (2, 2, 8, 2)),
-        ("adamw_torch_8bit", "float32", (4, 4, 2 + 8 / 256, 0)),
-        ("adamw_torch_8bit", "bfloat16", (2, 2, 2 + 8 / 256, 2)),
-        ("muon", "bfloat16", (2, 2, 4, 2)),
-    ):
-        planned = memory(optim, dtype=dtype, config=wide)
-        matrix = next(p for p in planned.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
-        kinds = bytes_per_parameter([matrix], optim, planned.has_bf16_weights)
-        assert [*kinds.values()] == pytest.approx(expected, abs=1e-5)
+SCALES = 2 * 4 / 256  # a row of 256 numbers has a scale for each of two moments
+
+
+@pytest.mark.parametrize(
+    ("optim", "dtype", "weight", "gradient", "moments", "compensation"),
+    [
+        ("adamw", "float32", 4, 4, 8, 0),
+        ("adamw", "bfloat16", 2, 2, 8, 2),
+        ("adamw_torch_8bit", "float32", 4, 4, 2 + SCALES, 0),
+        ("adamw_torch_8bit", "bfloat16", 2, 2, 2 + SCALES, 2),
+        ("muon", "bfloat16", 2, 2, 4, 2),
+    ],
+)
+def test_the_bytes_per_number_of_a_large_matrix(
+    optim: str, dtype: str, weight: float, gradient: float, moments: float, compensation: float
+) -> None:
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
+    predicted = memory(optim, dtype=dtype, config=config)
+    matrix = next(p for p in predicted.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
+
+    kinds = bytes_per_parameter([matrix], optim, predicted.has_bf16_weights)
+
+    expected = [weight, gradient, moments, compensation]
+    assert [*kinds.values()] == pytest.approx(expected, abs=1e-5)
 
 
 def test_moments_in_8_bits_are_sharded_by_rows() -> None:
-    """1,000 rows of 64 elements on three processes: 334 rows with 2 x 64 codes and 2 scales."""
-    embedding = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
-    assert embedding.of_rows(334) == 334 * (2 * 64 + 2 * 4) + 4
-    assert state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False).of_rows(4096) == (
-        8 * 4096 + 4  # a vector has moments in float32
-    )
+    """On three processes, 1,000 rows of 64 numbers are at most 334 rows with codes and scales."""
+    matrix = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
+
+    count_of_steps = 4
+    assert matrix.of_rows(334) == 334 * (2 * 64 + 2 * 4) + count_of_steps
 
 
-def test_gradients_that_fsdp2_does_not_reduce_yet_are_float32_under_autocast() -> None:
-    weights = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 1).weights
-    in_blocks = 6 * 12 * 64**2
-    autocast = memory(precision="bf16", dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2)
-    assert autocast.gradients == pytest.approx(2 * weights + 2 * in_blocks, rel=0.01)
-    assert memory(dtype="bfloat16").bytes_of(Sharding(1, 2), 4, 2).gradients == 2 * weights
+def test_the_moments_of_a_vector_are_in_float32() -> None:
+    vector = state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False)
+
+    count_of_steps = 4
+    assert vector.of_rows(4096) == 2 * 4 * 4096 + count_of_steps
 
 
-def test_a_base_in_bfloat16_is_gathered_as_it_is_stored() -> None:
-    base = LocalParameter("base", 4, 8, element_bytes=2, is_trained=False)
-    matrix = LocalParameter("lora_A", 4, 1, element_bytes=4, is_trained=True)
-    for is_bf16, expected in ((False, 2 * 32 + 4 * 4), (True, 2 * 32 + 2 * 4)):
-        unit = Unit(frozenset(["base", "lora_A"]), is_bf16=is_bf16, stays_gathered=False)
-        assert unit.gathered_bytes([base, matrix]) == expected
+def test_gradients_that_fsdp2_has_not_reduced_yet_are_float32_under_autocast() -> None:
+    two_shards = Sharding(replicas=1, shards=2)
+    in_bf16 = memory(precision="bf16", dtype="bfloat16")
+    without_autocast = memory(dtype="bfloat16")
+
+    weights = in_bf16.bytes_of(two_shards, rows=4, accumulation=1).weights
+    with_autocast_bytes = in_bf16.bytes_of(two_shards, rows=4, accumulation=2)
+    without_autocast_bytes = without_autocast.bytes_of(two_shards, rows=4, accumulation=2)
+
+    assert without_autocast_bytes.gradients == 2 * weights
+    two_more_bytes = 2 * NUMBERS_IN_MATRICES_OF_BLOCKS
+    assert with_autocast_bytes.gradients == pytest.approx(2 * weights + two_more_bytes, rel=0.01)
 
 
-def test_what_does_not_divide_is_counted_for_the_process_that_holds_most() -> None:
-    uneven = memory(config=GPTConfig(n_layer=1, n_head=1, n_embd=3, block_size=5))
-    rows_of_three = (
-        250 + 2 + 1 + 1 + 1
-    )  # of 1000, 5, and three matrices of 3 by 4: the fourth part, rounded up
-    vectors = 3 * 1 + 1 + 3 + 1 + 3 + 1 + 1  # to be counted beside
-    held = uneven.bytes_of(Sharding(1, 4), 1, 1).weights / 4
-    numbers = {parameter.name: parameter.numel(4) for parameter in uneven.parameters}
-    assert numbers["transformer.wte.weight"] == 250 * 3
-    assert numbers["transformer.wpe.weight"] == 2 * 3
-    assert held == sum(numbers.values()) > rows_of_three + vectors
+@pytest.mark.parametrize(("is_bf16", "bytes_of_lora"), [(False, 4), (True, 2)])
+def test_a_base_in_bfloat16_is_gathered_as_it_is_stored(is_bf16: bool, bytes_of_lora: int) -> None:
+    base = LocalParameter("base", rows=4, row_numel=8, element_bytes=2, is_trained=False)
+    matrix = LocalParameter("lora_A", rows=4, row_numel=1, element_bytes=4, is_trained=True)
+    unit = Unit(frozenset(["base", "lora_A"]), is_bf16=is_bf16, stays_gathered=False)
+
+    assert unit.gathered_bytes([base, matrix]) == 2 * 4 * 8 + bytes_of_lora * 4
 
 
-def test_gradients_grow_where_they_are_not_reduced_in_each_micro_batch() -> None:
-    once, each = memory(), memory(sync_each_batch=True)
-    assert (
-        once.bytes_of(Sharding(1, 4), 2, 1).gradients
-        == each.bytes_of(Sharding(1, 4), 2, 8).gradients
-    )
-    assert once.bytes_of(Sharding(1, 4), 2, 8).gradients == pytest.approx(
-        4 * each.bytes_of(Sharding(1, 4), 2, 8).gradients
-    )
-    alone, with_buckets = (once.bytes_of(Sharding(count, 1), 2, 8) for count in (1, 2))
-    assert (
-        with_buckets.total == alone.total + alone.gradients
-    )  # DDP's buckets, beside what grows between exchanges
+def test_rows_that_do_not_divide_are_counted_for_the_process_with_the_most() -> None:
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=3, block_size=5)
+    predicted = memory(config=config)
+
+    numbers = {parameter.name: parameter.numel(4) for parameter in predicted.parameters}
+    assert numbers["transformer.wte.weight"] == math.ceil(1000 / 4) * 3
+    assert numbers["transformer.wpe.weight"] == math.ceil(5 / 4) * 3
+    four_shards = Sharding(replicas=1, shards=4)
+    weights = predicted.bytes_of(four_shards, rows=1, accumulation=1).weights
+    assert weights == 4 * sum(numbers.values())
+    assert weights > 4 * sum(p.numel() for p in GPT(config, VOCABULARY).parameters()) / 4
+
+
+def test_gradients_are_sharded_only_if_they_are_reduced_in_each_micro_batch() -> None:
+    four_shards = Sharding(replicas=1, shards=4)
+
+    def gradients(predicted: Memory, accumulation: int) -> float:
+        return predicted.bytes_of(four_shards, rows=2, accumulation=accumulation).gradients
+
+    sharded = gradients(memory(sync_each_batch=True), accumulation=8)
+    assert gradients(memory(), accumulation=1) == sharded
+    assert gradients(memory(), accumulation=8) == pytest.approx(4 * sharded)
+
+
+def test_ddp_has_buckets_besides_the_gradients_that_it_accumulates() -> None:
+    one_process = memory().bytes_of(ONE_PROCESS, rows=2, accumulation=8)
+    two_processes = memory().bytes_of(Sharding(replicas=2, shards=1), rows=2, accumulation=8)
+
+    assert two_processes.total == one_process.total + one_process.gradients
+
+
+# Activations
 
 
 def activations_of(config: GPTConfig) -> ActivationBytes:
-    """Return what a GPT keeps for its backward pass."""
+    """Count the bytes that a GPT keeps for its backward pass."""
     recipe = memory(config=config).recipe
-    return count_activations(recipe.model, recipe.objective, MicroBatch(2, 32))
+    return count_activations(recipe.model, recipe.objective, MicroBatch(2, POSITIONS))
 
 
-def test_a_model_is_looked_at_as_if_it_had_fewer_blocks() -> None:
-    deep = activations_of(CONFIG)
-    assert deep.blocks == 6
+def test_every_block_keeps_the_same_number_of_bytes() -> None:
+    deep = activations_of(GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32))
     shallow = activations_of(GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32))
+
+    assert deep.blocks == 6
     assert deep.peak.total - shallow.peak.total == pytest.approx(2 * deep.per_block)
 
-    again = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
-    input_of_block = 4 * 2 * 32 * 64
-    assert activations_of(again).per_block == input_of_block
+
+def test_a_block_that_is_recomputed_keeps_only_its_input() -> None:
+    config = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
+
+    assert activations_of(config).per_block == 4 * 2 * POSITIONS * 64
 
 
 @pytest.mark.parametrize("every", range(1, 7))
-def test_some_recomputed_blocks_are_composed_of_a_model_with_all_and_one_with_none(
+def test_a_model_that_recomputes_some_blocks_is_composed_of_two_counts(
     every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many bytes as a model in which these blocks are recomputed, and all blocks are counted."""
-    planned = memory(config=GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=256))
-    composed = planned.activations(rows=2, gathers_weights=False, every=every)
+    """The sum is that of a model that recomputes these blocks, and whose blocks all are counted."""
+    config = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=256)
+    predicted = memory(config=config)
+    composed = predicted.activations(rows=2, gathers_weights=False, every=every)
 
     monkeypatch.setattr(activations, "_MAX_BLOCKS", 6)
-    planned.recipe.model.recompute_blocks(every)
-    counted = count_activations(planned.recipe.model, Objective(), MicroBatch(2, 32))
+    predicted.recipe.model.recompute_blocks(every)
+    counted = count_activations(predicted.recipe.model, Objective(), MicroBatch(2, POSITIONS))
+
     assert composed.highest == counted.highest
     assert composed.end_of_backward == counted.end_of_backward
 
 
-def test_as_few_blocks_are_recomputed_as_memory_makes_necessary() -> None:
-    planned = memory()
-    one_process = Sharding(1, 1)
-    totals = [planned.bytes_of(one_process, 8, 4, every).total for every in range(7)]
+def test_no_more_blocks_are_recomputed_than_memory_requires() -> None:
+    predicted = memory()
+    totals = [
+        predicted.bytes_of(ONE_PROCESS, rows=8, accumulation=4, every=every).total
+        for every in range(7)
+    ]
 
     def least(device_bytes: float) -> Recomputation:
         return least_recomputation(
-            planned, one_process, rows=8, accumulation=4, device_bytes=device_bytes
+            predicted, ONE_PROCESS, rows=8, accumulation=4, device_bytes=device_bytes
         )
 
-    assert totals[0] > totals[6] > totals[3] > totals[2] > totals[1]
-    assert [least(totals[every]).every for every in (0, 6, 3, 2, 1)] == [0, 6, 3, 2, 1]
+    from_most_to_least_memory = [0, 6, 3, 2, 1]
+    for every, next_every in pairwise(from_most_to_least_memory):
+        assert totals[every] > totals[next_every]
+    for every in from_most_to_least_memory:
+        assert least(totals[every]).every == every
     assert least(totals[3] - 1).every == 2
     assert least(1e6).every == 1
     assert least(totals[2]).reason.startswith("3 of 6 blocks: the run needs ")
 
 
-def test_counting_leaves_a_model_as_it_is_and_copies_no_weights(
+def test_counting_leaves_a_model_unchanged_and_copies_no_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = GPT(CONFIG, 1000)
+    model = GPT(CONFIG, VOCABULARY)
     weights = {name: p.clone() for name, p in model.named_parameters()}
-    copies = []
-    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda self, memo: copies.append(self))
+    copied = []
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda self, memo: copied.append(self))
 
-    count_activations(model, Objective(), MicroBatch(2, 32, recomputes=True))
+    count_activations(model, Objective(), MicroBatch(2, POSITIONS, recomputes=True))
 
-    assert copies == []
-    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert copied == []
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
     assert len(model.transformer.h) == 6
     assert model.base_model.recompute_every == 0
 
 
+class ThreeLinearBlocks(nn.Module):
+    """An embedding, three blocks that keep only their input, and a head."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 50, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_activations_are_those_that_a_model_keeps(tied: bool) -> None:
-    """Three linear layers keep the input of each, and what belongs to the logits."""
-
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(50, 16)
-            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-            self.head = nn.Linear(16, 50, bias=False)
-            if tied:
-                self.head.weight = self.embedding.weight
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(input_ids)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x).sum()
-
+def test_the_activations_of_a_small_model_are_those_it_keeps(tied: bool) -> None:
     with torch.device("meta"):
-        model = make_trainable(Tiny())
-    found = count_activations(model, Objective(), MicroBatch(2, 7))
-    assert found.per_block == 4 * 2 * 8 * 16  # float32, rows of 8 tokens
-    assert found.before_blocks == 4 * 2 * 8 * 16
-    gradient = 4 * 50 * 16  # of the embedding, as it comes: those that have come count apart
-    # Tied weights have a gradient of both ends, and their sum.
-    at_end = 3 * gradient if tied else gradient + found.before_blocks
-    assert found.end_of_backward == pytest.approx(at_end, abs=8)
+        model = make_trainable(ThreeLinearBlocks(tied))
+
+    counted = count_activations(model, Objective(), MicroBatch(2, 7))
+
+    input_of_block = 4 * 2 * 8 * 16  # float32, two rows of 8 tokens
+    assert counted.per_block == input_of_block
+    assert counted.before_blocks == input_of_block
+    gradient = 4 * 50 * 16  # of the embedding
+    if tied:
+        # The gradients of both ends, and their sum.
+        end_of_backward = 3 * gradient
+    else:
+        end_of_backward = gradient + counted.before_blocks
+    assert counted.end_of_backward == pytest.approx(end_of_backward, abs=8)
 
 
-def test_activations_of_experts_are_counted_without_values(accelerator: Accelerator) -> None:
-    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 32)
+def test_the_activations_of_experts_are_those_that_autograd_saves(
+    accelerator: Accelerator,
+) -> None:
+    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 32)
     config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, max_length=32)
-    bundle = load_model(config, None, rows_of(tokenizer), 3, "no")
-    found = count_activations(bundle.model, bundle.objective, MicroBatch(2, 32))
-    model = place(accelerator, bundle).model.train()
-    known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, int] = {}
+    bundle = load_model(config, lora=None, rows=rows_of(tokenizer), seed=3, precision="no")
+    counted = count_activations(bundle.model, bundle.objective, MicroBatch(2, POSITIONS))
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    model = place(accelerator, bundle).model.train()
+    weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    saved_bytes: dict[int, int] = {}  # of each storage, by its address
+
+    def note_saved(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        saved.setdefault(storage.data_ptr(), 0 if storage.data_ptr() in known else storage.nbytes())
+        if storage.data_ptr() not in weights:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.randint(1, 250, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model.base_model(input_ids=ids, use_cache=False)
-    assert found.before_blocks + found.blocks * found.per_block == pytest.approx(
-        sum(saved.values()), rel=0.05
-    )
-    out.last_hidden_state.sum().backward()
+    ids = torch.randint(1, 250, (2, POSITIONS), generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor):
+        output = model.base_model(input_ids=ids, use_cache=False)
+
+    counted_bytes = counted.before_blocks + counted.blocks * counted.per_block
+    assert counted_bytes == pytest.approx(sum(saved_bytes.values()), rel=0.05)
+    assert output.last_hidden_state.requires_grad, "autograd would free what it has saved"
 
 
 def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
-    found = memory()
-    sizes = {
-        rows: found.bytes_of(Sharding(2, 1), rows, 24 // rows).total
-        for rows in (1, 2, 3, 4, 6, 8, 12, 24)
-    }
-    assert found.fitting(Sharding(2, 1), 24, sizes[6] + 1) == [1, 2, 3, 4, 6]
-    assert found.fitting(Sharding(2, 1), 24, sizes[1] - 1) == []
-    assert found.fitting(Sharding(2, 1), 24, 1e12) == [*sizes]
+    predicted = memory()
+    sharding = Sharding(replicas=2, shards=1)
+    divisors_of_24 = [1, 2, 3, 4, 6, 8, 12, 24]
+    totals = {}
+    for rows in divisors_of_24:
+        totals[rows] = predicted.bytes_of(sharding, rows=rows, accumulation=24 // rows).total
+
+    assert predicted.fitting(sharding, 24, totals[6] + 1) == [1, 2, 3, 4, 6]
+    assert predicted.fitting(sharding, 24, totals[1] - 1) == []
+    assert predicted.fitting(sharding, 24, 1e12) == divisors_of_24
 
 
-def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
-    assert bytes_per_second("400Gbit") == bytes_per_second("50 GB/s") == 50e9
-    assert (
-        bytes_per_second("100Mbit/s")
-        == bytes_per_second("100mbps".replace("mbps", "Mbit"))
-        == 12.5e6
-    )
-    for text in ("fast", "400", "0Gbit", "-1Gbit"):
-        with pytest.raises(UserError, match="400Gbit"):
-            bytes_per_second(text)
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("400Gbit", 50e9),
+        ("50 GB/s", 50e9),
+        ("100Mbit/s", 12.5e6),
+        ("100Mbit", 12.5e6),
+    ],
+)
+def test_a_bandwidth_has_a_unit_of_bits_or_bytes(text: str, expected: float) -> None:
+    assert bytes_per_second(text) == expected
+
+
+@pytest.mark.parametrize("text", ["fast", "400", "0Gbit", "-1Gbit"])
+def test_the_error_for_another_bandwidth_has_an_example(text: str) -> None:
+    with pytest.raises(UserError, match="400Gbit"):
+        bytes_per_second(text)
+
+
+def test_the_error_for_an_unknown_device_names_a_similar_one() -> None:
     with pytest.raises(UserError, match="did you mean h100-80gb"):
         get_device("h100-80g")
 
@@ -319,35 +426,47 @@ def test_rates_and_devices_are_read_or_refused_in_one_line() -> None:
         ("a new one", None),
     ],
 )
-def test_a_device_is_known_by_its_whole_name(title: str, name: str | None) -> None:
+def test_a_device_is_known_by_its_complete_name(title: str, name: str | None) -> None:
     assert known_device(title) == name
 
 
-def recipe(folder: Path, model: str) -> str:
-    lines = [
-        "import torch, datasets",
-        "import llmtrain as lt",
-        "def main(argv=None):",
-        "    settings = lt.parse(lt.Settings(data=lt.BatchConfig()), argv)",
-        "    table = datasets.Dataset.from_dict({'input_ids': [list(range(9))] * 64})",
-        f"    return lt.fit(settings, lt.Tokenized.of(table, None), lambda *_: {model})",
-    ]
+# Models of the user
+
+
+def write_recipe(folder: Path, model: str) -> str:
+    """Write a recipe that trains the model in this expression."""
     path = folder / "own.py"
-    path.write_text("\n".join(lines))
+    path.write_text(
+        f"""
+import datasets
+import torch
+
+import llmtrain as lt
+
+
+def main(argv=None):
+    settings = lt.parse(lt.Settings(data=lt.BatchConfig()), argv)
+    table = datasets.Dataset.from_dict({{"input_ids": [list(range(9))] * 64}})
+    return lt.fit(settings, lt.Tokenized.of(table, None), lambda *_: {model})
+"""
+    )
     return str(path)
 
 
-def test_a_model_of_ones_own_is_planned_without_its_weights(tmp_path: Path) -> None:
-    described = build_recipe_model(recipe(tmp_path, "torch.nn.Linear(2**20, 2**20)"), [], "no")
-    assert (described.positions, described.class_name, described.flops_per_token) == (
-        8,
-        "Linear",
-        0,
-    )
-    assert Memory(described, on_gpu=False).parameters[0].numel() == 2**40
+def test_the_model_of_a_recipe_is_described_without_its_weights(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, "torch.nn.Linear(2**20, 2**20)")
+
+    described = build_recipe_model(path, [], "no")
+
+    assert described.positions == 8
+    assert described.class_name == "Linear"
+    assert described.flops_per_token == 0
+    weight, _ = Memory(described, on_gpu=False).parameters
+    assert weight.numel() == 2**40
 
 
-def test_a_model_that_needs_values_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "torch.nn.Linear(int(torch.ones(1).item()), 2)")
+def test_a_model_that_is_built_from_values_of_weights_is_refused(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, "torch.nn.Linear(int(torch.ones(1).item()), 2)")
+
     with pytest.raises(UserError, match="the recipe builds its model from values of weights"):
         build_recipe_model(path, [], "no")

@@ -1,17 +1,19 @@
-"""The reference column: log-probabilities of each answer under the initial weights.
+"""The reference column has the log-probabilities of each answer under the initial weights.
 
-They are kept on disk, verified, and computed again if they are damaged.
+It is cached on disk, verified, and computed again if it is damaged.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from llmtrain.data.config import DataConfig, PairConfig
@@ -29,258 +31,359 @@ from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
 from tests.launching import write_pairs
 
-CHUNK, TOGETHER = 64, 4  # rows that are kept together, and rows of a forward pass
-SMALL = "hidden_size=32,num_hidden_layers=1,intermediate_size=32,head_dim=8"
+CHUNK_ROWS = 64  # rows that are cached together
+PASS_ROWS = 4  # rows of a forward pass
+PASSES_PER_CHUNK = CHUNK_ROWS // PASS_ROWS
+SMALL_LLAMA = ModelConfig(
+    from_config="llama",
+    config_overrides="hidden_size=32,num_hidden_layers=1,intermediate_size=32,head_dim=8",
+    max_length=64,
+)
+
+
+class Columns(NamedTuple):
+    """The reference columns of the training rows and of the eval rows."""
+
+    train: np.ndarray
+    eval: np.ndarray
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Tokenized:
+    """Preference pairs, whose training rows are two full chunks and a part of a third one."""
     path = write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl", 400)
-    made = tokenize(
-        DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.1), 64, PairConfig()
-    )
-    assert 2 * CHUNK < len(made.train) < 3 * CHUNK, "two whole chunks and a part of one"
-    return made
+    config = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.1)
+    rows = tokenize(config, 64, PairConfig())
+    assert 2 * CHUNK_ROWS < len(rows.train) < 3 * CHUNK_ROWS
+    return rows
+
+
+def passes_for(row_count: int) -> int:
+    """Return the number of forward passes for some rows. The last chunk is padded."""
+    return math.ceil(row_count / CHUNK_ROWS) * PASSES_PER_CHUNK
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of what is kept, empty at first."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cached columns, which does not exist at first."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     return tmp_path / "references"
 
 
-class Asking:
-    """Models of one run, each with its initial weights, and how often they were asked."""
+class ReferenceRun:
+    """Makes models with their initial weights, and adds reference columns to rows.
 
-    def __init__(self, accelerator: Any, rows: Tokenized) -> None:
-        self.accelerator = accelerator
+    Attributes:
+        passes: the number of forward passes since the last column was requested.
+    """
+
+    def __init__(self, accelerator: Accelerator, rows: Tokenized) -> None:
+        self.ranks = Ranks(accelerator)
         self.rows = rows
-        self.asked = 0
+        self.passes = 0
 
     def bundle(self, loss: str = "sigmoid", seed: int = 0) -> ModelBundle:
-        config = ModelConfig(from_config="llama", config_overrides=SMALL, max_length=64)
         preference = PreferenceConfig(loss_type=[loss])
-        bundle = load_model(config, None, self.rows, seed, "no", preference=preference)
-        bundle = place(self.accelerator, bundle)
-        bundle.model.register_forward_pre_hook(self._count)
-        return bundle
+        bundle = load_model(
+            SMALL_LLAMA, lora=None, rows=self.rows, seed=seed, precision="no", preference=preference
+        )
+        return place(self.ranks.accelerator, bundle)
 
-    def _count(self, *_: object) -> None:
-        self.asked += 1
+    def add_reference(
+        self, bundle: ModelBundle, seed: int = 0, most_passes: int | None = None
+    ) -> Tokenized:
+        """Return the rows with a reference column.
 
-    def reference(
-        self, seed: int = 0, at_most: int | None = None, source: str = ""
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the column of the training rows and of the eval rows; ``asked`` begins at 0."""
+        Args:
+            bundle: the model.
+            seed: the seed of its weights.
+            most_passes: interrupt the program in the forward pass after these.
+        """
+        self.passes = 0
+
+        def count_pass(*_: object) -> None:
+            self.passes += 1
+            if most_passes is not None and self.passes > most_passes:
+                raise KeyboardInterrupt
+
+        hook = bundle.model.register_forward_pre_hook(count_pass)
+        try:
+            return with_reference(self.ranks, seed, self.rows, bundle)
+        finally:
+            hook.remove()
+
+    def columns(self, seed: int = 0, source: str = "") -> Columns:
+        """Return the reference columns of the model with this seed.
+
+        Args:
+            seed: the seed of the weights.
+            source: identifies the reference model, if it is not the trained one.
+        """
         bundle = self.bundle(seed=seed)
         bundle.objective.reference_source = source
-        self.asked = 0
-        if at_most is not None:
-
-            def interrupt(*_: object) -> None:
-                if self.asked > at_most:
-                    raise KeyboardInterrupt
-
-            bundle.model.register_forward_pre_hook(interrupt)
-        rows = with_reference(Ranks(self.accelerator), seed, self.rows, bundle)
-        assert rows.eval is not None
-        return _reference_of(rows.train), _reference_of(rows.eval)
+        rows = self.add_reference(bundle, seed)
+        return Columns(train=reference_of(rows.train), eval=reference_of(rows.eval))
 
 
-def _reference_of(rows: Any) -> np.ndarray:
+def reference_of(rows: Any) -> np.ndarray:
     return np.array(rows.data.column("reference").to_pylist())
 
 
 @pytest.fixture
-def asking(accelerator, rows, kept) -> Asking:
-    return Asking(accelerator, rows)
+def run(accelerator: Accelerator, rows: Tokenized, cache: Path) -> ReferenceRun:
+    return ReferenceRun(accelerator, rows)
 
 
-def test_the_numbers_are_those_of_each_row_by_itself(asking, rows) -> None:
-    bundle = asking.bundle()
-    train, held_out = asking.reference()
-    for side, numbers in ((rows.train, train), (rows.eval, held_out)):
-        assert len(numbers) == len(side)
-        for number in (0, len(side) // 2, len(side) - 1):
-            batch = {name: torch.tensor([column]) for name, column in side[number].items()}
+# The numbers
+
+
+def test_the_numbers_of_a_row_are_those_of_a_pass_with_this_row_only(
+    run: ReferenceRun, rows: Tokenized
+) -> None:
+    bundle = run.bundle()
+    columns = run.columns()
+
+    for split, column in ((rows.train, columns.train), (rows.eval, columns.eval)):
+        assert len(column) == len(split)
+        for index in (0, len(split) // 2, len(split) - 1):
+            batch = {name: torch.tensor([values]) for name, values in split[index].items()}
             with torch.no_grad():
-                expected = bundle.model(**batch, compute=bundle.objective.reference)
-            np.testing.assert_allclose(numbers[number], expected[0].numpy(), rtol=1e-5)
-            judged = len({code for code in side[number]["answers"] if code >= 0})
-            assert np.count_nonzero(numbers[number] < 0) == judged
-            assert np.count_nonzero(numbers[number]) == judged
+                (expected,) = bundle.model(**batch, compute=bundle.objective.reference)
+            np.testing.assert_allclose(column[index], expected.numpy(), rtol=1e-5)
 
 
-def test_a_second_start_asks_nobody(asking, rows, capsys) -> None:
-    first = asking.reference()
-    assert asking.asked == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows))
+def test_only_the_answers_that_a_row_has_get_a_log_probability(
+    run: ReferenceRun, rows: Tokenized
+) -> None:
+    column = run.columns().train
+
+    for row, log_probabilities in zip(rows.train, column, strict=True):
+        answers = {code for code in row["answers"] if code >= 0}
+        assert np.count_nonzero(log_probabilities < 0) == len(answers)
+        assert np.count_nonzero(log_probabilities) == len(answers)
+
+
+def test_numbers_that_are_not_finite_are_an_error_and_are_not_cached(
+    run: ReferenceRun, cache: Path
+) -> None:
+    bundle = run.bundle()
+    with torch.no_grad():
+        next(bundle.model.parameters()).fill_(float("nan"))
+
+    with pytest.raises(UserError, match="not finite"):
+        run.add_reference(bundle)
+
+    assert [*cache.glob("*")] == []
+
+
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_a_loss_without_a_reference_computes_nothing(
+    loss: str, run: ReferenceRun, rows: Tokenized, cache: Path
+) -> None:
+    assert run.add_reference(run.bundle(loss)) is rows
+    assert run.passes == 0
+    assert not cache.exists()
+
+
+# The cache
+
+
+def test_a_second_start_reads_the_column_from_the_cache(
+    run: ReferenceRun, rows: Tokenized, capsys: pytest.CaptureFixture
+) -> None:
+    first = run.columns()
+    assert run.passes == passes_for(len(rows.train)) + passes_for(len(rows.eval))
+
     capsys.readouterr()
-    again = asking.reference()
-    assert asking.asked == 0
-    assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
-    count = len(rows.train)
-    assert f"train: {count} rows from the cache, 0 to compute" in capsys.readouterr().out
+    second = run.columns()
+
+    assert run.passes == 0
+    np.testing.assert_array_equal(second.train, first.train)
+    np.testing.assert_array_equal(second.eval, first.eval)
+    message = f"train: {len(rows.train)} rows from the cache, 0 to compute"
+    assert message in capsys.readouterr().out
 
 
-def test_another_teacher_is_asked_anew(asking) -> None:
-    asking.reference(source="one teacher")
-    asking.reference(source="another teacher")
-    assert asking.asked > 0
-    asking.reference(source="one teacher")
-    assert asking.asked == 0
+def test_each_reference_model_has_its_own_column(run: ReferenceRun) -> None:
+    run.columns(source="one teacher")
+    run.columns(source="another teacher")
+    assert run.passes > 0
+
+    run.columns(source="one teacher")
+    assert run.passes == 0
 
 
-def test_weights_in_another_dtype_are_asked_anew(asking, rows) -> None:
-    asking.reference()
-    bundle = asking.bundle()
-    bundle.model.bfloat16()  # as the base of an adapter may be
-    asking.asked = 0
-    with_reference(Ranks(asking.accelerator), 0, rows, bundle)
-    assert asking.asked > 0
+def test_weights_in_another_dtype_have_their_own_column(run: ReferenceRun) -> None:
+    """The base of an adapter may be in bfloat16."""
+    run.columns()
+    bundle = run.bundle()
+    bundle.model.bfloat16()
+
+    run.add_reference(bundle)
+
+    assert run.passes > 0
 
 
-class Tempered(PreferenceObjective):
+def test_rows_with_other_content_have_their_own_column(run: ReferenceRun, cache: Path) -> None:
+    run.columns()
+    metadata = replace(run.rows.metadata, data_sha256="another")
+    run.rows = replace(run.rows, metadata=metadata)
+
+    run.columns()
+
+    assert run.passes > 0
+    assert len([*cache.iterdir()]) == 4, "training rows and eval rows, twice"
+
+
+class TemperedObjective(PreferenceObjective):
     """An objective of the user, whose reference may depend on its fields."""
 
     temperature = 1.0
 
 
-def test_another_field_of_a_users_objective_is_asked_anew(asking, rows) -> None:
-    for temperature, is_asked in ((1.0, True), (2.0, True), (1.0, False)):
-        bundle = asking.bundle()
-        bundle.objective.__class__ = Tempered
+def test_an_objective_with_another_field_has_its_own_column(run: ReferenceRun) -> None:
+    def passes_with(temperature: float) -> int:
+        bundle = run.bundle()
+        bundle.objective.__class__ = TemperedObjective
         bundle.objective.temperature = temperature
-        asking.asked = 0
-        with_reference(Ranks(asking.accelerator), 0, rows, bundle)
-        assert (asking.asked > 0) == is_asked, temperature
+        run.add_reference(bundle)
+        return run.passes
+
+    assert passes_with(1.0) > 0
+    assert passes_with(2.0) > 0
+    assert passes_with(1.0) == 0
 
 
-def _padded(rows: Tokenized) -> list[tuple[Any, int]]:
-    """Sides, and the forward passes of empty places that make the last chunk like the others."""
-    sides = [side for side in (rows.train, rows.eval) if side is not None]
-    return [(side, (-len(side) % CHUNK) // TOGETHER) for side in sides]
+# Damage
 
 
-def _flip(data: bytearray, rows: int) -> None:
+def flip_a_bit(data: bytearray, row_count: int) -> None:
     data[len(data) // 2] ^= 1
 
 
-def _tear(data: bytearray, rows: int) -> None:
-    del data[len(data) - 5 :]
+def cut_off_the_end(data: bytearray, row_count: int) -> None:
+    del data[-5:]
 
 
-def _lengthen(data: bytearray, rows: int) -> None:
+def append_bytes(data: bytearray, row_count: int) -> None:
     data += bytes(40)
 
 
-def _swap(data: bytearray, rows: int) -> None:
-    size = 32 + 4 * CHUNK * (len(data) - 3 * 32) // (4 * rows)
+def swap_two_chunks(data: bytearray, row_count: int) -> None:
+    """The file is three chunks, each of which begins with a hash of 32 bytes."""
+    bytes_of_row = (len(data) - 3 * 32) // row_count
+    size = 32 + CHUNK_ROWS * bytes_of_row
     data[:] = data[size : 2 * size] + data[:size] + data[2 * size :]
 
 
-@pytest.mark.parametrize("damage", [_flip, _tear, _lengthen, _swap])
-def test_what_is_damaged_is_computed_again_and_said(
-    damage: Callable, asking, rows, kept, capsys
+@pytest.mark.parametrize(
+    ("damage", "recomputed_chunks"),
+    [(flip_a_bit, 2), (cut_off_the_end, 1), (append_bytes, 1), (swap_two_chunks, 3)],
+)
+def test_recomputed_chunks_are_computed_again_with_a_note(
+    damage: Callable[[bytearray, int], None],
+    recomputed_chunks: int,
+    run: ReferenceRun,
+    rows: Tokenized,
+    cache: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    first, _ = asking.reference()
-    (path,) = kept.glob("*-train")
-    whole = path.read_bytes()
-    data = bytearray(whole)
+    before = run.columns()
+    (file,) = cache.glob("*-train")
+    intact = file.read_bytes()
+    data = bytearray(intact)
     damage(data, len(rows.train))
-    path.write_bytes(data)
+    file.write_bytes(data)
+
     capsys.readouterr()
-    again, _ = asking.reference()
-    told = capsys.readouterr().out
-    assert "; damaged entries are computed again" in told
-    assert np.array_equal(first, again)
-    assert path.read_bytes() == whole
-    assert asking.asked < len(rows.train) / TOGETHER or damage is _swap, "what was whole is kept"
+    after = run.columns()
+
+    assert "; damaged entries are computed again" in capsys.readouterr().out
+    np.testing.assert_array_equal(after.train, before.train)
+    assert file.read_bytes() == intact
+    assert run.passes <= recomputed_chunks * PASSES_PER_CHUNK
 
 
-def test_what_was_interrupted_is_extended(asking, rows, kept) -> None:
-    passes = CHUNK // TOGETHER
-    with pytest.raises(KeyboardInterrupt):
-        asking.reference(at_most=passes + 3)
-    (path,) = kept.iterdir()
-    begun = path.read_bytes()
-    train, _ = asking.reference()
-    assert (
-        asking.asked
-        == sum(-(-len(side) // TOGETHER) + extra for side, extra in _padded(rows)) - passes
-    )
-    assert path.read_bytes().startswith(begun)
-    path.unlink()
-    assert np.array_equal(asking.reference()[0], train), "lost, it is computed again"
-
-
-def test_numbers_of_other_weights_are_not_taken_even_under_the_name_of_these(
-    asking, kept, capsys
+def test_a_column_that_was_interrupted_is_continued(
+    run: ReferenceRun, rows: Tokenized, cache: Path
 ) -> None:
-    first, _ = asking.reference()
-    (mine,) = kept.glob("*-train")
-    others, _ = asking.reference(seed=1)
-    (theirs,) = set(kept.glob("*-train")) - {mine}
-    assert not np.array_equal(first, others)
-    mine.write_bytes(theirs.read_bytes())
+    with pytest.raises(KeyboardInterrupt):
+        run.add_reference(run.bundle(), most_passes=PASSES_PER_CHUNK + 3)
+    (file,) = cache.iterdir()
+    first_chunk = file.read_bytes()
+
+    continued = run.columns()
+
+    all_passes = passes_for(len(rows.train)) + passes_for(len(rows.eval))
+    assert run.passes == all_passes - PASSES_PER_CHUNK
+    assert file.read_bytes().startswith(first_chunk)
+    file.unlink()
+    np.testing.assert_array_equal(run.columns().train, continued.train)
+
+
+def test_the_column_of_other_weights_is_noticed_even_under_the_same_file_name(
+    run: ReferenceRun, cache: Path, capsys: pytest.CaptureFixture
+) -> None:
+    expected = run.columns(seed=0)
+    (file,) = cache.glob("*-train")
+    other = run.columns(seed=1)
+    (other_file,) = {*cache.glob("*-train")} - {file}
+    assert not np.array_equal(other.train, expected.train)
+
+    file.write_bytes(other_file.read_bytes())
     capsys.readouterr()
-    assert np.array_equal(asking.reference()[0], first)
+
+    np.testing.assert_array_equal(run.columns(seed=0).train, expected.train)
     assert ": 0 rows from the cache, " in capsys.readouterr().out
 
 
-def test_numbers_that_are_not_finite_end_in_one_line_and_are_not_kept(asking, rows, kept) -> None:
-    bundle = asking.bundle()
-    with torch.no_grad():
-        next(bundle.model.parameters())[0] = float("nan")
-        next(bundle.model.parameters()).fill_(float("nan"))
-    with pytest.raises(UserError, match="not finite"):
-        with_reference(Ranks(asking.accelerator), 0, rows, bundle)
-    assert not list(kept.glob("*"))
+# Adapters
 
 
-@pytest.mark.parametrize("loss", ["orpo", "simpo"])
-def test_a_loss_that_compares_with_nothing_asks_for_nothing(loss: str, asking, rows, kept) -> None:
-    bundle = asking.bundle(loss)
-    assert with_reference(Ranks(asking.accelerator), 0, rows, bundle) is rows
-    assert not kept.exists()
-    assert asking.asked == 0
+@pytest.fixture
+def base_model(accelerator: Accelerator, rows: Tokenized, tmp_path: Path) -> Path:
+    bundle = load_model(SMALL_LLAMA, lora=None, rows=rows, seed=0, precision="no")
+    bundle = place(accelerator, bundle)
+    folder = tmp_path / "base"
+    write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
+    return folder
 
 
-def test_other_rows_have_other_numbers(asking, rows, kept) -> None:
-    asking.reference()
-    asking.rows = replace(rows, metadata=replace(rows.metadata, data_sha256="another"))
-    asking.reference()
-    assert asking.asked > 0
-    assert len(list(kept.iterdir())) == 4
+def make_adapter(folder: Path, base_model: Path, rows: Tokenized, seed: int) -> Path:
+    """Make an adapter with random weights."""
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base_model), settings)
+    torch.manual_seed(seed)
+    for parameter in adapted.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.requires_grad:
+            parameter.data.add_(noise, alpha=0.3)
+
+    adapted.save_pretrained(folder)
+    rows.tokenizer.save_pretrained(folder)
+    return folder
 
 
-def test_an_adapter_that_goes_on_is_compared_with_itself(accelerator, rows, kept, tmp_path) -> None:
-    """Its base, and a full copy of the model with the adapter merged into it, are other models."""
-    config = ModelConfig(from_config="llama", config_overrides=SMALL, max_length=64)
-    base_bundle = place(accelerator, load_model(config, None, rows, 0, "no"))
-    base = tmp_path / "base"
-    write_model(base, base_bundle.files, base_bundle.files.export_tensors(base_bundle.model))
-    adapters = []
-    for seed in range(2):
-        settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-        adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
-        torch.manual_seed(seed)
-        for parameter in adapted.parameters():
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.3 * parameter.requires_grad)
-        adapted.save_pretrained(tmp_path / f"adapter-{seed}")
-        rows.tokenizer.save_pretrained(tmp_path / f"adapter-{seed}")
-        adapters.append(tmp_path / f"adapter-{seed}")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_adapter_that_is_trained_further_is_compared_with_itself(
+    seed: int, run: ReferenceRun, rows: Tokenized, base_model: Path, tmp_path: Path
+) -> None:
+    """Its reference is that of the merged model, and not that of the base model."""
+    adapter = make_adapter(tmp_path / "adapter", base_model, rows, seed)
 
-    def reference(name: str, **settings: Any) -> np.ndarray:
-        model = ModelConfig(name, max_length=64, **settings)
-        preference = PreferenceConfig(loss_type=["sigmoid"])
-        bundle = load_model(model, None, rows, 0, "no", preference=preference)
-        ranks = Ranks(accelerator)
-        return _reference_of(with_reference(ranks, 0, rows, place(accelerator, bundle)).train)
+    def column_of(name: str, **settings: Any) -> np.ndarray:
+        bundle = load_model(
+            ModelConfig(name, max_length=64, **settings),
+            lora=None,
+            rows=rows,
+            seed=0,
+            precision="no",
+            preference=PreferenceConfig(loss_type=["sigmoid"]),
+        )
+        placed = place(run.ranks.accelerator, bundle)
+        return reference_of(with_reference(run.ranks, 0, rows, placed).train)
 
-    of_base = reference(str(base))
-    for adapter in adapters:
-        own = reference(str(adapter), continue_adapter=True)
-        of_copy = reference(merged_model(adapter))
-        np.testing.assert_allclose(own, of_copy, atol=2e-4)
-        assert np.abs(own - of_base).max() > 1
+    continued = column_of(str(adapter), continue_adapter=True)
+
+    np.testing.assert_allclose(continued, column_of(merged_model(adapter)), atol=2e-4)
+    assert np.abs(continued - column_of(str(base_model))).max() > 1

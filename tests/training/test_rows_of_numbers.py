@@ -1,4 +1,4 @@
-"""Rows of numbers and a plain torch module: a whole run without a tokenizer, and what it says."""
+"""A plain torch module is trained on rows of numbers, without a tokenizer."""
 
 import dataclasses
 import re
@@ -44,13 +44,15 @@ class Successor(nn.Module):
 
 def accuracy(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     targets = batch["labels"][:, 1:]
-    is_right = model.logits(batch["input_ids"][:, :-1]).argmax(-1) == targets
-    return {"accuracy": (is_right.sum(), (targets != -100).sum())}
+    predictions = model.logits(batch["input_ids"][:, :-1]).argmax(-1)
+    return {"accuracy": ((predictions == targets).sum(), (targets != -100).sum())}
 
 
 def table(rows: int) -> datasets.Dataset:
-    """Rows that count up, from 0 again after the largest number."""
-    ids = [[(start + i) % NUMBERS for i in range(6)] for start in range(rows)]
+    """Make rows that count up, from 0 again after the largest number."""
+    ids = []
+    for first in range(rows):
+        ids.append([(first + offset) % NUMBERS for offset in range(6)])
     return datasets.Dataset.from_dict({"input_ids": ids})
 
 
@@ -75,34 +77,46 @@ def rows() -> lt.Tokenized:
     return lt.Tokenized.of(table(24), None, eval=table(5))
 
 
+def settings_for(folder: Path, **sections: Any) -> lt.Settings:
+    """Return the settings of a run of six steps."""
+    return lt.Settings(
+        data=lt.BatchConfig(global_batch_size=4),
+        optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
+        log=lt.LogConfig(logging_steps=1),
+        **{"run": lt.RunConfig(str(folder), report_to=["none"])} | sections,
+    )
+
+
+def build(settings: lt.Settings, rows: lt.Tokenized, precision: str) -> nn.Module:
+    return Successor(rows.vocabulary)
+
+
 @pytest.fixture
 def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
-    def go(
-        folder: str = "run", stop_after: int = 0, dry_run: bool = False, **evaluation: Any
+    """A function that trains the model on the rows."""
+
+    def train(
+        folder: str = "run", stop_after: int | None = None, dry_run: bool = False, **eval_flags: Any
     ) -> Run:
-        settings = lt.Settings(
-            data=lt.BatchConfig(global_batch_size=4),
-            optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
-            eval=lt.EvalConfig(eval_steps=3, **evaluation),
-            log=lt.LogConfig(logging_steps=1),
+        settings = settings_for(
+            tmp_path / folder,
+            eval=lt.EvalConfig(eval_steps=3, **eval_flags),
             run=lt.RunConfig(str(tmp_path / folder), report_to=["none"], dry_run=dry_run),
         )
-        return lt.fit(
-            settings,
-            rows,
-            lambda s, rows, _: Successor(rows.vocabulary),
-            callbacks=[StopAfter(stop_after)] if stop_after else [],
-            metrics=[accuracy],
-        )
+        callbacks = [] if stop_after is None else [StopAfter(stop_after)]
+        return lt.fit(settings, rows, build, callbacks=callbacks, metrics=[accuracy])
 
-    return go
+    return train
+
+
+# A run
 
 
 def test_a_run_without_a_tokenizer_has_no_bits_per_byte(
     train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train()
-    history = run.history()
+    history = train().history()
+
     assert history["eval/accuracy"].dropna().tolist()[-1] > 0.1
     assert "eval/perplexity" in history
     assert "eval/bits_per_byte" not in history
@@ -113,24 +127,32 @@ def test_a_run_without_a_tokenizer_has_no_bits_per_byte(
         assert re.fullmatch(r"step +\d+  eval: loss \S+  perplexity \S+  accuracy \S+", line)
 
 
-def test_the_end_of_the_run_and_the_card_say_how_to_load_a_plain_module(
-    train: Callable[..., Run],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_last_line_of_a_run_says_how_to_load_a_plain_module(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train()
     capsys.readouterr()
+
     run.show()
-    shown = capsys.readouterr()
+
+    printed = capsys.readouterr()
     folder = run.folder / "model"
-    line = f'safetensors.torch: load_model(Successor(...), "{folder}/model.safetensors")'
-    assert shown.out.splitlines()[-1] == f"model     {folder}  ({line})"
-    assert not shown.err
+    code = f'safetensors.torch: load_model(Successor(...), "{folder}/model.safetensors")'
+    assert printed.out.splitlines()[-1] == f"model     {folder}  ({code})"
+    assert not printed.err
+
+
+def test_the_code_in_the_model_card_loads_a_plain_module(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = train()
+    folder = run.folder / "model"
 
     card = (folder / "README.md").read_text()
     assert f"# Successor, a torch module of {8 * NUMBERS} parameters" in card
     assert "AutoModel" not in card
     assert "transformers" not in card
+
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     names: dict[str, Any] = {"Successor": Successor}
     monkeypatch.chdir(folder)
@@ -139,27 +161,29 @@ def test_the_end_of_the_run_and_the_card_say_how_to_load_a_plain_module(
     assert torch.equal(names["model"].logits(ids), run.bundle.model.logits(ids))
 
 
-def test_a_stopped_run_resumes(train: Callable[..., Run]) -> None:
-    whole = train("whole")
+def test_a_run_that_resumes_has_the_weights_of_a_run_without_a_stop(
+    train: Callable[..., Run],
+) -> None:
+    uninterrupted = train("uninterrupted")
     stopped = train(stop_after=2)
     assert not stopped.is_finished
+
     resumed = train()
-    assert (resumed.resume_point.step, resumed.folder) == (2, stopped.folder)
+
+    assert resumed.folder == stopped.folder
+    assert resumed.resume_point.step == 2
     assert resumed.is_finished
-    for name, weight in whole.bundle.model.state_dict().items():
-        assert torch.equal(weight, resumed.bundle.model.state_dict()[name])
+    weights = resumed.bundle.model.state_dict()
+    for name, expected in uninterrupted.bundle.model.state_dict().items():
+        assert torch.equal(weights[name], expected)
 
 
 def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     rows: lt.Tokenized, tmp_path: Path
 ) -> None:
-    settings = lt.Settings(
-        data=lt.BatchConfig(global_batch_size=4),
-        optim=lt.OptimConfig(max_steps=6, warmup_steps=0),
-        run=lt.RunConfig(str(tmp_path / "run"), report_to=["none"]),
-    )
+    settings = settings_for(tmp_path / "run")
     accelerator = lt.start(settings)
-    bundle = lt.place(accelerator, lambda s, rows, _: Successor(rows.vocabulary), settings, rows)
+    bundle = lt.place(accelerator, build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
     with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         model, optimizer, batches, _ = accelerator.prepare(
@@ -175,28 +199,84 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
             throughput=Throughput(accelerator, engine.unwrapped),
         )
         steps = training_steps(context)
-        made = []
+        steps_made = []
         for _ in range(3):
             next(steps)
-            made.append(run.step)
+            steps_made.append(run.step)
         steps.close()
-        assert made == [0, 1, 2]  # before the first step, and after each
+
+    assert steps_made == [0, 1, 2], "it returns before the first step, and after each"
     assert run.step == 2
     assert not run.is_finished
     assert not (run.folder / "model").exists()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+    threads = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("batches") for name in threads)
 
 
-def test_report_and_diff_read_such_runs(
+def test_a_dry_run_shows_rows_as_numbers(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(dry_run=True)
+
+    assert "===== row 0 of 24\n0 " in capsys.readouterr().out
+    assert repr(run) == f"Run('{run.folder}', dry run)"
+
+
+def test_samples_need_a_tokenizer(train: Callable[..., Run]) -> None:
+    with pytest.raises(UserError, match="--sample_prompts needs a tokenizer"):
+        train(sample_prompts=["1"])
+
+
+def test_a_module_may_have_its_own_objective_and_no_files(
+    rows: lt.Tokenized, accelerator: Any
+) -> None:
+    settings = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
+    objective = lt.Objective()
+
+    def build_bundle(settings: Any, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
+        return lt.ModelBundle(Successor(rows.vocabulary), objective=objective)
+
+    bundle = lt.place(accelerator, build_bundle, settings, rows)
+
+    assert bundle.objective is objective
+    assert bundle.files.config == {"torch_module": "Successor"}
+
+
+def test_the_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None:
+    assert rows.vocabulary == NUMBERS
+    assert dataclasses.asdict(rows.metadata)["tokenizer"] == "none"
+
+    with_labels = table(2).add_column("labels", [[-100] * 5 + [40]] * 2)
+    assert lt.Tokenized.of(table(2), None, eval=with_labels).vocabulary == 41
+
+
+# Commands
+
+
+def test_report_and_diff_read_runs_without_a_tokenizer(
     train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [str(train(name).folder) for name in ("one", "two")]
-    command(["report", *folders, "--output", str(tmp_path / "page.html")])
+    folders = [str(train("first").folder), str(train("second").folder)]
+    page = tmp_path / "page.html"
+
+    command(["report", *folders, "--output", str(page)])
     assert "eval/accuracy" not in capsys.readouterr().err
-    assert "one" in (tmp_path / "page.html").read_text()
+    assert "first" in page.read_text()
+
     with pytest.raises(SystemExit) as ended:
         command(["diff", *folders])
     assert ended.value.code == 0
+
+
+def test_text_commands_name_the_module_that_they_cannot_load(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train().folder
+
+    with pytest.raises(SystemExit):
+        command(["generate", str(folder)])
+
+    assert "holds the weights of Successor, a torch module" in capsys.readouterr().err
 
 
 RECIPE = """
@@ -223,52 +303,13 @@ def main(argv=None):
 """
 
 
-def test_plan_reads_such_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_a_recipe_for_rows_of_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "numbers.py").write_text(RECIPE)
+
     command(["plan", str(tmp_path / "numbers.py"), "--device", "h100-80gb"])
+
     out = capsys.readouterr().out
     assert "Successor: 85 parameters" in out
     assert "4 rows of 3 tokens" in out
-
-
-def test_a_dry_run_shows_numbers(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = train(dry_run=True)
-    assert "===== row 0 of 24\n0 " in capsys.readouterr().out
-    assert repr(run) == f"Run('{run.folder}', dry run)"
-
-
-def test_samples_need_a_tokenizer(train: Callable[..., Run]) -> None:
-    with pytest.raises(UserError, match="--sample_prompts needs a tokenizer"):
-        train(sample_prompts=["1"])
-
-
-def test_text_commands_name_the_module_that_they_cannot_load(
-    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = train().folder
-    with pytest.raises(SystemExit):
-        command(["generate", str(folder)])
-    assert "holds the weights of Successor, a torch module" in capsys.readouterr().err
-
-
-def test_a_module_may_have_its_own_objective_and_no_files(
-    train: Callable[..., Run], rows: lt.Tokenized, accelerator: Any
-) -> None:
-    settings = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
-    objective = lt.Objective()
-
-    def build(settings: Any, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
-        return lt.ModelBundle(Successor(rows.vocabulary), objective=objective)
-
-    bundle = lt.place(accelerator, build, settings, rows)
-    assert bundle.objective is objective
-    assert bundle.files.config == {"torch_module": "Successor"}
-
-
-def test_a_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None:
-    assert rows.vocabulary == NUMBERS
-    with_labels = table(2).add_column("labels", [[-100] * 5 + [40]] * 2)
-    assert lt.Tokenized.of(table(2), None, eval=with_labels).vocabulary == 41
-    assert dataclasses.asdict(rows.metadata)["tokenizer"] == "none"

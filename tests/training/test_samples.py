@@ -1,38 +1,71 @@
-"""Samples are the same whenever they are taken of the same weights, and leave no trace in the run."""
+"""Samples depend only on the weights, and sampling leaves no trace in the run."""
 
+import pytest
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain import GPT, GPTConfig
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.models.generation import Sampling
+from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.training.evaluate import sample
 from tests.engines import engine_of
 
+TEXT = "the kernel waits for the bucket"
+PROMPTS = ["the k", ""]
+SAMPLING = Sampling(max_new_tokens=20, seed=0)
 
-def test_a_sample_is_a_function_of_the_weights_and_leaves_modes_and_generators_alone(
-    accelerator: Accelerator,
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return as_pretrained(train_tokenizer("char", [TEXT], lambda: iter([TEXT])), 8)
+
+
+@pytest.fixture
+def model(tokenizer: PreTrainedTokenizerFast) -> GPT:
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5)
+    return GPT(config, len(tokenizer), seed=1).train()
+
+
+@pytest.fixture
+def engine(accelerator: Accelerator, model: GPT) -> ReplicatedEngine:
+    return engine_of(accelerator, model)
+
+
+def test_samples_of_the_same_weights_are_equal_and_those_of_others_differ(
+    engine: ReplicatedEngine, model: GPT, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    texts = ["the kernel waits for the bucket"]
-    tokenizer = as_pretrained(train_tokenizer("char", texts, lambda: iter(texts)), 8)
-    model = GPT(
-        GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, dropout=0.5), len(tokenizer), seed=1
-    )
-    model.train()
-    engine = engine_of(accelerator, model)
-    sampling = Sampling(max_new_tokens=20, seed=0)
-    prompts = ["the k", ""]
+    samples = sample(engine, tokenizer, PROMPTS, SAMPLING)
+
+    assert len(samples) == len(PROMPTS)
+    assert all(samples)
+    assert {*"".join(samples)} <= {*TEXT}
+    assert sample(engine, tokenizer, PROMPTS, SAMPLING) == samples
+
+    weight = model.transformer.wte.weight
+    weight.data += torch.randn_like(weight)
+    assert sample(engine, tokenizer, PROMPTS, SAMPLING) != samples
+
+
+def test_a_sample_ends_before_a_stop_token(
+    engine: ReplicatedEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    samples = sample(engine, tokenizer, PROMPTS, SAMPLING)
+    letter = samples[0][5]
+    stop_token_id = tokenizer.convert_tokens_to_ids(letter)
+
+    stopped = sample(engine, tokenizer, PROMPTS, SAMPLING, stop_token_ids=[stop_token_id])
+
+    assert stopped == [text.partition(letter)[0] for text in samples]
+
+
+def test_sampling_leaves_the_mode_of_the_model_and_the_generator_unchanged(
+    engine: ReplicatedEngine, model: GPT, tokenizer: PreTrainedTokenizerFast
+) -> None:
     state = torch.get_rng_state()
-    first = sample(engine, tokenizer, prompts, sampling)
-    assert sample(engine, tokenizer, prompts, sampling) == first
-    assert len(first) == 2
-    assert all(first)
-    assert {*"".join(first)} <= {*"the kernel waits for the bucket"}
-    stop = tokenizer.convert_tokens_to_ids(first[0][5])
-    stopped = sample(engine, tokenizer, prompts, sampling, stop_token_ids=[stop])
-    assert stopped == [text.partition(first[0][5])[0] for text in first]
+
+    sample(engine, tokenizer, PROMPTS, SAMPLING)
+
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
-    with torch.no_grad():
-        model.transformer.wte.weight.add_(torch.randn_like(model.transformer.wte.weight))
-    assert sample(engine, tokenizer, prompts, sampling) != first

@@ -1,4 +1,4 @@
-"""`llmtrain compare` finds a true difference, finds none where there is none, and says what it left out."""
+"""`llmtrain compare` finds a true difference, and says which runs it cannot compare."""
 
 import json
 import re
@@ -14,134 +14,174 @@ from tests.lab.seed_runs import write_run, write_setting
 from tests.test_cli import ended
 
 TRUE_DIFFERENCE = -0.04
+FIVE_SEEDS = range(5)
 
 
-def compared(capsys: pytest.CaptureFixture, *folders: Path) -> list[str]:
-    """Return the lines that the command prints."""
-    status, out, err = ended(capsys, "compare", *map(str, folders))
-    assert (status, err) == (0, "")
-    return out.splitlines()
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture):
+    """A function that returns the lines that the command prints."""
+
+    def compare(*folders: Path) -> list[str]:
+        status, out, err = ended(capsys, "compare", *(str(folder) for folder in folders))
+        assert status == 0
+        assert err == ""
+        return out.splitlines()
+
+    return compare
 
 
-def as_json(capsys: pytest.CaptureFixture, *folders: Path) -> dict[str, Any]:
-    status, out, err = ended(capsys, "compare", "--json", *map(str, folders))
-    assert (status, err) == (0, "")
-    return json.loads(out)
+@pytest.fixture
+def compare_as_json(capsys: pytest.CaptureFixture):
+    """A function that returns what the command prints for programs."""
+
+    def compare_as_json(folder: Path) -> dict[str, Any]:
+        status, out, err = ended(capsys, "compare", "--json", str(folder))
+        assert status == 0
+        assert err == ""
+        return json.loads(out)
+
+    return compare_as_json
 
 
-def test_a_true_difference_is_found_and_its_interval_covers_the_truth(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+# Significance
+
+
+def test_a_true_difference_is_found_and_its_interval_covers_it(
+    tmp_path: Path, compare, compare_as_json
 ) -> None:
-    write_setting(tmp_path / "a", range(5), 2.0, learning_rate=0.02)
-    write_setting(tmp_path / "b", range(5), 2.0 + TRUE_DIFFERENCE, learning_rate=0.01)
-    content = as_json(capsys, tmp_path)
-    assert [group["name"] for group in content["groups"]] == [
-        "learning_rate 0.02",
-        "learning_rate 0.01",
-    ]
+    write_setting(tmp_path / "a", FIVE_SEEDS, mean=2.0, learning_rate=0.02)
+    write_setting(tmp_path / "b", FIVE_SEEDS, mean=2.0 + TRUE_DIFFERENCE, learning_rate=0.01)
+
+    content = compare_as_json(tmp_path)
+    names = [group["name"] for group in content["groups"]]
+    assert names == ["learning_rate 0.02", "learning_rate 0.01"]
     (difference,) = content["differences"]
     assert difference["paired_seeds"] == [0, 1, 2, 3, 4]
     test = difference["final_loss"]
     assert test["low"] <= TRUE_DIFFERENCE <= test["high"] < 0
     assert test["more_seeds"] == 0
     assert test["p"] < 0.05
-    verdict = compared(capsys, tmp_path)[-1]
+
+    verdict = compare(tmp_path)[-1]
     assert re.fullmatch(r"verdict   B is lower than A by 0\.0\d\d\d \(p = [\d.e-]+\)", verdict)
 
 
-def test_no_difference_is_not_told_from_noise(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    write_setting(tmp_path / "a", range(5), 2.0, learning_rate=0.02)
-    write_setting(tmp_path / "b", range(5), 2.0, learning_rate=0.01)
-    (difference,) = as_json(capsys, tmp_path)["differences"]
+def test_equal_settings_cannot_be_told_from_noise(tmp_path: Path, compare, compare_as_json) -> None:
+    write_setting(tmp_path / "a", FIVE_SEEDS, mean=2.0, learning_rate=0.02)
+    write_setting(tmp_path / "b", FIVE_SEEDS, mean=2.0, learning_rate=0.01)
+
+    (difference,) = compare_as_json(tmp_path)["differences"]
     test = difference["final_loss"]
     assert test["low"] <= 0 <= test["high"]
     assert test["p"] > 0.05
     assert test["more_seeds"] is None or test["more_seeds"] > 0
-    assert compared(capsys, tmp_path)[-1].startswith("verdict   B - A cannot be told from noise")
+    assert compare(tmp_path)[-1].startswith("verdict   B - A cannot be told from noise")
 
 
-@pytest.mark.parametrize("truth", [TRUE_DIFFERENCE, 0.0])
-def test_of_20_intervals_19_cover_the_truth(
-    truth: float, tmp_path: Path, score: Callable[[str], None]
+@pytest.mark.parametrize("true_difference", [TRUE_DIFFERENCE, 0.0])
+def test_of_20_intervals_19_cover_the_true_difference(
+    true_difference: float, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
     trials = 60
     covered = 0
     decided = 0
     for noise_seed in range(trials):
         folder = tmp_path / str(noise_seed)
-        paths = [
-            *write_setting(folder / "a", range(5), 2.0, noise_seed, learning_rate=0.02),
-            *write_setting(folder / "b", range(5), 2.0 + truth, noise_seed, learning_rate=0.01),
-        ]
-        comparison = compare_groups([History.of_run(path) for path in paths])
+        first = write_setting(
+            folder / "a", FIVE_SEEDS, mean=2.0, noise_seed=noise_seed, learning_rate=0.02
+        )
+        second = write_setting(
+            folder / "b",
+            FIVE_SEEDS,
+            mean=2.0 + true_difference,
+            noise_seed=noise_seed,
+            learning_rate=0.01,
+        )
+        comparison = compare_groups([History.of_run(path) for path in first + second])
         test = comparison.differences[0].final
         assert test is not None
-        covered += test.low <= truth <= test.high
+        covered += test.low <= true_difference <= test.high
         decided += test.is_decided
-    score(f"compare: a true difference of {truth}: {covered} of {trials} intervals cover it")
+
+    score(
+        f"compare: a true difference of {true_difference}: {covered} of {trials} intervals cover it"
+    )
     assert covered >= 0.9 * trials
-    if truth:
+    if true_difference:
         assert decided == trials
     else:
         assert decided == trials - covered
 
 
-def test_pairs_of_seeds_find_what_unpaired_seeds_do_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+def test_pairs_of_seeds_find_a_difference_that_unpaired_seeds_do_not(
+    tmp_path: Path, compare
 ) -> None:
-    """The noise that two settings share for the same seed falls out of their pairs."""
-    write_setting(tmp_path / "a", range(5), 2.0, learning_rate=0.02)
-    write_setting(tmp_path / "b", range(5), 2.0 + TRUE_DIFFERENCE, learning_rate=0.01)
-    write_setting(tmp_path / "c", range(20, 25), 2.0 + TRUE_DIFFERENCE, learning_rate=0.005)
-    lines = compared(capsys, tmp_path)
-    tests = {line[:5]: line for line in lines if "95 % interval" in line}
-    assert "(paired t-test, 5 seeds); decided" in tests["B - A"]
-    assert "the seeds do not pair up: Welch's t-test" in tests["C - A"]
-    assert "decided" not in tests["C - A"]
+    """Two settings share the noise of a seed, which is not in the differences of pairs."""
+    write_setting(tmp_path / "a", FIVE_SEEDS, mean=2.0, learning_rate=0.02)
+    write_setting(tmp_path / "b", FIVE_SEEDS, mean=2.0 + TRUE_DIFFERENCE, learning_rate=0.01)
+    write_setting(tmp_path / "c", range(20, 25), mean=2.0 + TRUE_DIFFERENCE, learning_rate=0.005)
+
+    lines = compare(tmp_path)
+
+    (paired,) = [line for line in lines if line.startswith("B - A") and "95 % interval" in line]
+    assert "(paired t-test, 5 seeds); decided" in paired
+    (unpaired,) = [line for line in lines if line.startswith("C - A") and "95 % interval" in line]
+    assert "the seeds do not pair up: Welch's t-test" in unpaired
+    assert "decided" not in unpaired
     assert any("by chance, one comparison in 20" in line for line in lines)
     assert lines[-2].startswith("verdict   B is lower than A")
     assert lines[-1].startswith("verdict   C - A cannot be told from noise: about ")
     assert lines[-1].endswith(" of each would decide it")
 
 
-def test_the_best_comes_first_and_is_compared_with_the_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+# The table
+
+
+def test_the_best_setting_comes_first_and_is_compared_with_the_next(
+    tmp_path: Path, compare, compare_as_json
 ) -> None:
     means = {"a": 2.0, "b": 2.2, "c": 1.9, "d": 1.96}
     for name, mean in means.items():
-        write_setting(tmp_path / name, range(5), mean, learning_rate=mean)
-    lines = compared(capsys, tmp_path)
-    table = [line[0] for line in lines if re.match(r"[A-D] +5 ", line)]
-    assert table == ["C", "D", "A", "B"]
+        write_setting(tmp_path / name, FIVE_SEEDS, mean=mean, learning_rate=mean)
+
+    lines = compare(tmp_path)
+
+    letters = [line[0] for line in lines if re.match(r"[A-D] +5 ", line)]
+    assert letters == ["C", "D", "A", "B"]
     (best,) = [line for line in lines if line.startswith("best")]
     assert best.startswith("best      C: learning_rate 1.9, final eval loss 1.9")
     assert "; next D: C is lower than D by 0.0" in best
-    content = as_json(capsys, tmp_path)
-    assert (content["best"]["letter"], content["best"]["next"]) == ("C", "D")
+    best_as_json = compare_as_json(tmp_path)["best"]
+    assert best_as_json["letter"] == "C"
+    assert best_as_json["next"] == "D"
 
 
-def test_the_best_of_two_is_named_though_one_seed_decides_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+def test_the_best_of_two_single_runs_is_named_without_a_verdict(
+    tmp_path: Path, compare, compare_as_json
 ) -> None:
-    write_run(tmp_path / "a", 0, {0: 5.0, 10: 2.0}, learning_rate=0.02)
-    write_run(tmp_path / "b", 0, {0: 5.0, 10: 1.5}, learning_rate=0.01)
-    lines = compared(capsys, tmp_path)
-    assert "best      B: learning_rate 0.01, final eval loss 1.5000" in lines
-    (difference,) = as_json(capsys, tmp_path)["differences"]
-    assert (difference["paired_seeds"], difference["final_loss"]) == ([], None)
+    write_run(tmp_path / "a", seed=0, losses={0: 5.0, 10: 2.0}, learning_rate=0.02)
+    write_run(tmp_path / "b", seed=0, losses={0: 5.0, 10: 1.5}, learning_rate=0.01)
+
+    best = "best      B: learning_rate 0.01, final eval loss 1.5000"
+    assert best in compare(tmp_path)
+    (difference,) = compare_as_json(tmp_path)["differences"]
+    assert difference["paired_seeds"] == []
+    assert difference["final_loss"] is None
 
 
-def test_a_table_has_the_losses_and_the_time_to_the_worst_final_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+def test_the_table_has_the_losses_and_the_time_to_the_worst_final_loss(
+    tmp_path: Path, compare
 ) -> None:
-    quick = {0: 5.0, 10: 1.5, 20: 1.75}
-    slow = {0: 5.0, 10: 3.0, 20: 2.0}
     for seed in range(2):
-        write_run(tmp_path / f"a-{seed}", seed, quick, learning_rate=0.2)
-        write_run(tmp_path / f"b-{seed}", seed, slow, learning_rate=0.1)
-    lines = compared(capsys, tmp_path)
+        write_run(
+            tmp_path / f"a-{seed}", seed, losses={0: 5.0, 10: 1.5, 20: 1.75}, learning_rate=0.2
+        )
+        write_run(
+            tmp_path / f"b-{seed}", seed, losses={0: 5.0, 10: 3.0, 20: 2.0}, learning_rate=0.1
+        )
+
+    lines = compare(tmp_path)
+
     table = [" ".join(line.split()) for line in lines[2:5]]
     assert table == [
         "seeds final eval loss best eval loss time to 2.0000",
@@ -153,35 +193,38 @@ def test_a_table_has_the_losses_and_the_time_to_the_worst_final_one(
     assert lines[-1] == "verdict   B is higher than A by 0.2500 (p = 0)"
 
 
-def test_one_seed_cannot_tell_and_the_command_for_more_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    a = write_run(tmp_path / "a", 3, {0: 5.0, 10: 2.0}, learning_rate=0.2)
-    (b,) = write_setting(tmp_path / "b", [3], 2.0, learning_rate=0.1)
-    lines = compared(capsys, a, b)
-    assert "one seed  A: one seed cannot tell a gain from noise" in lines
-    command = f"llmtrain repeat 5 recipes/gpt.py --seed 3 --output_dir {a}"
-    assert lines[lines.index("one seed  A: one seed cannot tell a gain from noise") + 1] == (
-        f"{'':<10}{command}"
-    )
-    # b is one of several seeds already; the words that made it one are left out.
-    assert f"{'':<10}llmtrain repeat 5 recipes/gpt.py" in lines
+# Runs that cannot be compared
+
+
+def test_the_command_for_more_seeds_is_named_if_there_is_only_one(tmp_path: Path, compare) -> None:
+    single = write_run(tmp_path / "a", seed=3, losses={0: 5.0, 10: 2.0}, learning_rate=0.2)
+    (repeated,) = write_setting(tmp_path / "b", [3], mean=2.0, learning_rate=0.1)
+
+    lines = compare(single, repeated)
+
+    note = lines.index("one seed  A: one seed cannot tell a gain from noise")
+    indent = " " * 10
+    command = f"llmtrain repeat 5 recipes/gpt.py --seed 3 --output_dir {single}"
+    assert lines[note + 1] == indent + command
+    # The other run was made by `llmtrain repeat`, whose own flags are left out.
+    assert f"{indent}llmtrain repeat 5 recipes/gpt.py" in lines
     assert lines[-1] == "verdict   B and A cannot be compared: each needs two seeds or more"
 
 
-def test_what_cannot_be_compared_is_left_out_with_a_line_each(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_runs_that_cannot_be_compared_are_listed_with_the_reason(tmp_path: Path, compare) -> None:
     losses: dict[int, float | None] = {0: 5.0, 10: 2.0}
-    write_setting(tmp_path / "a", range(2), 2.0)
-    write_run(tmp_path / "b1", 2, losses, state="preempted")
-    write_run(tmp_path / "b2", 3, losses, state="failed")
-    write_run(tmp_path / "b3", 4, {})
-    write_run(tmp_path / "b4", 5, {0: 5.0, 10: None})
-    write_run(tmp_path / "b5", None, losses)
-    lines = compared(capsys, tmp_path)
-    left_out = [line for line in lines if line.startswith("left out  ")]
-    assert [line.removeprefix(f"left out  {tmp_path}/") for line in left_out] == [
+    write_setting(tmp_path / "a", range(2), mean=2.0)
+    write_run(tmp_path / "b1", seed=2, losses=losses, state="preempted")
+    write_run(tmp_path / "b2", seed=3, losses=losses, state="failed")
+    write_run(tmp_path / "b3", seed=4, losses={})
+    write_run(tmp_path / "b4", seed=5, losses={0: 5.0, 10: None})
+    write_run(tmp_path / "b5", seed=None, losses=losses)
+
+    lines = compare(tmp_path)
+
+    prefix = f"left out  {tmp_path}/"
+    left_out = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    assert left_out == [
         "b1 is not finished: preempted at step 10; start its command again",
         "b2 is not finished: failed at step 10; start its command again",
         "b3 has no eval loss; set --eval_steps above 0, and keep eval rows",
@@ -189,51 +232,60 @@ def test_what_cannot_be_compared_is_left_out_with_a_line_each(
         "b5 has no seed in run.json",
     ]
     assert lines[-1] == "verdict   all runs have the same settings: there is nothing to compare"
-    assert compared(capsys, tmp_path / "b1")[-1] == "verdict   no run can be compared"
+    assert compare(tmp_path / "b1")[-1] == "verdict   no run can be compared"
 
 
-def test_a_seed_that_was_run_twice_counts_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    write_run(tmp_path / "a", 0, {0: 5.0, 10: 2.0})
-    write_run(tmp_path / "b", 1, {0: 5.0, 10: 2.125})
-    write_run(tmp_path / "c", 0, {0: 5.0, 10: 2.0})
-    write_run(tmp_path / "d", 1, {0: 5.0, 10: 2.25})
+def test_two_runs_of_the_same_seed_count_once(tmp_path: Path, compare, compare_as_json) -> None:
+    a = write_run(tmp_path / "a", seed=0, losses={0: 5.0, 10: 2.0})
+    b = write_run(tmp_path / "b", seed=1, losses={0: 5.0, 10: 2.125})
+    c = write_run(tmp_path / "c", seed=0, losses={0: 5.0, 10: 2.0})
+    d = write_run(tmp_path / "d", seed=1, losses={0: 5.0, 10: 2.25})
     # Another micro-batch changes the loss by rounding.
-    write_run(tmp_path / "e", 0, {0: 5.0, 10: 2.000001}, per_device_train_batch_size=2)
-    lines = compared(capsys, tmp_path)
-    a, b, c, d, e = (tmp_path / name for name in "abcde")
-    assert lines[0] == f"same run  {a} and {c} are the same run, of seed 0: it counts as one"
-    assert lines[2] == f"same run  {a} and {e} are the same run, of seed 0: it counts as one"
-    assert lines[1].startswith(
+    e = write_run(
+        tmp_path / "e", seed=0, losses={0: 5.0, 10: 2.000001}, per_device_train_batch_size=2
+    )
+
+    first, second, third, *_ = compare(tmp_path)
+
+    assert first == f"same run  {a} and {c} are the same run, of seed 0: it counts as one"
+    assert second.startswith(
         f"differs   {b} and {d} have the same settings and seed 1, but eval losses 2.125 and 2.25"
     )
-    assert lines[1].endswith(f"llmtrain diff {b} {d}")
-    (group,) = as_json(capsys, tmp_path)["groups"]
+    assert second.endswith(f"llmtrain diff {b} {d}")
+    assert third == f"same run  {a} and {e} are the same run, of seed 0: it counts as one"
+    (group,) = compare_as_json(tmp_path)["groups"]
     assert group["final_loss"]["n"] == 2
 
 
-def test_code_that_differs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for seed in range(3):
-        code = "old" if seed < 2 else "new"
-        write_run(tmp_path / str(seed), seed, {0: 5.0, 10: 2.0 + seed}, code=code)
-    lines = compared(capsys, tmp_path)
-    assert lines[0] == (
-        f"code      the runs were started with different code: {tmp_path / '0'} and {tmp_path / '2'}"
+def test_a_note_names_runs_with_different_code(tmp_path: Path, compare) -> None:
+    folders = []
+    for seed, code in enumerate(["old", "old", "new"]):
+        losses = {0: 5.0, 10: 2.0 + seed}
+        folders.append(write_run(tmp_path / str(seed), seed, losses, code=code))
+
+    note = compare(tmp_path)[0]
+
+    assert note == (
+        f"code      the runs were started with different code: {folders[0]} and {folders[2]}"
     )
 
 
-def test_settings_that_change_nothing_are_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_settings_with_the_same_losses_make_no_difference(tmp_path: Path, compare) -> None:
     for seed in range(2):
+        losses = {0: 5.0, 10: 2.0 + seed}
         for name in ("a", "b"):
-            write_run(tmp_path / f"{name}{seed}", seed, {0: 5.0, 10: 2.0 + seed}, invented=name)
-    verdict = compared(capsys, tmp_path)[-1]
+            write_run(tmp_path / f"{name}{seed}", seed, losses, invented=name)
+
+    verdict = compare(tmp_path)[-1]
+
     assert verdict == "verdict   B and A have the same losses: the settings make no difference"
 
 
-def test_a_folder_without_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_without_runs_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     status, out, err = ended(capsys, "compare", str(tmp_path))
-    assert (status, out) == (2, "")
+
+    assert status == 2
+    assert out == ""
     assert err == f"error: {tmp_path} is not a run folder, and it contains no runs.\n"

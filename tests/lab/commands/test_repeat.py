@@ -1,11 +1,11 @@
-"""`llmtrain repeat` runs each seed once, goes on with the same command, and stops with the run that stops."""
+"""`llmtrain repeat` runs each seed once, resumes if it is called again, and stops with a run."""
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.test_cli import ended
 
 LLMTRAIN = [*PYTHON, "-m", "llmtrain"]
 LOSSES: dict[int, float | None] = {0: 5.0, 40: 2.0}
-SHOWN = """
+PRINTED_SETTINGS = """
 # a comment: with a colon
 seed: 3
 
@@ -52,54 +52,77 @@ seed: 3
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """Let a recipe print these settings instead of starting it."""
-    text = {"text": SHOWN.replace("runs/gpt", f"{tmp_path}/gpt")}
-    monkeypatch.setattr(repeat, "run_command", lambda *_, **__: text["text"])
-    return text
+def print_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """A function that lets the recipe print a setting. All others are PRINTED_SETTINGS."""
+    defaults = PRINTED_SETTINGS.replace("runs/gpt", f"{tmp_path}/gpt")
+
+    def print_settings(setting: str) -> None:
+        name, _, _ = setting.strip("#").partition(":")
+        lines = [line for line in defaults.splitlines() if not line.startswith(f"#{name}:")]
+        text = "\n".join([*lines, setting])
+        monkeypatch.setattr(repeat, "run_command", lambda *_, **__: text)
+
+    print_settings("#max_steps: 40")
+    return print_settings
+
+
+RunToEnd = Callable[[int, Path], repeat.Ending]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the seeds that are started, and end each at once with a finished run."""
+def replace_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunToEnd], None]:
+    """A function that replaces the process of each run by a function of its seed and folder."""
+
+    def replace_runs(run_seed: RunToEnd) -> None:
+        def run_to_end(command: list[str], **_: Any) -> repeat.Ending:
+            _, seed, _, folder = command[-4:]  # --seed 3 --output_dir runs/gpt-seed-3
+            return run_seed(int(seed), Path(folder))
+
+        monkeypatch.setattr(repeat, "run_to_end", run_to_end)
+
+    return replace_runs
+
+
+@pytest.fixture
+def started_seeds(print_settings: Callable, replace_runs: Callable[[RunToEnd], None]) -> list[int]:
+    """The seeds that are started. Each run finishes at once."""
     seeds: list[int] = []
 
-    def run_to_end(command: list[str], **_: Any) -> repeat.Ending:
-        seed, folder = command[-3], command[-1]
-        seeds.append(int(seed))
-        finished(Path(folder), int(seed))
+    def finish(seed: int, folder: Path) -> repeat.Ending:
+        seeds.append(seed)
+        write_finished_run(folder, seed)
         return repeat.Ending(status=0, stop_signal=None)
 
-    monkeypatch.setattr(repeat, "run_to_end", run_to_end)
+    replace_runs(finish)
     return seeds
 
 
-def finished(folder: Path, seed: int, **settings: Any) -> Path:
-    values = {"learning_rate": 0.02, "max_steps": 40, "warmup_steps": 4, "columns": []} | settings
-    return write_run(folder, seed, {0: 5.0, 40: 2.0 + seed / 100}, **values)
+def write_finished_run(folder: Path, seed: int, **settings: Any) -> Path:
+    defaults = {"learning_rate": 0.02, "max_steps": 40, "warmup_steps": 4, "columns": []}
+    losses = {0: 5.0, 40: 2.0 + seed / 100}
+    return write_run(folder, seed, losses, **(defaults | settings))
 
 
-def set_by_user(folder: Path, *names: str) -> None:
+def mark_as_set_by_user(folder: Path, names: list[str]) -> None:
     record = read_json(folder / "run.json")
     for name in names:
         record["settings"][name]["from"] = "command line"
     (folder / "run.json").write_text(json.dumps(record))
 
 
-def repeated(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    return ended(capsys, "repeat", *argv)
-
-
 def test_settings_are_read_as_they_are_printed() -> None:
     entries = [
-        Entry("name", "a: #b", "help: with a colon", True),
-        Entry("rate", 1e-05, "help", False),
-        Entry("prompts", ["a", "b: c"], "help", True),
-        Entry("nothing", [], "help", False),
-        Entry("run_name", "two\nlines\n", "help", True),
-        Entry("sample_prompts", ["a: 'b'\n\n c", "d\te"], "help", False),
+        Entry("name", "a: #b", "help: with a colon", is_set=True),
+        Entry("rate", 1e-05, "help", is_set=False),
+        Entry("prompts", ["a", "b: c"], "help", is_set=True),
+        Entry("nothing", [], "help", is_set=False),
+        Entry("run_name", "two\nlines\n", "help", is_set=True),
+        Entry("sample_prompts", ["a: 'b'\n\n c", "d\te"], "help", is_set=False),
     ]
-    assert settings_in(text_of({"title": entries})) == {
+
+    settings = settings_in(text_of({"title": entries}))
+
+    assert settings == {
         "name": Setting("a: #b", True),
         "rate": Setting(1e-05, False),
         "prompts": Setting(["a", "b: c"], True),
@@ -109,38 +132,52 @@ def test_settings_are_read_as_they_are_printed() -> None:
     }
 
 
-def test_seeds_begin_with_that_of_the_recipe_and_finished_ones_are_skipped(
-    shown: dict[str, str], started: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
+# Which seeds run
+
+
+def test_seeds_count_from_that_of_the_recipe_and_finished_ones_are_skipped(
+    started_seeds: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    finished(tmp_path / "gpt-seed-4", 4)
-    status, out, err = repeated(capsys, "3", GPT)
-    assert (status, err) == (0, "")
-    assert started == [3, 5]
+    write_finished_run(tmp_path / "gpt-seed-4", 4)
+
+    status, out, err = ended(capsys, "repeat", "3", GPT)
+
+    assert status == 0
+    assert err == ""
+    assert started_seeds == [3, 5]
     assert f"seed      4: {tmp_path}/gpt-seed-4 is finished" in out
     assert "A             3     2.0400 ± 0.0100" in out
     assert f"llmtrain compare {tmp_path}/gpt-seed-* {tmp_path}/OTHER-seed-*" in out
 
-    started.clear()
-    status, out, _ = repeated(capsys, "4", GPT, "--json")
-    assert (status, started) == (0, [6])
+
+def test_more_seeds_can_be_added_later(
+    started_seeds: list[int], capsys: pytest.CaptureFixture
+) -> None:
+    ended(capsys, "repeat", "3", GPT)
+    started_seeds.clear()
+
+    status, out, _ = ended(capsys, "repeat", "4", GPT, "--json")
+
+    assert status == 0
+    assert started_seeds == [6]
     (group,) = json.loads(out)["groups"]
     assert [item["seed"] for item in group["runs"]] == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "differs"),
+    ("recorded", "printed", "difference"),
     [
         ({"learning_rate": 0.01}, "learning_rate: 0.02", "learning_rate 0.01 there, 0.02 here"),
-        ({"learning_rate": 0.02}, "learning_rate: 0.02", ""),
-        ({"warmup_steps": 4}, "warmup_steps: 0.1", ""),
+        ({"learning_rate": 0.02}, "learning_rate: 0.02", None),
+        ({"warmup_steps": 4}, "warmup_steps: 0.1", None),
         ({"warmup_steps": 5}, "warmup_steps: 0.1", "warmup_steps 5 there, 0.1 here"),
-        ({"columns": []}, "columns: null", ""),
+        ({"columns": []}, "columns: null", None),
         ({"columns": ["a=b"]}, "#columns: null", "columns ['a=b'] there, None here"),
-        ({"packing": True}, "packing: auto", ""),
-        ({"logging_steps": 5}, "logging_steps: 10", ""),
-        ({"ddp_timeout": 60}, "ddp_timeout: 1800", ""),
-        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size: 16", ""),
-        ({"bitwise": True}, "bitwise: true", ""),
+        ({"packing": True}, "packing: auto", None),
+        ({"logging_steps": 5}, "logging_steps: 10", None),
+        ({"ddp_timeout": 60}, "ddp_timeout: 1800", None),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size: 16", None),
+        ({"bitwise": True}, "bitwise: true", None),
         ({"bitwise": True}, "bitwise: false", "bitwise True there, False here"),
         (
             {"per_device_train_batch_size": 4, "bitwise": True},
@@ -149,121 +186,88 @@ def test_seeds_begin_with_that_of_the_recipe_and_finished_ones_are_skipped(
         ),
     ],
 )
-def test_a_run_with_other_settings_is_not_taken_for_a_repetition(
-    there: dict[str, Any],
-    here: str,
-    differs: str,
-    shown: dict[str, str],
-    started: list[int],
+def test_a_finished_run_must_have_the_settings_of_the_recipe(
+    recorded: dict[str, Any],
+    printed: str,
+    difference: str | None,
+    print_settings: Callable[[str], None],
+    started_seeds: list[int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    folder = finished(tmp_path / "gpt-seed-3", 3, **there)
-    set_by_user(folder, *there)
-    name = here.strip("#").partition(":")[0]
-    lines = [line for line in shown["text"].splitlines() if not line.startswith(f"#{name}:")]
-    shown["text"] = "\n".join([*lines, here])
-    status, _, err = repeated(capsys, "1", GPT)
-    if differs:
-        assert status == 2
-        assert f"{folder} holds a run with other settings ({differs})" in err
+    folder = write_finished_run(tmp_path / "gpt-seed-3", 3, **recorded)
+    mark_as_set_by_user(folder, [*recorded])
+    print_settings(printed)
+
+    status, _, err = ended(capsys, "repeat", "1", GPT)
+
+    assert started_seeds == []
+    if difference is None:
+        assert status == 0
+        assert err == ""
     else:
-        assert (status, err) == (0, "")
-    assert started == []
+        assert status == 2
+        assert f"{folder} holds a run with other settings ({difference})" in err
 
 
-def test_a_default_that_followed_from_other_settings_is_no_other_setting(
-    shown: dict[str, str], started: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
+def test_another_default_is_not_another_setting(
+    started_seeds: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    finished(tmp_path / "gpt-seed-3", 3, learning_rate=2e-5)
-    assert repeated(capsys, "1", GPT)[0] == 0
+    """A default may follow from other settings."""
+    write_finished_run(tmp_path / "gpt-seed-3", 3, learning_rate=2e-5)
+
+    status, _, _ = ended(capsys, "repeat", "1", GPT)
+
+    assert status == 0
+    assert started_seeds == []
 
 
-def test_a_seed_that_fails_ends_it_with_its_status(
-    shown: dict[str, str],
-    started: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    endings = [
-        (repeat.Ending(status=7, stop_signal=None), "failed", 7),
-        # As of torchrun, which ends with a traceback.
-        (repeat.Ending(status=1, stop_signal=signal.SIGTERM), "preempted", 143),
-        (repeat.Ending(status=0, stop_signal=None), "preempted", 1),  # --max_hours
-    ]
-    for ending, state, expected in endings:
-
-        def run_to_end(
-            command: list[str], ending: repeat.Ending = ending, state: str = state, **_: Any
-        ) -> repeat.Ending:
-            write_run(Path(command[-1]), 3, LOSSES, state=state)
-            return ending
-
-        monkeypatch.setattr(repeat, "run_to_end", run_to_end)
-        status, out, err = repeated(capsys, "2", GPT)
-        assert status == expected
-        assert f"seed 3 has not finished in {tmp_path}/gpt-seed-3: {state} at step 40" in err
-        assert "the same command again goes on with it" in err
-        assert "4: " not in out
-        shutil.rmtree(tmp_path / "gpt-seed-3")
+# Runs that stop
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("ending", "state", "expected_status"),
     [
-        (["0", GPT], "0 seeds: run at least one"),
-        (["many", GPT], "invalid int value"),
-        (["2", "absent.py"], "absent.py is not a file"),
-        (["2", GPT, "--processes", "0"], "start at least one process"),
-        (["2", GPT, "--config_file", "absent.yaml"], "is not an accelerate config"),
+        pytest.param(repeat.Ending(status=7, stop_signal=None), "failed", 7, id="error"),
+        pytest.param(
+            repeat.Ending(status=1, stop_signal=signal.SIGTERM),
+            "preempted",
+            128 + signal.SIGTERM,
+            id="signal, after which torchrun ends with a traceback",
+        ),
+        pytest.param(repeat.Ending(status=0, stop_signal=None), "preempted", 1, id="--max_hours"),
     ],
 )
-def test_a_mistake_is_one_line(
-    argv: list[str], says: str, shown: dict[str, str], capsys: pytest.CaptureFixture
+def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
+    ending: repeat.Ending,
+    state: str,
+    expected_status: int,
+    print_settings: Callable,
+    replace_runs: Callable[[RunToEnd], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    status, out, err = repeated(capsys, *argv)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert says in err
+    def stop(seed: int, folder: Path) -> repeat.Ending:
+        write_run(folder, seed, LOSSES, state=state)
+        return ending
 
+    replace_runs(stop)
 
-def test_a_folder_of_something_else_is_one_line(
-    shown: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "gpt-seed-3").mkdir()
-    (tmp_path / "gpt-seed-3" / "notes.txt").write_text("mine")
-    status, _, err = repeated(capsys, "1", GPT)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "gpt-seed-3 is not a run folder" in err
+    status, out, err = ended(capsys, "repeat", "2", GPT)
 
-
-def test_the_command_for_more_seeds_has_what_can_be_known_of_the_launch(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", 1, LOSSES)
-    record = read_json(folder / "run.json")
-    launches = [
-        ({"processes": 2}, "llmtrain repeat --processes 2 5 recipes/gpt.py"),
-        ({"mixed_precision": "bf16"}, "llmtrain repeat --config_file ACCELERATE_CONFIG 5"),
-        ({"command": []}, None),
-    ]
-    for changes, expected in launches:
-        start = record["starts"][0] | changes
-        (folder / "run.json").write_text(json.dumps(record | {"starts": [start]}))
-        command = repeat_command(History.of_run(folder), count=5)
-        if expected is None:
-            assert command is None
-        else:
-            assert command is not None
-            assert command.startswith(expected)
+    assert status == expected_status
+    assert f"seed 3 has not finished in {tmp_path}/gpt-seed-3: {state} at step 40" in err
+    assert "the same command again goes on with it" in err
+    assert "4: " not in out
 
 
 def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
-    shown: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    print_settings: Callable,
+    replace_runs: Callable[[RunToEnd], None],
     capsys: pytest.CaptureFixture,
 ) -> None:
-    def run_to_end(command: list[str], **_: Any) -> repeat.Ending:
-        folder = write_run(Path(command[-1]), 3, LOSSES, state="running")
+    def stop(seed: int, folder: Path) -> repeat.Ending:
+        write_run(folder, seed, LOSSES, state="running")
         lock = lock_of(folder)
         lock.acquire()
 
@@ -274,15 +278,92 @@ def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
         threading.Timer(0.3, save).start()
         return repeat.Ending(status=1, stop_signal=signal.SIGINT)
 
-    monkeypatch.setattr(repeat, "run_to_end", run_to_end)
-    status, _, err = repeated(capsys, "1", GPT)
-    assert status == 130
+    replace_runs(stop)
+
+    status, _, err = ended(capsys, "repeat", "1", GPT)
+
+    assert status == 128 + signal.SIGINT
     assert "preempted at step 40" in err
 
 
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"0 {GPT}", "0 seeds: run at least one"),
+        (f"many {GPT}", "invalid int value"),
+        ("2 absent.py", "absent.py is not a file"),
+        (f"2 {GPT} --processes 0", "start at least one process"),
+        (f"2 {GPT} --config_file absent.yaml", "is not an accelerate config"),
+    ],
+)
+def test_a_mistake_in_the_command_is_an_error_of_one_line(
+    arguments: str, message: str, print_settings: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    status, out, err = ended(capsys, "repeat", *arguments.split())
+
+    assert status == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_is_an_error_of_one_line(
+    print_settings: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "gpt-seed-3").mkdir()
+    (tmp_path / "gpt-seed-3" / "notes.txt").write_text("mine")
+
+    status, _, err = ended(capsys, "repeat", "1", GPT)
+
+    assert status == 2
+    assert "gpt-seed-3 is not a run folder" in err
+    assert err.count("\n") == 1
+
+
+# The command for more seeds
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param(
+            {"processes": 2},
+            "llmtrain repeat --processes 2 5 recipes/gpt.py",
+            id="several processes",
+        ),
+        pytest.param(
+            {"mixed_precision": "bf16"},
+            "llmtrain repeat --config_file ACCELERATE_CONFIG 5",
+            id="a config, whose path is not known",
+        ),
+        pytest.param({"command": []}, None, id="no recorded command"),
+    ],
+)
+def test_the_command_for_more_seeds_launches_as_the_run_was_launched(
+    changes: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", 1, LOSSES)
+    record = read_json(folder / "run.json")
+    record["starts"][0] |= changes
+    (folder / "run.json").write_text(json.dumps(record))
+
+    command = repeat_command(History.of_run(folder), count=5)
+
+    if expected is None:
+        assert command is None
+    else:
+        assert command is not None
+        assert command.startswith(expected)
+
+
+# Real processes
+
 LAUNCHER = """
 import signal, subprocess, sys
-signal.signal(signal.SIGTERM, lambda *_: None)  # as a launcher that keeps signals to itself
+signal.signal(signal.SIGTERM, lambda *_: None)  # it does not pass the signal on
 sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]]).returncode)
 """
 WORKER = """
@@ -293,7 +374,7 @@ time.sleep(20)
 """
 
 
-def test_a_signal_reaches_the_group_of_the_launcher(tmp_path: Path) -> None:
+def test_a_signal_reaches_the_workers_of_the_launcher(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
 
     def stop_when_ready() -> None:
@@ -303,43 +384,41 @@ def test_a_signal_reaches_the_group_of_the_launcher(tmp_path: Path) -> None:
 
     threading.Thread(target=stop_when_ready, daemon=True).start()
     command = [*PYTHON, "-c", LAUNCHER, WORKER, str(ready)]
+
     assert run_to_end(command, on_cpu=True) == (5, signal.SIGTERM)
 
 
+def states_of(folders: list[Path]) -> list[str]:
+    return [History.of_run(folder).state for folder in folders]
+
+
 @long_form
-def test_seeds_are_run_stopped_gone_on_with_and_compared(tmp_path: Path) -> None:
+def test_seeds_run_stop_resume_and_are_compared(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
     flags = [*TINY, "--dataset", str(text), "--max_steps", "40", "--save_steps", "1000"]
-    base = tmp_path / "gpt"
-    command = [*LLMTRAIN, "repeat", "3", GPT, *flags, "--output_dir", str(base)]
-    first, second, third = (tmp_path / f"gpt-seed-{seed}" for seed in range(3))
+    command = [*LLMTRAIN, "repeat", "3", GPT, *flags, "--output_dir", str(tmp_path / "gpt")]
+    folders = [tmp_path / f"gpt-seed-{seed}" for seed in range(3)]
 
     process = begin(command)
-    wait_for_readings(process, first, 5)
+    wait_for_readings(process, folders[0], 5)
     process.send_signal(signal.SIGTERM)
     stopped = wait(process)
     assert stopped.status == 128 + signal.SIGTERM
-    assert read_json(first / "status.json")["state"] == "preempted"
+    assert states_of(folders[:1]) == ["preempted"]
     assert "seed 0 has not finished" in stopped.err
     assert "asked to stop by SIGTERM" in stopped.err
-    assert not second.exists()
+    assert not folders[1].exists()
 
-    done = run(command).assert_ok()
-    assert "resumes from step" in done.out
-    assert [History.of_run(folder).state for folder in (first, second, third)] == ["finished"] * 3
-    assert sorted(path.name for path in tmp_path.glob("gpt*")) == [
-        "gpt-seed-0",
-        "gpt-seed-1",
-        "gpt-seed-2",
-    ]
+    resumed = run(command).assert_ok()
+    assert "resumes from step" in resumed.out
+    assert states_of(folders) == ["finished"] * 3
+    assert sorted(tmp_path.glob("gpt*")) == folders
 
-    other = [*command[5:-1], str(tmp_path / "slow"), "--learning_rate", "0.0001"]
-    run([*LLMTRAIN, "repeat", "2", *other]).assert_ok()
+    slow = ["--learning_rate", "0.0001", "--output_dir", str(tmp_path / "slow")]
+    run([*LLMTRAIN, "repeat", "2", GPT, *flags, *slow]).assert_ok()
     content = json.loads(run([*LLMTRAIN, "compare", str(tmp_path), "--json"]).assert_ok().out)
-    assert [group["name"] for group in content["groups"]] == [
-        "learning_rate 0.02",
-        "learning_rate 0.0001",
-    ]
+    names = [group["name"] for group in content["groups"]]
+    assert names == ["learning_rate 0.02", "learning_rate 0.0001"]
     (difference,) = content["differences"]
     assert difference["paired_seeds"] == [0, 1]
     assert difference["final_loss"]["low"] > 0
@@ -347,19 +426,23 @@ def test_seeds_are_run_stopped_gone_on_with_and_compared(tmp_path: Path) -> None
 
 
 @long_form
-def test_a_signal_reaches_the_run_behind_a_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("--processes 2", id="torchrun"),
+        pytest.param("--config_file accelerate_configs/cpu.yaml", id="accelerate"),
+    ],
+)
+def test_a_signal_reaches_the_run_behind_a_launcher(launcher: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
-    flags = [*TINY, "--dataset", str(text), "--max_steps", "2000", "--output_dir"]
-    for name, launch in (
-        ("torchrun", ["--processes", "2"]),
-        ("accelerate", ["--config_file", "accelerate_configs/cpu.yaml"]),
-    ):
-        base = tmp_path / name
-        folder = tmp_path / f"{name}-seed-0"
-        process = begin([*LLMTRAIN, "repeat", "2", *launch, GPT, *flags, str(base)])
-        wait_for_readings(process, folder, 5)
-        process.send_signal(signal.SIGINT)
-        stopped = wait(process)
-        assert stopped.status == 128 + signal.SIGINT, stopped.err
-        assert read_json(folder / "status.json")["state"] == "preempted", name
-        assert not (tmp_path / f"{name}-seed-1").exists()
+    flags = [*TINY, "--dataset", str(text), "--max_steps", "2000"]
+    output = ["--output_dir", str(tmp_path / "gpt")]
+
+    process = begin([*LLMTRAIN, "repeat", "2", *launcher.split(), GPT, *flags, *output])
+    wait_for_readings(process, tmp_path / "gpt-seed-0", 5)
+    process.send_signal(signal.SIGINT)
+    stopped = wait(process)
+
+    assert stopped.status == 128 + signal.SIGINT, stopped.err
+    assert states_of([tmp_path / "gpt-seed-0"]) == ["preempted"]
+    assert not (tmp_path / "gpt-seed-1").exists()

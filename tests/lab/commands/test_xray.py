@@ -1,4 +1,7 @@
-"""The command line of `llmtrain xray`. Runs with real processes are in tests/system/test_xray.py."""
+"""The command line of `llmtrain xray`.
+
+Runs with real processes are in tests/system/test_xray.py.
+"""
 
 import json
 from pathlib import Path
@@ -21,19 +24,18 @@ RECORDING = {
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
-        ("--output_dir", "first", "--output_dir", "last"),
-        ("--output_dir", "first", "--output_dir=last"),
-        ("--output_dir=first", "--output_dir", "last"),
-        ("--output_dir=first", "--output-dir", "last"),
-        ("--output-dir=last",),
+        "--output_dir first --output_dir last",
+        "--output_dir first --output_dir=last",
+        "--output_dir=first --output_dir last",
+        "--output_dir=first --output-dir last",
+        "--output-dir=last",
     ],
 )
-def test_the_last_output_dir_counts(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_the_last_output_dir_counts_as_it_does_for_the_recipe(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """As it does for the recipe itself, which leaves that to argparse."""
     monkeypatch.chdir(tmp_path)
     folders: list[str] = []
 
@@ -44,28 +46,35 @@ def test_the_last_output_dir_counts(
         (folder / "xray" / "recording.json").write_text(json.dumps(RECORDING))
 
     monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", run_command)
-    status, _, err = ended(capsys, "xray", str(ROOT / GPT), *words)
-    assert (status, err) == (0, "")
+
+    status, _, err = ended(capsys, "xray", str(ROOT / GPT), *flags.split())
+
+    assert status == 0
+    assert err == ""
     assert folders == ["last"]
 
 
-def test_a_folder_without_a_recording_says_how_to_make_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    "content", [pytest.param(None, id="absent"), pytest.param('{"a', id="damaged")]
+)
+def test_the_error_without_a_recording_says_how_to_make_one(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, _, err = ended(capsys, "xray", str(tmp_path))
-    assert (status, err.count("\n")) == (2, 1)
-    assert "has no readable recording of steps: start the run with --xray_steps A:B" in err
+    if content is not None:
+        (tmp_path / "xray").mkdir()
+        (tmp_path / "xray" / "recording.json").write_text(content)
 
-    (tmp_path / "xray").mkdir()
-    (tmp_path / "xray" / "recording.json").write_text('{"a')
     status, _, err = ended(capsys, "xray", str(tmp_path))
-    assert (status, err.count("\n")) == (2, 1)
-    assert "has no readable recording of steps" in err
+
+    assert status == 2
+    assert "has no readable recording of steps: start the run with --xray_steps A:B" in err
+    assert err.count("\n") == 1
 
 
 def test_a_run_folder_takes_no_flags_of_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     status, _, err = ended(capsys, "xray", str(tmp_path), "--n_layer", "2")
+
     assert status == 2
     assert "--n_layer is for a recipe" in err

@@ -45,7 +45,7 @@ def test_flags_with_which_a_run_fits_are_not_changed() -> None:
 
 @pytest.fixture(scope="module")
 def ever_smaller() -> list[Fit]:
-    """The flags for less and less memory: each limit is a byte below the need of the flags before."""
+    """The flags for less and less memory. Each limit is a byte less than the last flags need."""
     fits = []
     next_fit = fit(1e9, LLAMA, FINETUNE)
     while next_fit.fits:

@@ -1,4 +1,4 @@
-"""The page of a run says what the run folder says, whatever that holds, and opens in a browser without a network."""
+"""The page of a report shows the content of run folders, without a network."""
 
 import json
 import re
@@ -22,34 +22,57 @@ from tests.test_cli import ended
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-BEGAN = 1_760_000_000
+START_TIME = 1_760_000_000
 
 
-def at(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(BEGAN + seconds))
+def time_text(seconds: float) -> str:
+    """Return the time this many seconds after the start, as records have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(START_TIME + seconds))
 
 
-def reading(step: int, seconds: float, ranks: int = 2, **more: Any) -> dict[str, Any]:
-    phases = {
-        phase: [0.01 * (number + 1) + 0.1 * rank for rank in range(ranks)]
-        for number, phase in enumerate(PHASES)
-    }
-    memory = {"host": [1.0 + rank for rank in range(ranks)]}
-    found = {
+def log_entry(step: int, seconds: float, ranks: int = 2, **metrics: Any) -> dict[str, Any]:
+    """Return a log entry of training.
+
+    Args:
+        step: the step.
+        seconds: the time of the entry, since the start.
+        ranks: the number of ranks. Each next one takes 0.1 s longer in every phase.
+        metrics: further metrics, or other values.
+    """
+    phases = {}
+    for number, phase in enumerate(PHASES, start=1):
+        phases[phase] = [0.01 * number + 0.1 * rank for rank in range(ranks)]
+    entry = {
         "step": step,
         "tokens": 100 * step,
         "train/loss": 8 / step,
         "train/grad_norm": 1.0,
-        "time": BEGAN + seconds,
+        "time": START_TIME + seconds,
+        "train/tokens_per_second": 50.0,
+        "phases": phases,
+        "memory": {"host": [1.0 + rank for rank in range(ranks)]},
     }
-    return found | {"train/tokens_per_second": 50.0, "phases": phases, "memory": memory} | more
+    return entry | metrics
 
 
-def make(
-    folder: Path, readings: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any
+def eval_entry(step: int, seconds: float, loss: float, **metrics: float) -> dict[str, Any]:
+    counters = {"step": step, "tokens": 100 * step, "time": START_TIME + seconds}
+    return counters | {"eval/loss": loss} | metrics
+
+
+FIRST_START = {"time": time_text(0), "step": 0}
+
+
+def json_lines(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def write_run(
+    folder: Path, entries: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any
 ) -> Path:
+    """Write the folder of a finished run of 30 steps."""
     folder.mkdir(parents=True)
-    versions = {
+    defaults = {
         "versions": {"torch": "2.13.0"},
         "host": "here",
         "processes": 2,
@@ -59,307 +82,216 @@ def make(
         "format_version": 1,
         "settings": recorded(settings, "command line"),
         "dataset": "some text",
-        "starts": [versions | start for start in starts],
+        "starts": [defaults | start for start in starts],
     }
-    (folder / "run.json").write_text(json.dumps(record))
     status = {
         "state": "finished",
         "step": 30,
         "reason": "all steps are done",
-        "time": at(100),
+        "time": time_text(100),
         "host": "here",
     }
+    (folder / "run.json").write_text(json.dumps(record))
     (folder / "status.json").write_text(json.dumps(status))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in readings))
+    (folder / "metrics.jsonl").write_text(json_lines(entries))
     return folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Ten updates in 20 s; an hour's pause; and twenty more in 40 s."""
-    readings = [{"step": 0, "tokens": 0, "eval/loss": 9.0, "time": BEGAN + 5}]
-    readings += [
-        reading(10, 20),
-        {"step": 10, "tokens": 1000, "eval/loss": 2.5, "time": BEGAN + 20},
-    ]
-    readings += [reading(20, 3620), reading(30, 3640, **{"train/loss": None})]
-    starts = [{"time": at(0), "step": 0}, {"time": at(3600), "step": 10, "restart": 1}]
-    return make(tmp_path / "run", readings, starts, max_steps=30, learning_rate=0.01)
-
-
-def test_hours_are_those_that_were_trained_and_no_pause_between(run: Path) -> None:
-    history = History.of_run(run)
-    assert history.training_hours() == pytest.approx(
-        [seconds / 3600 for seconds in (5, 20, 20, 40, 60)]
+    """A run of 10 steps in 20 s, and an hour later 20 more in 40 s. The last loss is NaN."""
+    return write_run(
+        tmp_path / "run",
+        entries=[
+            eval_entry(0, seconds=5, loss=9.0),
+            log_entry(10, seconds=20),
+            eval_entry(10, seconds=20, loss=2.5),
+            log_entry(20, seconds=3620),
+            log_entry(30, seconds=3640, **{"train/loss": None}),
+        ],
+        starts=[FIRST_START, {"time": time_text(3600), "step": 10, "restart": 1}],
+        max_steps=30,
+        learning_rate=0.01,
     )
-    curve = next(chart for chart in charts([history]) if chart.title == "Loss").curves[0]
-    assert curve.x["step"] == [10, 20]  # of the last reading the loss is no number
+
+
+# Numbers and curves
+
+
+def test_the_pause_between_two_starts_does_not_count_as_training_hours(run: Path) -> None:
+    history = History.of_run(run)
+
+    hours = [seconds / 3600 for seconds in (5, 20, 20, 40, 60)]
+    assert history.training_hours() == pytest.approx(hours)
+    loss_chart = next(chart for chart in charts([history]) if chart.title == "Loss")
+    curve = loss_chart.curves[0]
+    assert curve.x["step"] == [10, 20], "a loss that is NaN has no point"
     assert curve.x["tokens"] == [1000, 2000]
     assert curve.x["hours"] == pytest.approx([20 / 3600, 40 / 3600])
 
 
-def test_what_one_asks_first_is_what_the_folder_says(run: Path) -> None:
-    said = overview(History.of_run(run))
-    assert [said[key] for key in ("state", "step", "max_steps", "tokens")] == [
-        "finished",
-        30,
-        30,
-        3000,
-    ]
-    assert [said[key] for key in ("loss", "best_loss", "best_step")] == [0.4, 2.5, 10]
-    assert said["hours"] == pytest.approx(60 / 3600)
-    assert [said[key] for key in ("tokens_per_second", "memory_gib", "processes")] == [50.0, 2.0, 2]
-    assert said["mixed_precision"] == "bf16"
+def test_the_overview_has_the_newest_and_the_best_numbers(run: Path) -> None:
+    numbers = overview(History.of_run(run))
 
-
-def test_the_pages_of_trackers_are_links(run: Path, tmp_path: Path) -> None:
-    record = json.loads((run / "run.json").read_text())
-    address = "https://wandb.ai/me/llmtrain/runs/abcd1234"
-    record["trackers"] = {"wandb": address, "other": "javascript:alert(1)"}
-    (run / "run.json").write_text(json.dumps(record))
-    page = html([History.of_run(run)])
-    assert f'<a href="{address}">{address}</a>' in page
-    assert "javascript:" not in page.partition("<script")[0]
-
-
-def test_readings_without_a_time_have_no_hours_and_are_drawn(tmp_path: Path) -> None:
-    lines = [
-        {key: value for key, value in reading(step, 0).items() if key != "time"} for step in (1, 2)
-    ]
-    history = History.of_run(make(tmp_path / "old", lines, [{"time": at(0), "step": 0}]))
-    assert history.training_hours() == [None, None]
-    assert charts([history])[0].curves[0].x == {
-        "step": [1, 2],
-        "tokens": [100, 200],
-        "hours": [None, None],
+    assert numbers.pop("hours") == pytest.approx(60 / 3600)
+    expected = {
+        "state": "finished",
+        "step": 30,
+        "max_steps": 30,
+        "tokens": 3000,
+        "loss": 0.4,
+        "best_loss": 2.5,
+        "best_step": 10,
+        "tokens_per_second": 50.0,
+        "memory_gib": 2.0,
+        "processes": 2,
+        "mixed_precision": "bf16",
     }
+    assert {name: numbers[name] for name in expected} == expected
+
+
+def test_entries_without_a_time_are_drawn_without_hours(tmp_path: Path) -> None:
+    entries = [log_entry(step, seconds=0) for step in (1, 2)]
+    for entry in entries:
+        del entry["time"]
+    history = History.of_run(write_run(tmp_path / "run", entries, [FIRST_START]))
+
+    assert history.training_hours() == [None, None]
+    curve = charts([history])[0].curves[0]
+    assert curve.x == {"step": [1, 2], "tokens": [100, 200], "hours": [None, None]}
     assert overview(history)["hours"] is None
 
 
-def test_what_compares_answers_has_charts_of_its_own_and_a_loss_without_a_unit(
-    run: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def preference_run(tmp_path: Path) -> Path:
     names = ("rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
-    lines = [reading(step, step, **{f"train/{name}": 0.5 for name in names}) for step in (1, 2)]
-    lines.append(
-        {
-            "step": 2,
-            "tokens": 200,
-            "eval/loss": 0.6,
-            "eval/rewards/accuracies": 0.7,
-            "time": BEGAN + 2,
-        }
-    )
-    compared = make(tmp_path / "compared", lines, [{"time": at(0), "step": 0}])
-    plain, drawn = (
-        {chart.title: chart for chart in charts([History.of_run(one)])} for one in (run, compared)
-    )
-    assert (plain["Loss"].unit, drawn["Loss"].unit) == ("nats per token", "")
-    accuracy = drawn["Pairs whose chosen answer has the higher reward"]
-    assert [(curve.name, curve.y) for curve in accuracy.curves] == [
-        ("train", [0.5, 0.5]),
-        ("eval", [0.7]),
+    metrics = {f"train/{name}": 0.5 for name in names}
+    entries = [
+        log_entry(1, seconds=1, **metrics),
+        log_entry(2, seconds=2, **metrics),
+        eval_entry(2, seconds=2, loss=0.6, **{"eval/rewards/accuracies": 0.7}),
     ]
-    assert [curve.name for curve in drawn["Log-probability of an answer"].curves] == [
-        "chosen, train",
-        "rejected, train",
-    ]
-    assert len(drawn.keys() - plain.keys()) == 4
+    return write_run(tmp_path / "preferences", entries, [FIRST_START])
 
 
-def test_a_restart_and_what_the_run_wrote_down_are_incidents_each_once_and_in_order(
-    run: Path,
+def test_preference_runs_have_more_charts_and_a_loss_without_a_unit(
+    run: Path, preference_run: Path
 ) -> None:
-    lines = [
-        {"step": 25, "time": BEGAN + 3630, "kind": "late", "text": "rank 1 takes longer"},
-        {"step": 8, "time": BEGAN + 18, "kind": "failed", "text": "no space"},
-        {"step": 8, "time": BEGAN + 18.5, "kind": "failed", "text": "no space"},
+    usual = {chart.title: chart for chart in charts([History.of_run(run)])}
+    preferences = {chart.title: chart for chart in charts([History.of_run(preference_run)])}
+
+    assert usual["Loss"].unit == "nats per token"
+    assert preferences["Loss"].unit == ""
+    assert len(preferences.keys() - usual.keys()) == 4
+
+    train, evaluation = preferences["Pairs whose chosen answer has the higher reward"].curves
+    assert (train.name, train.y) == ("train", [0.5, 0.5])
+    assert (evaluation.name, evaluation.y) == ("eval", [0.7])
+    log_probabilities = preferences["Log-probability of an answer"].curves
+    assert [curve.name for curve in log_probabilities] == ["chosen, train", "rejected, train"]
+
+
+def test_downsampling_keeps_the_highest_and_the_lowest_value() -> None:
+    values = [1.0] * 10_000
+    values[1234] = 50.0
+    values[8765] = -50.0
+
+    indices = [*downsample(values, 100)]
+
+    assert len(indices) <= 100
+    assert indices == sorted(indices)
+    assert {1234, 8765} <= {*indices}
+
+
+def test_downsampling_keeps_all_of_a_few_values() -> None:
+    assert [*downsample([1.0] * 100, 100)] == [*range(100)]
+
+
+def test_the_bars_of_phases_are_medians_over_the_last_start(run: Path) -> None:
+    with_four_ranks = log_entry(1, seconds=1, ranks=4)
+    entries = [log_entry(step, seconds=step) for step in (2, 3, 4)]
+    entries[1]["phases"]["forward"] = [100.0, 100.0]  # an outlier
+    (run / "metrics.jsonl").write_text(json_lines([with_four_ranks, *entries]))
+
+    bars = phase_bars([History.of_run(run)])
+
+    assert bars is not None
+    assert bars.processes == ["rank 0", "rank 1"]
+    assert bars.phases["forward"] == [0.03, 0.13]
+
+
+# Events
+
+
+def test_restarts_and_recorded_events_are_listed_once_by_step(run: Path) -> None:
+    recorded_events = [
+        {"step": 25, "time": START_TIME + 3630, "kind": "late", "text": "rank 1 takes longer"},
+        {"step": 8, "time": START_TIME + 18, "kind": "failed", "text": "no space"},
+        {"step": 8, "time": START_TIME + 18.5, "kind": "failed", "text": "no space"},
     ]
-    (run / "events.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ti'
+    half_a_line = '{"step": 9, "ti'
+    (run / "events.jsonl").write_text(json_lines(recorded_events) + half_a_line)
+
+    failed, resumed, late = events([History.of_run(run)])
+
+    assert (failed.step, failed.kind) == (8, "failed")
+    assert (resumed.step, resumed.kind) == (10, "resumed")
+    assert "restart 1" in resumed.text
+    assert (late.step, late.kind) == (25, "late")
+
+
+# Differences between runs
+
+
+def test_only_values_that_differ_between_runs_are_listed(run: Path, tmp_path: Path) -> None:
+    other = write_run(
+        tmp_path / "other",
+        entries=[log_entry(10, seconds=20)],
+        starts=[FIRST_START | {"processes": 4}],
+        max_steps=30,
+        learning_rate=0.02,
+        dropout=0.1,
     )
-    assert [(one.step, one.kind) for one in events([History.of_run(run)])] == [
-        (8, "failed"),
-        (10, "resumed"),
-        (25, "late"),
-    ]
-    assert "restart 1" in events([History.of_run(run)])[1].text
 
+    values = differing_values([History.of_run(run), History.of_run(other)])
 
-def test_the_phases_are_medians_of_the_processes_of_the_last_start(run: Path) -> None:
-    lines = [reading(1, 1, ranks=4), *(reading(step, step) for step in (2, 3, 4))]
-    lines[2]["phases"]["forward"] = [100.0, 100.0]  # once: a median does not see it
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = phase_bars([History.of_run(run)])
-    assert found is not None
-    assert found.processes == ["rank 0", "rank 1"]
-    assert found.phases["forward"] == [0.03, 0.13]
-
-
-def test_only_what_differs_between_runs_is_listed(run: Path, tmp_path: Path) -> None:
-    starts = [{"time": at(0), "step": 0, "processes": 4}]
-    other = make(
-        tmp_path / "other", [reading(10, 20)], starts, max_steps=30, learning_rate=0.02, dropout=0.1
-    )
-    found = differing_values([History.of_run(run), History.of_run(other)])
-    assert found == {
+    assert values == {
         "learning_rate": ["0.01", "0.02"],
         "processes": ["2", "4"],
         "dropout": ["\N{EN DASH}", "0.1"],
     }
 
 
-def test_of_many_values_the_highest_and_the_lowest_stay() -> None:
-    values = [1.0] * 10_000
-    values[1234], values[8765] = 50.0, -50.0
-    kept = list(downsample(values, 100))
-    assert len(kept) <= 100
-    assert kept == sorted(kept)
-    assert {1234, 8765} <= {*kept}
-    assert [*downsample(values[:100], 100)] == [*range(100)]
-
-
-@pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff\xfe",
-        b'{"format_version": 1, "starts": 3, "settings": 4}',
-        b"null\n3\n",
-    ],
-)
-def test_a_file_that_is_missing_or_damaged_leaves_its_part_empty(
-    name: str, content: bytes, run: Path
-) -> None:
-    (run / name).write_bytes(content)
-    assert "</html>" in html([History.of_run(run)])
-
-
-def test_what_a_run_says_is_text_on_the_page_and_not_markup(run: Path, tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script>"
-    other = make(
-        tmp_path / evil.replace("/", "_"),
-        [reading(1, 1)],
-        [{"time": at(0), "step": 0}],
-        run_name=evil,
-    )
-    page = html([History.of_run(run), History.of_run(other)])
-    assert "<script>alert(1)" not in page.replace("<_script>", "")
-    assert page.count("<script>") == 2
-
-
-def test_what_it_wrote_is_shown_as_it_improved(run: Path) -> None:
-    lines = [
-        {"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in range(0, 1000, 10)
-    ]
-    (run / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of_run(run)]))
-    assert len(shown) == 8
-    assert (shown[0], shown[-1]) == ("0", "990")
-
-
-def test_the_command_makes_one_file_that_loads_nothing(
-    run: Path, capsys: pytest.CaptureFixture
-) -> None:
-    status, out, err = ended(capsys, "report", str(run))
-    assert (status, err) == (0, "")
-    assert out == f"report    {run / 'report.html'}\n"
-    page = (run / "report.html").read_text()
-    own = re.sub(
-        r"<script>/\*\*.*?</script>", "", page, flags=re.S
-    )  # without plotly, which could load maps, if asked
-    assert len(own) < 100_000
-    assert not re.search(r"https?://|@import|src=|<link", own)
-
-
-def test_for_programs_it_prints_numbers_and_makes_nothing(
-    run: Path, capsys: pytest.CaptureFixture
-) -> None:
-    status, out, _ = ended(capsys, "report", str(run), "--json")
-    assert status == 0
-    assert json.loads(out)["runs"]["run"]["best_loss"] == 2.5
-    assert not (run / "report.html").exists()
-
-
-def test_what_is_no_run_and_what_cannot_be_written_are_one_line(
-    run: Path, tmp_path: Path, capsys
-) -> None:
-    status, _, err = ended(capsys, "report", str(tmp_path))
-    assert (status, err.count("\n")) == (2, 1)
-    assert "is not a run folder" in err
-    status, _, err = ended(
-        capsys, "report", str(run), "--output", str(tmp_path / "absent" / "page.html")
-    )
-    assert (status, err.count("\n")) == (2, 1)
-    assert "could not be written" in err
-
-
-def test_every_phase_has_a_colour_of_its_own(run: Path) -> None:
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of_run(run)])))
-    assert len({colours[phase] for phase in PHASES}) == len(PHASES)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_every_chart(scheme: str, run: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(html([History.of_run(run)]))
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--dump-dom",
-    ]
-    options += ["--virtual-time-budget=5000", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    options += ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
-    drawn = re.findall(r'id="(chart-\d|bars)"[^>]*><div class="plot-container', done.stdout)
-    assert drawn == [f"chart-{number}" for number in range(len(charts([History.of_run(run)])))] + [
-        "bars"
-    ]
-    legend = re.findall(r'class="legendtext"[^>]*data-unformatted="([^"]*)"', done.stdout)
-    assert [name.split(":")[0] for name in legend[-len(PHASES) :]] == list(PHASES)
-    bar = re.findall(r'class="trace bars".*?fill: rgb\((\d+, \d+, \d+)\)', done.stdout, flags=re.S)
-    assert bar[list(PHASES).index("forward")] == "76, 120, 168"
-    curve = re.findall(r'class="js-line"[^>]*stroke: rgb\((\d+), (\d+), (\d+)\)', done.stdout)
-    assert ("10", "102", "194") in curve if scheme == "light" else ("92", "171", "255") in curve
-
-
-def test_what_differs_is_grouped_by_what_its_flag_affects(tmp_path: Path) -> None:
-    one, other = (
-        History.of_run(
-            make(
-                tmp_path / name,
-                [],
-                [],
-                learning_rate=number,
-                tokenizer=name,
-                output_dir=name,
-                invented=name,
-            )
+def test_settings_that_differ_are_grouped_by_what_they_affect(tmp_path: Path) -> None:
+    histories = []
+    for name, learning_rate in (("a", 0), ("b", 1)):
+        folder = write_run(
+            tmp_path / name,
+            entries=[],
+            starts=[],
+            learning_rate=learning_rate,
+            tokenizer=name,
+            output_dir=name,
+            invented=name,
         )
-        for number, name in enumerate(("a", "b"))
-    )
-    assert metadata_differences(one, other) == [
+        histories.append(History.of_run(folder))
+
+    assert metadata_differences(*histories) == [
         (("update",), "--learning_rate 0 and 1"),
         (("data", "model"), "--tokenizer a and b"),
         (("any",), "--invented a and b"),
     ]
 
 
-def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path) -> None:
-    commits = ["0" * 40, "0" * 40 + "-dirty", "1" * 40]
-    clean, dirty, other = (
-        History.of_run(make(tmp_path / str(i), [reading(1, 1)], [{"step": 0, "git_sha": commit}]))
-        for i, commit in enumerate(commits)
-    )
+def test_another_commit_or_changed_files_are_a_difference(tmp_path: Path) -> None:
+    def run_of(name: str, commit: str) -> History:
+        starts = [{"step": 0, "git_sha": commit}]
+        return History.of_run(write_run(tmp_path / name, [log_entry(1, seconds=1)], starts))
+
+    clean = run_of("clean", "0" * 40)
+    dirty = run_of("dirty", "0" * 40 + "-dirty")
+    other = run_of("other", "1" * 40)
+
     assert metadata_differences(clean, clean) == []
     assert metadata_differences(clean, dirty) == [
         (("code",), "commit: 000000000000... and 000000000000...-dirty")
@@ -370,7 +302,21 @@ def test_another_commit_is_named_and_so_is_one_with_changed_files(tmp_path: Path
     assert "000000000000-dirty" in html([dirty])
 
 
-ACTS = {
+def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
+    entries = [log_entry(step, seconds=step) for step in (1, 2, 3)]
+    starts = [FIRST_START | {"device": "cpu"}]
+    finite = History.of_run(write_run(tmp_path / "finite", entries, starts))
+    entries[1]["train/grad_norm"] = None
+    with_nan = History.of_run(write_run(tmp_path / "nan", entries, starts))
+
+    difference = diff_runs(finite, with_nan).first
+    assert difference is not None
+    assert difference.link == "grad_norm"
+    assert difference.step == 2
+    assert diff_runs(with_nan, with_nan).first is None
+
+
+EXPECTED_EFFECTS = {
     "seed": ["seed"],
     "skip_nonfinite": ["update"],
     "learning_rate": ["update"],
@@ -387,21 +333,176 @@ ACTS = {
 }
 
 
-def test_every_flag_of_the_package_says_where_it_acts() -> None:
-    effects = {name: words.split() for name, words in EFFECTS.items()}
-    assert {word for words in effects.values() for word in words} <= {*flags.EFFECTS} - {"any"}
-    assert {name: effects.get(name) for name in ACTS} == ACTS
+def test_the_flags_of_the_package_say_what_they_affect() -> None:
+    effects = {name: text.split() for name, text in EFFECTS.items()}
+
+    assert set().union(*effects.values()) <= {*flags.EFFECTS} - {"any"}
+    assert {name: effects.get(name) for name in EXPECTED_EFFECTS} == EXPECTED_EFFECTS
 
 
-def test_a_loss_that_is_no_number_on_one_side_parts_two_runs_and_on_both_does_not(
-    tmp_path: Path,
+# The page
+
+
+@pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="half an object"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b"\xff\xfe", id="no text"),
+        pytest.param(b'{"format_version": 1, "starts": 3, "settings": 4}', id="other types"),
+        pytest.param(b"null\n3\n", id="no objects"),
+    ],
+)
+def test_a_damaged_file_does_not_prevent_the_page(name: str, content: bytes, run: Path) -> None:
+    (run / name).write_bytes(content)
+
+    assert "</html>" in html([History.of_run(run)])
+
+
+def test_only_web_addresses_of_trackers_become_links(run: Path) -> None:
+    address = "https://wandb.ai/me/llmtrain/runs/abcd1234"
+    record = json.loads((run / "run.json").read_text())
+    record["trackers"] = {"wandb": address, "other": "javascript:alert(1)"}
+    (run / "run.json").write_text(json.dumps(record))
+
+    page = html([History.of_run(run)])
+
+    assert f'<a href="{address}">{address}</a>' in page
+    before_scripts, _, _ = page.partition("<script")
+    assert "javascript:" not in before_scripts
+
+
+def test_text_of_a_run_is_not_markup_on_the_page(run: Path, tmp_path: Path) -> None:
+    markup = "</script><script>alert(1)</script>"
+    other = write_run(
+        tmp_path / markup.replace("/", "_"),
+        entries=[log_entry(1, seconds=1)],
+        starts=[FIRST_START],
+        run_name=markup,
+    )
+
+    page = html([History.of_run(run), History.of_run(other)])
+
+    assert "<script>alert(1)" not in page.replace("<_script>", "")
+    assert page.count("<script>") == 2
+
+
+def test_the_page_has_some_samples_from_the_first_to_the_last(run: Path) -> None:
+    steps = range(0, 1000, 10)
+    samples = [{"step": step, "prompt": "The", "text": f"<b>text {step}"} for step in steps]
+    (run / "samples.jsonl").write_text(json_lines(samples))
+
+    shown = re.findall(r"&lt;b&gt;text (\d+)</td>", html([History.of_run(run)]))
+
+    assert len(shown) == 8
+    assert shown[0] == "0"
+    assert shown[-1] == "990"
+
+
+def test_every_phase_has_its_own_color(run: Path) -> None:
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of_run(run)])))
+
+    assert len({colors[phase] for phase in PHASES}) == len(PHASES)
+
+
+# The command
+
+
+def test_the_command_writes_one_file_that_loads_nothing(
+    run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    lines = [reading(step, step) for step in (1, 2, 3)]
-    starts = [{"time": at(0), "step": 0, "device": "cpu"}]
-    fine = History.of_run(make(tmp_path / "fine", lines, starts))
-    lines[1] |= {"train/grad_norm": None}
-    bad = History.of_run(make(tmp_path / "bad", lines, starts))
-    found = diff_runs(fine, bad).first
-    assert found is not None
-    assert (found.link, found.step) == ("grad_norm", 2)
-    assert diff_runs(bad, bad).first is None
+    status, out, err = ended(capsys, "report", str(run))
+
+    assert status == 0
+    assert err == ""
+    assert out == f"report    {run / 'report.html'}\n"
+    page = (run / "report.html").read_text()
+    # Plotly contains addresses, from which it would load maps.
+    without_plotly = re.sub(r"<script>/\*\*.*?</script>", "", page, flags=re.DOTALL)
+    assert len(without_plotly) < 100_000
+    assert not re.search(r"https?://|@import|src=|<link", without_plotly)
+
+
+def test_the_command_prints_json_for_programs_and_writes_nothing(
+    run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status, out, _ = ended(capsys, "report", str(run), "--json")
+
+    assert status == 0
+    assert json.loads(out)["runs"]["run"]["best_loss"] == 2.5
+    assert not (run / "report.html").exists()
+
+
+def test_a_folder_without_a_run_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status, _, err = ended(capsys, "report", str(tmp_path))
+
+    assert status == 2
+    assert "is not a run folder" in err
+    assert err.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_an_error_of_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    page = tmp_path / "absent" / "page.html"
+    status, _, err = ended(capsys, "report", str(run), "--output", str(page))
+
+    assert status == 2
+    assert "could not be written" in err
+    assert err.count("\n") == 1
+
+
+# A browser
+
+
+def document_in_chromium(page: Path, scheme: str) -> str:
+    """Return the document after Chromium has run the scripts of a page, without a network."""
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={page.with_name('profile')}",
+        "--dump-dom",
+        "--virtual-time-budget=5000",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+    ]
+    if scheme == "dark":
+        command.append("--blink-settings=preferredColorScheme=0")
+    completed = subprocess.run(
+        [*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return completed.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize(
+    ("scheme", "curve_color"), [("light", (10, 102, 194)), ("dark", (92, 171, 255))]
+)
+def test_a_browser_draws_every_chart_in_the_colors_of_its_scheme(
+    scheme: str, curve_color: tuple[int, int, int], run: Path, tmp_path: Path
+) -> None:
+    history = History.of_run(run)
+    page = tmp_path / "page.html"
+    page.write_text(html([history]))
+
+    document = document_in_chromium(page, scheme)
+
+    drawn = re.findall(r'id="(chart-\d|bars)"[^>]*><div class="plot-container', document)
+    assert drawn == [*(f"chart-{number}" for number in range(len(charts([history])))), "bars"]
+
+    legend = re.findall(r'class="legendtext"[^>]*data-unformatted="([^"]*)"', document)
+    phases_in_legend = [text.partition(":")[0] for text in legend[-len(PHASES) :]]
+    assert phases_in_legend == [*PHASES]
+
+    bars = re.findall(
+        r'class="trace bars".*?fill: rgb\((\d+, \d+, \d+)\)', document, flags=re.DOTALL
+    )
+    assert bars[phases_in_legend.index("forward")] == "76, 120, 168"
+    lines = re.findall(r'class="js-line"[^>]*stroke: rgb\((\d+, \d+, \d+)\)', document)
+    assert ", ".join(str(value) for value in curve_color) in lines
