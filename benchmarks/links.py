@@ -77,7 +77,7 @@ def main() -> None:
     bound = bytes_sent / (MBIT * 1e6 / 8)
     table = Table("links")
     table.add(
-        work="a step with float32 gradients, 100 Mbit/s",
+        work=f"a step with float32 gradients, {MBIT} Mbit/s",
         against="their bytes at that rate",
         ours=turns["float32"].median_of("step"),
         theirs=bound,
