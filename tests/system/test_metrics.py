@@ -1,6 +1,5 @@
 """A metric has the same value on one process and on two, with DDP, FSDP2 and --bitwise."""
 
-
 import pytest
 
 from tests.forked import run_forked
