@@ -1,4 +1,4 @@
-"""Families of transformers that fine-tuning is tested on."""
+"""Families of transformers whose fine-tuning is tested."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,11 @@ FAMILIES = [
     "mixtral",
     "qwen3_moe",
 ]
-OVERRIDES = "num_hidden_layers=2,hidden_size=64"  # for ``--config_overrides``
+OVERRIDES = "num_hidden_layers=2,hidden_size=64"
 
 
 def rows_of(tokenizer: Any, packed: bool = False, new_tokens: list[int] | None = None) -> Any:
-    """Return the attributes of rows that ``load_model`` reads, without any rows."""
+    """Return the properties of tokenised rows that `load_model` reads, without any rows."""
     return SimpleNamespace(
         tokenizer=tokenizer,
         is_packed=packed,

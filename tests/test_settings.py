@@ -1,7 +1,9 @@
-"""Every flag that a recipe takes is read by somebody, or refused: none is taken and forgotten."""
+"""Every flag that a recipe takes is read, or refused: none is accepted and ignored."""
 
+import math
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,205 +11,230 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
 from llmtrain.training import opening, start
-from tests.launching import FINETUNE, GPT, ROOT, SMALL_LLAMA, TINY, series, write_chats
+from tests.launching import (
+    BYTE_DATA,
+    FINETUNE,
+    GPT,
+    ROOT,
+    SIX_STEPS,
+    SMALL_SIZE,
+    TINY,
+    series,
+    write_chats,
+)
 from tests.recorded_settings import EFFECTS
 
-DUMPS = {
-    "parse",
-    "resolved",
-    "asdict",
-    "_asdict_inner",
-    "__post_init__",
-    "__eq__",
-    "__repr__",
-    "replace",
-    "deepcopy",
-}
-SHORT = ["--max_steps", "2", "--eval_steps", "1", "--report_to", "none"]
-SHORT += ["--lr_scheduler_type", "warmup_stable_decay"]  # which alone reads --decay_share
+Recipe = dict[str, Any]  # the names of a recipe's module
 
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the flags that are read, but for what only parses, checks or dumps them."""
-    found: set[str] = set()
-    names = {*EFFECTS}
-
-    def reading(self: Config, name: str) -> Any:
-        if name in names:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_code.co_name not in DUMPS:
-                frame = frame.f_back
-            if frame is None:
-                found.add(name)
-        return object.__getattribute__(self, name)
-
-    monkeypatch.setattr(Config, "__getattribute__", reading, raising=False)
-    return found
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> dict[str, Any]:
-    """The recipe of docs/tutorials/own-recipe.md."""
-    (code,) = re.findall(
-        r"```python\n(.*?)```",
-        (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text(),
-        re.DOTALL,
-    )
-    (tmp_path / "sums.py").write_text(code)
-    return runpy.run_path(str(tmp_path / "sums.py"), run_name="sums")
-
-
-@pytest.fixture
-def migrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Step 4 of docs/guides/migrate.md."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
-    monkeypatch.chdir(tmp_path)
-    return runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")
+# --decay_share is read only with this schedule.
+TWO_STEPS = shlex.split(
+    "--max_steps 2 --eval_steps 1 --report_to none --lr_scheduler_type warmup_stable_decay"
+)
 
 
 @pytest.fixture(autouse=True)
-def _one_after_the_other() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
+def _fresh_accelerate_state() -> Iterator[None]:
+    """Let each test begin as the first run of its process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def unread(recipe: dict[str, Any], read: set[str]) -> set[str]:
-    configs = configs_of(recipe["DEFAULTS"]).values()
-    return {name for config in configs for name in flags_of(config)} - read
+@pytest.fixture
+def own_recipe(tmp_path: Path) -> Recipe:
+    """The recipe of docs/tutorials/own-recipe.md."""
+    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "sums.py").write_text(code)
+    return runpy.run_path(str(tmp_path / "sums.py"), run_name="sums")
 
 
-def test_every_flag_of_the_recipe_for_gpts_is_read(
-    read: set[str], text_file: Path, tmp_path: Path
+@pytest.fixture
+def migrated_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
+    """The result of docs/guides/migrate.md, its fourth step."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
+    monkeypatch.chdir(tmp_path)
+    return runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")
+
+
+# --- reads
+
+# Functions that read all flags, to parse, check, compare or print them.
+READ_ALL = {
+    "__eq__",
+    "__post_init__",
+    "__repr__",
+    "_asdict_inner",
+    "asdict",
+    "deepcopy",
+    "parse",
+    "replace",
+    "resolved",
+}
+
+
+def is_called_from(frame: FrameType, function_names: set[str]) -> bool:
+    caller: FrameType | None = frame
+    while caller is not None:
+        if caller.f_code.co_name in function_names:
+            return True
+        caller = caller.f_back
+    return False
+
+
+@pytest.fixture
+def read_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The flags that are read from now on, except by functions that read all of them."""
+    names = set()
+
+    def recording_getattribute(config: Config, name: str) -> Any:
+        if name in EFFECTS and not is_called_from(sys._getframe(1), READ_ALL):
+            names.add(name)
+        return object.__getattribute__(config, name)
+
+    monkeypatch.setattr(Config, "__getattribute__", recording_getattribute, raising=False)
+    return names
+
+
+def flags_of_recipe(recipe: Recipe) -> set[str]:
+    names = set()
+    for config in configs_of(recipe["DEFAULTS"]).values():
+        names |= flags_of(config).keys()
+    return names
+
+
+def test_recipes_gpt_reads_every_flag(
+    read_flags: set[str], text_file: Path, tmp_path: Path
 ) -> None:
     recipe = runpy.run_path(str(ROOT / GPT))
-    recipe["main"](
-        [
-            *TINY,
-            *SHORT,
-            "--warmup_steps",
-            "1",
-            "--dataset",
-            str(text_file),
-            "--output_dir",
-            str(tmp_path / "run"),
-        ]
-    )
-    assert unread(recipe, read) == set()
+    flags = shlex.split(f"--warmup_steps 1 --dataset {text_file} --output_dir {tmp_path}/run")
+
+    recipe["main"]([*TINY, *TWO_STEPS, *flags])
+
+    assert flags_of_recipe(recipe) - read_flags == set()
 
 
-def test_every_flag_of_the_recipe_for_fine_tuning_is_read(
-    read: set[str], text_file: Path, tmp_path: Path
+def test_recipes_finetune_reads_every_flag(
+    read_flags: set[str], text_file: Path, tmp_path: Path
 ) -> None:
-    recipe, chats = runpy.run_path(str(ROOT / FINETUNE)), write_chats(tmp_path / "chats.jsonl")
+    """It reads some flags only for conversations, and others only for text or adapters."""
+    recipe = runpy.run_path(str(ROOT / FINETUNE))
+    chats = write_chats(tmp_path / "chats.jsonl")
     chats.write_text(chats.read_text() + '{"messages": []}\n')
-    flags = [*SMALL_LLAMA[2:], *SHORT, "--warmup_steps", "1", "--output_dir"]
-    full = [
-        *SMALL_LLAMA[:2],
-        "--from_config",
-        "llama",
-        "--dataset",
-        str(chats),
-        "--on_bad_row",
-        "skip",
-    ]
-    recipe["main"]([*full, *flags, str(tmp_path / "full")])
+    common = [*BYTE_DATA, *SIX_STEPS, *TWO_STEPS, "--warmup_steps", "1"]
+    new_model = f"--config_overrides {SMALL_SIZE} --from_config llama --on_bad_row skip"
+    adapter = f"--model_name_or_path {tmp_path}/full/model --lora_r 2"
+
+    def train(flags: str) -> None:
+        recipe["main"]([*common, *shlex.split(flags)])
+
+    train(f"{new_model} --dataset {chats} --output_dir {tmp_path}/full")
     with pytest.raises(UserError, match="--text_field is for text"):
-        recipe["main"]([*full, "--text_field", "body", *flags, str(tmp_path / "refused")])
-    base = [
-        "--model_name_or_path",
-        str(tmp_path / "full" / "model"),
-        "--lora_r",
-        "2",
-        "--dataset",
-        str(text_file),
-    ]
-    recipe["main"]([*base, *flags, str(tmp_path / "adapter")])
-    assert unread(recipe, read) == set()
+        train(f"{new_model} --dataset {chats} --text_field body --output_dir {tmp_path}/refused")
+    train(f"{adapter} --dataset {text_file} --output_dir {tmp_path}/adapter")
+
+    assert flags_of_recipe(recipe) - read_flags == set()
 
 
-def test_every_flag_of_ones_own_recipe_is_read_or_refused(
-    own: dict[str, Any], read: set[str], tmp_path: Path
+def test_a_recipe_of_a_user_reads_or_refuses_every_flag(
+    own_recipe: Recipe, read_flags: set[str], tmp_path: Path
 ) -> None:
-    flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
-    own["main"](flags)
-    for name in unread(own, read):
+    flags = [*TWO_STEPS, "--output_dir", str(tmp_path / "run")]
+    own_recipe["main"](flags)
+
+    for name in flags_of_recipe(own_recipe) - read_flags:
         with pytest.raises(UserError, match=f"--{name}"):
-            own["main"]([*flags, f"--{name}", "0.5"])
+            own_recipe["main"]([*flags, f"--{name}", "0.5"])
 
 
-def test_every_flag_of_the_migration_is_read(
-    migrated: dict[str, Any], read: set[str], tmp_path: Path
+def test_a_migrated_script_reads_every_flag_and_has_none_for_data(
+    migrated_recipe: Recipe, read_flags: set[str], tmp_path: Path
 ) -> None:
-    migrated["main"]([*SHORT, "--eval_steps", "0", "--output_dir", str(tmp_path / "run")])
-    assert unread(migrated, read) == set()
+    flags = shlex.split(f"--eval_steps 0 --output_dir {tmp_path}/run")
+    migrated_recipe["main"]([*TWO_STEPS, *flags])
+
+    assert flags_of_recipe(migrated_recipe) - read_flags == set()
     for name in ("dataset", "tokenizer", "mixture", "eval_fraction"):
         with pytest.raises(UserError, match=f"unknown flag --{name}"):
-            migrated["main"]([f"--{name}", "x"])
+            migrated_recipe["main"]([f"--{name}", "x"])
 
 
-def test_a_recipe_of_ones_own_shows_its_rows_and_publishes_its_model(
-    own: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+# --- effects
+
+
+def test_a_recipe_of_a_user_can_make_a_dry_run(
+    own_recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sent: list[tuple[Path, str | None]] = []
-    monkeypatch.setattr(opening, "publish", lambda folder, name: sent.append((folder, name)))
-    flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
-    own["main"]([*flags, "--dry_run"])
+    folder = tmp_path / "run"
+    own_recipe["main"]([*TWO_STEPS, "--output_dir", str(folder), "--dry_run"])
     assert "nothing was trained or written" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
-    own["main"]([*flags, "--push_to_hub", "me/sums"])
-    assert sent == [(tmp_path / "run" / "model", "me/sums")]
+    assert not folder.exists()
 
 
-def test_a_model_gets_the_columns_that_it_says_it_takes_and_bits_per_byte_are_right(
+def test_a_recipe_of_a_user_can_publish_its_model(
+    own_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[tuple[Path, str | None]] = []
+    monkeypatch.setattr(opening, "publish", lambda model, name: published.append((model, name)))
+
+    flags = shlex.split(f"--output_dir {tmp_path}/run --push_to_hub me/sums")
+    own_recipe["main"]([*TWO_STEPS, *flags])
+
+    assert published == [(tmp_path / "run" / "model", "me/sums")]
+
+
+def test_a_model_with_dropout_gets_a_column_for_its_keys(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = runpy.run_path(str(ROOT / GPT))
+    train_loader = start.train_loader
     loaders: list[Any] = []
-    honest = start.train_loader
 
-    def noting_the_loader(*arguments: Any, **settings: Any) -> Any:
-        loaders.append(honest(*arguments, **settings))
-        return loaders[-1]
+    def recording_train_loader(*arguments: Any, **settings: Any) -> Any:
+        loader = train_loader(*arguments, **settings)
+        loaders.append(loader)
+        return loader
 
-    monkeypatch.setattr(start, "train_loader", noting_the_loader)
-    flags = [*TINY, *SHORT, "--warmup_steps", "1", "--dataset", str(text_file), "--output_dir"]
-    for dropout in ("0", "0.5"):
-        recipe["main"]([*flags, str(tmp_path / dropout), "--dropout", dropout])
-    plain, keyed = (set(next(iter(loader)).batches[0]) for loader in loaders)
-    assert keyed - plain == {"dropout_keys"}
-    nats, bits = (series(tmp_path / "0", f"eval/{name}") for name in ("loss", "bits_per_byte"))
-    assert bits[2] == pytest.approx(nats[2] / torch.log(torch.tensor(2.0)).item(), rel=0.02), (
-        "a token is a byte here"
+    monkeypatch.setattr(start, "train_loader", recording_train_loader)
+    flags = [*TINY, *TWO_STEPS, *shlex.split(f"--warmup_steps 1 --dataset {text_file}")]
+    recipe["main"]([*flags, *shlex.split(f"--dropout 0 --output_dir {tmp_path}/plain")])
+    recipe["main"]([*flags, *shlex.split(f"--dropout 0.5 --output_dir {tmp_path}/dropout")])
+
+    columns, columns_with_dropout = [{*next(iter(loader)).batches[0]} for loader in loaders]
+    assert columns_with_dropout - columns == {"dropout_keys"}
+
+
+def test_bits_per_byte_are_the_nll_in_bits_if_each_token_is_a_byte(
+    text_file: Path, tmp_path: Path
+) -> None:
+    recipe = runpy.run_path(str(ROOT / GPT))
+    folder = tmp_path / "run"
+    flags = shlex.split(f"--warmup_steps 1 --dataset {text_file} --output_dir {folder}")
+
+    recipe["main"]([*TINY, *TWO_STEPS, *flags])
+
+    nats = series(folder, "eval/loss")[2]
+    bits = series(folder, "eval/bits_per_byte")[2]
+    assert bits == pytest.approx(nats / math.log(2), rel=0.02)
+
+
+def test_a_resumed_run_continues_with_the_trained_weights(
+    own_recipe: Recipe, tmp_path: Path
+) -> None:
+    """`lt.fit` restores them, so a recipe cannot forget to."""
+    folder = tmp_path / "run"
+    flags = shlex.split(
+        f"--report_to none --eval_steps 0 --logging_steps 1 --warmup_steps 20 --output_dir {folder}"
     )
+    own_recipe["main"]([*flags, "--max_steps", "60"])
 
+    one_more_step = f"--max_steps 61 --lr_scheduler_type constant --resume_from_checkpoint {folder}"
+    own_recipe["main"]([*flags, *shlex.split(one_more_step)])
 
-def test_a_run_that_goes_on_trains_what_it_has_learned(own: dict[str, Any], tmp_path: Path) -> None:
-    """`train` restores: there is no line of a recipe that could be forgotten."""
-    flags = [
-        "--report_to",
-        "none",
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--eval_steps",
-        "0",
-        "--logging_steps",
-        "1",
-    ]
-    flags += ["--warmup_steps", "20"]
-    own["main"]([*flags, "--max_steps", "60"])
-    source = ["--resume_from_checkpoint", str(tmp_path / "run")]
-    own["main"]([*flags, *source, "--max_steps", "61", "--lr_scheduler_type", "constant"])
-    losses = series(tmp_path / "run", "train/loss")
-    assert series(tmp_path / "run-2", "train/loss")[61] < 0.8 * losses[1]
+    first_loss = series(folder, "train/loss")[1]
+    assert series(tmp_path / "run-2", "train/loss")[61] < 0.8 * first_loss

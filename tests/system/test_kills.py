@@ -1,11 +1,14 @@
-"""SIGKILL at random instants over whole runs, again and again: the end is the same, to the bit."""
+"""Runs that are killed at random times, again and again, end with the same bits and rows."""
 
 import os
 import random
+import shlex
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -29,77 +32,96 @@ from tests.launching import (
 from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
-STEPS = 150 if KILLS > 1 else 60  # one kill needs fewer steps to fall into
-INTERVAL = 3
+MAX_STEPS = 150 if KILLS > 1 else 60  # a single kill needs fewer steps
+SAVE_STEPS = 3
 FLAGS = [
     *TINY,
-    "--max_steps",
-    str(STEPS),
-    "--save_steps",
-    str(INTERVAL),
-    "--log_rows",
-    "--n_embd",
-    "128",
-]
-FLAGS += ["--ddp_timeout", "8"]
-DDP, FSDP2 = accelerate("cpu_ddp"), accelerate("fsdp2", "--mixed_precision", "no")
-# Where the order of sums is fixed, any layout has the bits of one process; else each has its own.
-LAYOUTS = {
-    "bitwise": (
-        ["--bitwise"],
-        [[*PYTHON]],
-        [accelerate("cpu_ddp")] * 3 + [torchrun(4), accelerate("cpu_ddp"), [*PYTHON]],
+    *shlex.split(
+        f"--max_steps {MAX_STEPS} --save_steps {SAVE_STEPS} --log_rows --n_embd 128 --ddp_timeout 8"
     ),
-    "sharded": ([], [FSDP2], [FSDP2]),
-}
+]
+
+DDP = accelerate("cpu_ddp")
+FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
+# A bitwise run has the bits of one process in any layout, so each start has another layout.
+BITWISE_LAUNCHERS = [DDP, DDP, DDP, torchrun(4), DDP, PYTHON]
+
+Random = random.Random
+Wait = Callable[[subprocess.Popen, Path, Random], None]
 
 
-def end_of(folder: Path) -> tuple[str, str, dict[int, float]]:
-    """The hash of weights and optimizer, the ledger of rows and the eval losses of a finished run."""
-    digest = tensors_digest(folder / "checkpoints" / f"step-{STEPS:08d}")
-    return digest, (folder / "rows.jsonl").read_text(), series(folder, "eval/loss")
+class End(NamedTuple):
+    """The results of a finished run that must not depend on interruptions."""
+
+    digest: str  # of the weights and the optimizer
+    rows: str
+    eval_losses: dict[int, float]
 
 
-def readings(folder: Path) -> int:
+def end_of(folder: Path) -> End:
+    return End(
+        digest=tensors_digest(folder / "checkpoints" / f"step-{MAX_STEPS:08d}"),
+        rows=(folder / "rows.jsonl").read_text(),
+        eval_losses=series(folder, "eval/loss"),
+    )
+
+
+def is_finished(folder: Path) -> bool:
+    status = folder / "status.json"
+    return status.exists() and read_json(status)["state"] == "finished"
+
+
+def log_entries(folder: Path) -> int:
     return len(metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def wait_for_some_instant(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
-    """Until it has made some steps, or while it starts: until some of its ranks exist."""
+def is_saving(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/.tmp-step-*"))
+
+
+# --- times to kill
+
+
+def wait_for_steps_or_ranks(process: subprocess.Popen, folder: Path, draw: Random) -> None:
+    """Wait until a run has made some steps or, one time in five, until some ranks have started."""
     if draw.random() < 0.8:
-        before = readings(folder) + draw.randrange(1, 12)
-        while process.poll() is None and readings(folder) < before:
+        entries = log_entries(folder) + draw.randrange(1, 12)
+        while process.poll() is None and log_entries(folder) < entries:
             time.sleep(0.01)
-        return
-    ranks = draw.randrange(3)
-    while process.poll() is None and len(ranks_of(process.pid)) < ranks:
-        time.sleep(0.01)
+    else:
+        ranks = draw.randrange(3)
+        while process.poll() is None and len(ranks_of(process.pid)) < ranks:
+            time.sleep(0.01)
 
 
-def wait_for_a_save(process: subprocess.Popen, folder: Path, draw: random.Random) -> None:
-    """Until a checkpoint is being written; some readings after the start."""
-    before = readings(folder) + draw.randrange(1, 6)
-    while process.poll() is None and (
-        readings(folder) < before or not [*folder.glob("checkpoints/.tmp-step-*")]
-    ):
+def wait_for_a_save(process: subprocess.Popen, folder: Path, draw: Random) -> None:
+    """Wait until a run has made some steps, and writes a checkpoint."""
+    entries = log_entries(folder) + draw.randrange(1, 6)
+    while process.poll() is None and (log_entries(folder) < entries or not is_saving(folder)):
         time.sleep(0.001)
     time.sleep(draw.uniform(0, 0.03))
 
 
-def kill(process: subprocess.Popen, draw: random.Random) -> str:
-    """SIGKILL a rank, the launcher or all; wait until nothing of the run is left. Says what was killed."""
-    everyone = psutil.Process(process.pid).children(recursive=True)
+def kill(process: subprocess.Popen, draw: Random) -> str:
+    """Kill a rank, the launcher or all processes, and wait until the run has ended.
+
+    Returns:
+        The name of the victim.
+    """
+    descendants = psutil.Process(process.pid).children(recursive=True)
     ranks = ranks_of(process.pid)
-    victim = draw.choice(["all", "the launcher", *[f"rank {i}" for i in range(len(ranks))]])
+    rank_names = [f"rank {i}" for i in range(len(ranks))]
+    victim = draw.choice(["all", "the launcher", *rank_names])
     if victim == "all":
         stop_group(process)
-    elif victim == "the launcher" or not ranks:
+    elif victim == "the launcher":
         process.kill()
     else:
-        ranks[int(victim.split()[1])].kill()
+        ranks[rank_names.index(victim)].kill()
+
     try:
         process.wait(timeout=90)
-        _, alive = psutil.wait_procs(everyone, timeout=60)
+        _, alive = psutil.wait_procs(descendants, timeout=60)
         assert not alive, f"{alive} outlived the kill of {victim}"
     finally:
         stop_group(process)
@@ -107,55 +129,117 @@ def kill(process: subprocess.Popen, draw: random.Random) -> str:
     return victim
 
 
-@pytest.mark.timeout(300 + 60 * KILLS)
-@pytest.mark.parametrize("how", ["bitwise", pytest.param("sharded", marks=long_form)])
-def test_runs_that_are_killed_end_in_the_same_bits_and_rows(
-    how: str, text_file: Path, tmp_path: Path, score: Callable[[str], None]
-) -> None:
-    more, [straight], launchers = LAYOUTS[how]
-    flags = [GPT, *FLAGS, *more, "--dataset", str(text_file), "--output_dir"]
-    run_forked([*straight, *flags, str(tmp_path / "straight")]).assert_ok()
-    expected = end_of(tmp_path / "straight")
-    draw, kills, starts, inside, redone, finished = random.Random(KILLS), [], 0, 0, [], 0
-    folder = tmp_path / "run-0"
-    while len(kills) < KILLS or not (folder / "status.json").exists() or not is_finished(folder):
-        process = begin([*launchers[starts % len(launchers)], *flags, str(folder)])
-        starts += 1
+# --- the campaign
+
+
+class Campaign:
+    """Starts and kills runs, until there are enough kills and the last run has finished.
+
+    Attributes:
+        kills: the victim of each kill.
+        kills_while_saving: kills while a checkpoint was being written.
+        repeated_steps: for each start, the steps that the next start has to make again.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        flags: list[str],
+        launchers: list[list[str]],
+        wait_for_time: Wait,
+        expected: End,
+    ) -> None:
+        self.root = root
+        self.flags = flags
+        self.launchers = launchers
+        self.wait_for_time = wait_for_time
+        self.expected = expected
+        self.draw = Random(KILLS)
+        self.starts = 0
+        self.kills: list[str] = []
+        self.kills_while_saving = 0
+        self.repeated_steps: list[int] = []
+        self.finished_runs = 0
+
+    def run(self) -> None:
+        while True:
+            folder = self.root / f"run-{self.finished_runs}"
+            self.start_and_kill(folder)
+            self.check_checkpoints(folder)
+            if is_finished(folder):
+                assert end_of(folder) == self.expected
+                self.finished_runs += 1
+                if len(self.kills) == KILLS:
+                    return
+
+    def start_and_kill(self, folder: Path) -> None:
+        """Start or resume a run. Kill it, or let it finish if there have been enough kills."""
+        launcher = self.launchers[self.starts % len(self.launchers)]
+        process = begin([*launcher, GPT, *self.flags, "--output_dir", str(folder)])
+        self.starts += 1
         try:
-            if len(kills) < KILLS:
-                (wait_for_a_save if how == "sharded" else wait_for_some_instant)(
-                    process, folder, draw
-                )
+            if len(self.kills) < KILLS:
+                self.wait_for_time(process, folder, self.draw)
             else:
                 process.communicate(timeout=200)
             if process.poll() is None:
-                inside += bool(list(folder.glob("checkpoints/.tmp-step-*")))
-                kills.append(kill(process, draw))
+                self.kills_while_saving += is_saving(folder)
+                self.kills.append(kill(process, self.draw))
         finally:
             stop_group(process)
             process.communicate()
-        whole = {path: find_fault(path) for path in checkpoints(folder / "checkpoints")}
-        assert not any(whole.values()), whole
-        reached = metrics(folder)[-1]["step"] if readings(folder) else 0
-        newest = max((int(path.name.removeprefix("step-")) for path in whole), default=0)
-        redone.append(reached - newest)
-        assert redone[-1] <= INTERVAL, (reached, newest)
+
+    def check_checkpoints(self, folder: Path) -> None:
+        """Assert that all checkpoints are intact, and that the newest one is not too old."""
+        faults = {path: find_fault(path) for path in checkpoints(folder / "checkpoints")}
+        assert not any(faults.values()), faults
+
+        newest = max((int(path.name.removeprefix("step-")) for path in faults), default=0)
+        last_step = metrics(folder)[-1]["step"] if log_entries(folder) else 0
+        self.repeated_steps.append(last_step - newest)
+        assert last_step - newest <= SAVE_STEPS
+
         if (folder / "status.json").exists():
             status = read_json(folder / "status.json")
-            assert newest >= status["step"] or status["state"] == "failed", (
-                "a step that was said to be saved"
-            )
-            if is_finished(folder):
-                assert end_of(folder) == expected
-                finished += 1
-                if len(kills) < KILLS:
-                    folder = tmp_path / f"run-{finished}"
-    kinds = ", ".join(f"{kills.count(kind)} of {kind}" for kind in sorted(set(kills)))
-    lost = f"{bound(0, len(kills))} kills ({kinds}) in {starts} starts; {inside} inside a write"
-    score(f"kills, {how}: checkpoints lost: {lost}")
-    score(f"kills, {how}: at most {max(redone)} updates redone, of an interval of {INTERVAL}")
-    score(f"kills, {how}: runs that ended in another hash or other rows: {bound(0, finished)}")
+            is_kept = newest >= status["step"]
+            assert is_kept or status["state"] == "failed", "the status names a lost checkpoint"
 
 
-def is_finished(folder: Path) -> bool:
-    return read_json(folder / "status.json")["state"] == "finished"
+@pytest.mark.timeout(300 + 60 * KILLS)
+@pytest.mark.parametrize(
+    ("layout", "flags", "launchers", "wait_for_time"),
+    [
+        pytest.param(
+            "bitwise", ["--bitwise"], BITWISE_LAUNCHERS, wait_for_steps_or_ranks, id="bitwise"
+        ),
+        pytest.param("sharded", [], [FSDP2], wait_for_a_save, id="sharded", marks=long_form),
+    ],
+)
+def test_killed_runs_end_with_the_same_bits_and_rows(
+    layout: str,
+    flags: list[str],
+    launchers: list[list[str]],
+    wait_for_time: Wait,
+    text_file: Path,
+    tmp_path: Path,
+    score: Callable[[str], None],
+) -> None:
+    all_flags = [*FLAGS, *flags, "--dataset", str(text_file)]
+    reference = tmp_path / "reference"
+    reference_launcher = FSDP2 if layout == "sharded" else PYTHON
+    command = [*reference_launcher, GPT, *all_flags, "--output_dir", str(reference)]
+    run_forked(command).assert_ok()
+
+    campaign = Campaign(tmp_path, all_flags, launchers, wait_for_time, end_of(reference))
+    campaign.run()
+
+    victims = ", ".join(f"{n} of {victim}" for victim, n in sorted(Counter(campaign.kills).items()))
+    kills = f"{bound(0, len(campaign.kills))} kills ({victims}) in {campaign.starts} starts"
+    score(
+        f"kills, {layout}: checkpoints lost: {kills}; "
+        f"{campaign.kills_while_saving} while a checkpoint was written"
+    )
+    repeated = max(campaign.repeated_steps)
+    score(f"kills, {layout}: at most {repeated} steps made again, with a save each {SAVE_STEPS}")
+    different_ends = bound(0, campaign.finished_runs)
+    score(f"kills, {layout}: runs that ended with another hash or other rows: {different_ends}")

@@ -1,6 +1,7 @@
-"""docs/guides/optimizers.md: an optimizer with a learning rate per group, and a schedule, of one's own."""
+"""docs/guides/optimizers.md: a recipe with its own optimizer, a learning rate per group, and a schedule."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,46 +9,67 @@ import pytest
 from tests.forked import run_forked
 from tests.launching import PYTHON, ROOT, series, torchrun, write_text
 
-FLAGS = ["--tokenizer", "byte", "--max_steps", "6", "--save_steps", "3", "--eval_steps", "0"]
-FLAGS += ["--logging_steps", "1", "--report_to", "none"]
-GROUPS = ("", "/embedding", "/head")
+# The peak learning rate of each group, by the end of its key in metrics.jsonl.
+PEAKS = {"": 0.02, "/embedding": 0.06, "/head": 0.006}
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The recipe of the page, with flags."""
     page = (ROOT / "docs" / "guides" / "optimizers.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     folder = tmp_path_factory.mktemp("own")
     (folder / "three_rates.py").write_text(code)
-    write_text(folder / "text.txt")
-    return [str(folder / "three_rates.py"), "--dataset", str(folder / "text.txt"), *FLAGS]
+    text = write_text(folder / "text.txt")
+    flags = shlex.split(
+        f"--dataset {text} --tokenizer byte --max_steps 6 --save_steps 3 --eval_steps 0 "
+        "--logging_steps 1 --report_to none"
+    )
+    return [str(folder / "three_rates.py"), *flags]
 
 
-def test_three_rates_keep_their_proportions_on_two_processes_and_after_a_resume(
-    recipe: list[str], tmp_path: Path
+@pytest.fixture(scope="module")
+def trained(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two processes."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    ended = run_forked([*torchrun(2), *recipe, "--output_dir", str(folder)]).assert_ok()
+    assert "groups: matrices: 0.02, embedding: 0.06, head: 0.006, others: 0.006\n" in ended.out
+    return folder
+
+
+@pytest.mark.parametrize("group", PEAKS, ids=["matrices", "embedding", "head"])
+def test_each_group_has_its_peak_and_the_schedule_of_the_recipe(group: str, trained: Path) -> None:
+    rates = series(trained, f"train/learning_rate{group}")
+
+    # Up in five steps. In the last 40 % of the run, 2.4 steps, down with the square root of the rest.
+    schedule = [0.2, 0.4, 0.6, 0.8, (2 / 2.4) ** 0.5, (1 / 2.4) ** 0.5]
+    expected = [PEAKS[group] * share for share in schedule]
+    assert [rates[step] for step in range(1, 7)] == pytest.approx(expected)
+
+
+def test_a_resumed_run_has_the_same_losses_and_learning_rates(
+    recipe: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    straight = tmp_path / "straight"
-    first = run_forked([*torchrun(2), *recipe, "--output_dir", str(straight)]).assert_ok()
-    assert "groups: matrices: 0.02, embedding: 0.06, head: 0.006, others: 0.006\n" in first.out
-    shares = [0.2, 0.4, 0.6, 0.8, (2 / 2.4) ** 0.5, (1 / 2.4) ** 0.5]
-    for group, peak in zip(GROUPS, (0.02, 0.06, 0.006), strict=True):
-        logged = series(straight, f"train/learning_rate{group}")
-        assert [logged[step] for step in range(1, 7)] == pytest.approx([peak * s for s in shares])
+    folder = tmp_path / "resumed"
+    checkpoint = trained / "checkpoints" / "step-00000003"
+    flags = shlex.split(f"--resume_from_checkpoint {checkpoint} --output_dir {folder}")
 
-    source = str(straight / "checkpoints" / "step-00000003")
-    words = [*recipe, "--resume_from_checkpoint", source, "--output_dir", str(tmp_path / "resumed")]
-    second = run_forked([*torchrun(2), *words]).assert_ok()
-    assert "(resumes from " in second.out
-    for name in ("train/loss", *(f"train/learning_rate{group}" for group in GROUPS)):
-        assert series(tmp_path / "resumed", name) == series(straight, name)
+    ended = run_forked([*torchrun(2), *recipe, *flags]).assert_ok()
+
+    assert "(resumes from " in ended.out
+    for key in ("train/loss", *(f"train/learning_rate{group}" for group in PEAKS)):
+        assert series(folder, key) == series(trained, key)
 
 
 def test_a_flag_that_the_recipe_does_not_read_is_refused(recipe: list[str], tmp_path: Path) -> None:
-    flags = ["--adam_beta2", "0.99", "--warmup_steps", "2", "--output_dir", str(tmp_path / "run")]
+    folder = tmp_path / "run"
+    flags = shlex.split(f"--adam_beta2 0.99 --warmup_steps 2 --output_dir {folder}")
+
     ended = run_forked([*PYTHON, *recipe, *flags])
+
     assert ended.status == 2
     assert ended.err == (
         "error: flags without effect: --adam_beta2 0.99 (no parameter group has this value), "
         "--warmup_steps (the recipe has its own schedule); leave them out.\n"
     )
-    assert not (tmp_path / "run").exists()
+    assert not folder.exists()

@@ -1,6 +1,8 @@
-"""docs/tutorials/own-recipe.md: data, a model and a metric of one's own, in a recipe that is the same run on any layout."""
+"""docs/tutorials/own-recipe.md: a recipe with its own data, model, metric and objective."""
 
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.launching import (
     PYTHON,
     ROOT,
     TINY,
+    Ended,
     accelerate,
     long_form,
     run,
@@ -24,166 +27,207 @@ from tests.launching import (
     write_chats,
 )
 
-FLAGS = [
-    "--max_steps",
-    "60",
-    "--eval_steps",
-    "30",
-    "--logging_steps",
-    "5",
-    "--report_to",
-    "none",
-    "--output_dir",
-]
+PAGE = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
+FLAGS = shlex.split("--max_steps 60 --eval_steps 30 --logging_steps 5 --report_to none")
+
+
+def code_of_page(pattern: str) -> str:
+    """Return the code block of the page that a pattern describes by its only group."""
+    [code] = re.findall(pattern, PAGE, re.DOTALL)
+    return code
+
+
+def train(
+    recipe: Path, folder: Path, launcher: list[str] = PYTHON, flags: list[str] = FLAGS
+) -> Ended:
+    command = [*launcher, str(recipe), *flags, "--output_dir", str(folder)]
+    return run_forked(command).assert_ok()
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (code,) = re.findall(
-        r"```python\n(.*?)```",
-        (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text(),
-        re.DOTALL,
-    )
-    assert code.count("\n") < 80
+    code = code_of_page(r"```python\n(.*?)```")
+    assert code.count("\n") < 80, "a recipe is short"
     path = tmp_path_factory.mktemp("own") / "sums.py"
     path.write_text(code)
     return path
 
 
-def test_a_recipe_with_data_a_model_and_a_metric_of_its_own_learns(
+# --- the recipe
+
+
+def test_the_recipe_learns_and_reports_its_metric_and_how_to_load_its_model(
     recipe: Path, tmp_path: Path
 ) -> None:
-    done = run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "run")]).assert_ok()
-    losses, right = series(tmp_path / "run", "eval/loss"), series(tmp_path / "run", "eval/accuracy")
-    assert [*losses] == [*right] == [0, 30, 60]
+    folder = tmp_path / "run"
+
+    ended = train(recipe, folder)
+
+    losses = series(folder, "eval/loss")
+    accuracies = series(folder, "eval/accuracy")
+    assert [*losses] == [*accuracies] == [0, 30, 60]
     assert losses[60] < 0.6 * losses[0]
-    assert right[0] < 0.3 < right[60] < 1
-    assert f"  accuracy {right[60]:.4g}\n" in done.out
-    model = tmp_path / "run" / "model"
-    how = f'safetensors.torch: load_model(Recurrent(...), "{model}/model.safetensors")'
-    assert f"model     {model}  ({how})\n" in done.out
-    assert "failed" not in done.err
-    ended = run_forked(
-        [*PYTHON, str(recipe), "--dataset", "a.txt", *FLAGS, str(tmp_path / "other")]
-    )
-    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert accuracies[0] < 0.3
+    assert 0.3 < accuracies[60] < 1
+    assert f"  accuracy {accuracies[60]:.4g}\n" in ended.out
+
+    model = folder / "model"
+    how_to_load = f'safetensors.torch: load_model(Recurrent(...), "{model}/model.safetensors")'
+    assert f"model     {model}  ({how_to_load})\n" in ended.out
+    assert "failed" not in ended.err
+
+
+def test_a_flag_for_data_is_refused_by_a_recipe_with_its_own_data(
+    recipe: Path, tmp_path: Path
+) -> None:
+    flags = shlex.split(f"--dataset a.txt --output_dir {tmp_path}/run")
+    ended = run_forked([*PYTHON, str(recipe), *flags])
+    assert ended.status == 2
+    assert ended.err.count("\n") == 1
     assert "has its own data" in ended.err
 
 
 def test_the_recipe_can_be_planned(recipe: Path) -> None:
-    planned = build_recipe_model(str(recipe), ["--max_steps", "60"], "no")
-    assert (planned.class_name, planned.settings.optim.max_steps) == ("Recurrent", 60)
-    assert sum(p.numel() for p in planned.model.parameters()) == 58_381
-
-
-def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
-    (objective,) = re.findall(r"```py\n(class LabelSmoothing.*?)```", page, re.DOTALL)
-    (end,) = re.findall(r"```py\n( +return lt.fit.*LabelSmoothing.*\n)```", page)
-    text = recipe.read_text()
-    text = text.replace(
-        "from torch import nn\n", "from torch import nn\nfrom torch.nn import functional as F\n"
-    )
-    text = text.replace("def main(", f"{objective}\n\ndef main(")
-    text = re.sub(" +return lt.fit.*\n", end, text)
-    (tmp_path / "smoothed.py").write_text(text)
-
-    run_forked([*PYTHON, str(tmp_path / "smoothed.py"), *FLAGS, str(tmp_path / "run")]).assert_ok()
-    losses = series(tmp_path / "run", "eval/loss")
-    assert losses[60] < 0.8 * losses[0]
-    # The metric of the recipe and that of the objective count the same predictions.
-    right = series(tmp_path / "run", "eval/right")
-    assert right == pytest.approx(series(tmp_path / "run", "eval/accuracy"))
-    assert right[60] > 0.3
-    assert series(tmp_path / "run", "train/right")
-    assert not series(tmp_path / "run", "eval/perplexity")
-
-
-def test_the_loss_on_a_model_of_transformers_is_the_nll_and_the_penalty(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
-    (code,) = re.findall(r'```py\n("""Fine-tune a model with a z-loss.*?)```', page, re.DOTALL)
-    (tmp_path / "zloss.py").write_text(code)
-    write_chats(tmp_path / "chats.jsonl")
-    flags = [
-        *("--dataset", str(tmp_path / "chats.jsonl"), "--tokenizer", "byte"),
-        *("--config_overrides", "hidden_size=32,num_hidden_layers=2,intermediate_size=64"),
-        *("--max_length", "128", "--max_steps", "4", "--logging_steps", "1"),
-        *("--report_to", "none", "--output_dir"),
-    ]
-    run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
-    run_forked([*PYTHON, str(FINETUNE), *flags, str(tmp_path / "plain")]).assert_ok()
-    share = series(tmp_path / "z", "eval/penalty_share")[0]
-    loss = series(tmp_path / "z", "eval/loss")[0]
-    # The penalty comes on top of the usual loss, here at the same initial weights.
-    assert 0 < share < 0.1
-    assert loss * (1 - share) == pytest.approx(series(tmp_path / "plain", "eval/loss")[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
-def test_the_same_loss_works_with_the_models_of_gpt(architecture: str, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
-    (code,) = re.findall(r'```py\n("""Fine-tune a model with a z-loss.*?)```', page, re.DOTALL)
-    (tmp_path / "zloss.py").write_text(code.replace("finetune", "gpt"))
-    flags = [
-        *TINY,
-        *("--architecture", architecture, "--isolate_documents"),
-        *("--max_steps", "2", "--warmup_steps", "1", "--eval_fraction", "0.001"),
-        *("--report_to", "none", "--output_dir"),
-    ]
-    run_forked([*PYTHON, str(tmp_path / "zloss.py"), *flags, str(tmp_path / "z")]).assert_ok()
-    run_forked([*PYTHON, str(GPT), *flags, str(tmp_path / "plain")]).assert_ok()
-    share = series(tmp_path / "z", "eval/penalty_share")[0]
-    loss = series(tmp_path / "z", "eval/loss")[0]
-    assert 0 < share < 0.1
-    assert loss * (1 - share) == pytest.approx(series(tmp_path / "plain", "eval/loss")[0], rel=1e-5)
-
-
-def test_the_sharded_recipe_of_the_page_keeps_its_metric(recipe: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
-    pattern = r"# in __init__, instead of self.layer\n(.*?\n)\n(    def predict.*?)```"
-    ((layers, predict),) = re.findall(pattern, page, re.DOTALL)
-    code = recipe.read_text()
-    code = re.sub(r" +self\.layer = .*\n", layers, code)
-    code = re.sub(r"    def predict.*?\n\n", predict + "\n", code, flags=re.DOTALL)
-    (tmp_path / "sharded.py").write_text(code)
-
-    command = [str(tmp_path / "sharded.py"), "--max_steps", "4", "--report_to", "none"]
-    launcher = accelerate("fsdp2", "--mixed_precision", "no")
-    run_forked([*launcher, *command, "--output_dir", str(tmp_path / "two")]).assert_ok()
-    run_forked([*PYTHON, *command, "--output_dir", str(tmp_path / "one")]).assert_ok()
-    for name in ("eval/loss", "eval/accuracy"):
-        on_one = series(tmp_path / "one", name)
-        assert [*on_one] == [0, 4]
-        assert series(tmp_path / "two", name) == pytest.approx(on_one, rel=1e-4)
+    plan = build_recipe_model(str(recipe), ["--max_steps", "60"], "no")
+    assert plan.class_name == "Recurrent"
+    assert plan.settings.optim.max_steps == 60
+    assert sum(parameter.numel() for parameter in plan.model.parameters()) == 58_381
 
 
 @long_form
-def test_two_processes_measure_what_one_does(recipe: Path, tmp_path: Path) -> None:
-    run_forked([*PYTHON, str(recipe), *FLAGS, str(tmp_path / "one")]).assert_ok()
-    run_forked([*torchrun(2), str(recipe), *FLAGS, str(tmp_path / "two")]).assert_ok()
+def test_two_processes_have_the_losses_and_the_metric_of_one(recipe: Path, tmp_path: Path) -> None:
+    train(recipe, tmp_path / "on-one")
+    train(recipe, tmp_path / "on-two", launcher=torchrun(2))
+
     for key in ("train/loss", "eval/loss", "eval/accuracy"):
-        assert series(tmp_path / "two", key) == pytest.approx(
-            series(tmp_path / "one", key), rel=1e-4
-        )
+        expected = series(tmp_path / "on-one", key)
+        assert series(tmp_path / "on-two", key) == pytest.approx(expected, rel=1e-4)
     run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()
 
 
-def test_what_a_function_yields_is_tokenised_anew_when_it_changes_and_bad_records_are_one_line() -> (
-    None
-):
-    data = DataConfig(tokenizer="byte", eval_fraction=0.0)
-    texts = ["one", "two"]
-    first = tokenize(data, 8, records=lambda: iter(texts)).metadata
-    assert (first.records, first.train_tokens) == (2, 2 * 4)
-    texts.append("three")
-    assert tokenize(data, 8, records=lambda: iter(texts)).metadata.records == 3
-    assert (
-        tokenize(data, 8, records=lambda: iter([{"text": "one"}, {"text": "two"}])).metadata.records
-        == 2
+def test_the_sharded_recipe_of_the_page_has_the_same_metric(recipe: Path, tmp_path: Path) -> None:
+    pattern = r"# in __init__, instead of self.layer\n(.*?\n)\n(    def predict.*?)```"
+    [(layers, predict)] = re.findall(pattern, PAGE, re.DOTALL)
+    code = recipe.read_text()
+    code = re.sub(r" +self\.layer = .*\n", layers, code)
+    code = re.sub(r"    def predict.*?\n\n", predict + "\n", code, flags=re.DOTALL)
+    sharded_recipe = tmp_path / "sharded.py"
+    sharded_recipe.write_text(code)
+
+    flags = shlex.split("--max_steps 4 --report_to none")
+    fsdp2 = accelerate("fsdp2", "--mixed_precision", "no")
+    train(sharded_recipe, tmp_path / "on-one", flags=flags)
+    train(sharded_recipe, tmp_path / "on-two", launcher=fsdp2, flags=flags)
+
+    for key in ("eval/loss", "eval/accuracy"):
+        expected = series(tmp_path / "on-one", key)
+        assert [*expected] == [0, 4]
+        assert series(tmp_path / "on-two", key) == pytest.approx(expected, rel=1e-4)
+
+
+# --- objectives
+
+
+def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
+    objective = code_of_page(r"```py\n(class LabelSmoothing.*?)```")
+    [end_of_main] = re.findall(r"```py\n( +return lt.fit.*LabelSmoothing.*\n)```", PAGE)
+    torch_import = "from torch import nn\n"
+    code = recipe.read_text()
+    code = code.replace(torch_import, f"{torch_import}from torch.nn import functional as F\n")
+    code = code.replace("def main(", f"{objective}\n\ndef main(")
+    code = re.sub(" +return lt.fit.*\n", end_of_main, code)
+    smoothing_recipe = tmp_path / "smoothing.py"
+    smoothing_recipe.write_text(code)
+    folder = tmp_path / "run"
+
+    train(smoothing_recipe, folder)
+
+    losses = series(folder, "eval/loss")
+    assert losses[60] < 0.8 * losses[0]
+    # "right" is a metric of the objective, and "accuracy" one of the recipe.
+    accuracies = series(folder, "eval/right")
+    assert accuracies == pytest.approx(series(folder, "eval/accuracy"))
+    assert accuracies[60] > 0.3
+    assert series(folder, "train/right")
+    assert not series(folder, "eval/perplexity"), "the loss is no nll"
+
+
+def assert_penalty_is_added_to_the_loss(with_penalty: Path, plain: Path) -> None:
+    """Assert that a run's first eval loss is that of another run, plus its penalty."""
+    loss = series(with_penalty, "eval/loss")[0]
+    penalty_share = series(with_penalty, "eval/penalty_share")[0]
+    assert 0 < penalty_share < 0.1
+    plain_loss = series(plain, "eval/loss")[0]
+    assert loss * (1 - penalty_share) == pytest.approx(plain_loss, rel=1e-5)
+
+
+def test_the_penalty_of_the_page_is_added_to_the_nll_of_a_model_of_transformers(
+    tmp_path: Path,
+) -> None:
+    penalty_recipe = tmp_path / "zloss.py"
+    penalty_recipe.write_text(code_of_page(r'```py\n("""Fine-tune a model with a z-loss.*?)```'))
+    chats = write_chats(tmp_path / "chats.jsonl")
+    flags = shlex.split(
+        f"--dataset {chats} --tokenizer byte --max_length 128 --max_steps 4 --logging_steps 1 "
+        "--config_overrides hidden_size=32,num_hidden_layers=2,intermediate_size=64 "
+        "--report_to none"
     )
-    for bad, says in (
+
+    train(penalty_recipe, tmp_path / "with-penalty", flags=flags)
+    train(Path(FINETUNE), tmp_path / "plain", flags=flags)
+
+    assert_penalty_is_added_to_the_loss(tmp_path / "with-penalty", tmp_path / "plain")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "lfm2"])
+def test_the_penalty_of_the_page_is_added_to_the_nll_of_a_gpt(
+    architecture: str, tmp_path: Path
+) -> None:
+    code = code_of_page(r'```py\n("""Fine-tune a model with a z-loss.*?)```')
+    penalty_recipe = tmp_path / "zloss.py"
+    penalty_recipe.write_text(code.replace("finetune", "gpt"))
+    more_flags = shlex.split(
+        f"--architecture {architecture} --isolate_documents --max_steps 2 --warmup_steps 1 "
+        "--eval_fraction 0.001"
+    )
+    flags = [*TINY, *more_flags]
+
+    train(penalty_recipe, tmp_path / "with-penalty", flags=flags)
+    train(Path(GPT), tmp_path / "plain", flags=flags)
+
+    assert_penalty_is_added_to_the_loss(tmp_path / "with-penalty", tmp_path / "plain")
+
+
+# --- records from a function
+
+
+def tokenized_metadata(records: Callable[[], object]):
+    data = DataConfig(tokenizer="byte", eval_fraction=0.0)
+    return tokenize(data, 8, records=records).metadata
+
+
+def test_records_of_a_function_are_tokenised_again_if_they_change() -> None:
+    texts = ["one", "two"]
+    metadata = tokenized_metadata(lambda: iter(texts))
+    assert metadata.records == 2
+    assert metadata.train_tokens == 2 * 4, "three bytes each, and the end of the text"
+
+    texts.append("three")
+    assert tokenized_metadata(lambda: iter(texts)).records == 3
+
+
+def test_records_of_a_function_may_be_dictionaries() -> None:
+    records = [{"text": "one"}, {"text": "two"}]
+    assert tokenized_metadata(lambda: iter(records)).records == 2
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
         ([3], "record 0 is 3, neither text nor a dictionary of fields"),
         ([{"body": "a"}], "no field 'text'"),
-    ):
-        with pytest.raises(UserError, match=says):
-            tokenize(data, 8, records=lambda bad=bad: iter(bad))
+    ],
+)
+def test_a_bad_record_of_a_function_is_an_error(records: list[object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tokenized_metadata(lambda: iter(records))

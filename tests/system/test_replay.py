@@ -1,84 +1,115 @@
-"""An update that is made again has the same bits, and its rows add up to its loss."""
+"""`llmtrain replay` repeats a step with the same bits, and shows the loss of each of its rows."""
 
 import json
+import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmtrain.lab.commands import replay
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, TINY, long_form, metrics, torchrun
+from tests.launching import GPT, PYTHON, TINY, long_form, metrics, read_json, torchrun
 from tests.test_cli import ended
 
-FLAGS = [*TINY, "--max_steps", "12", "--save_steps", "5", "--dropout", "0.1", "--log_rows"]
+FLAGS = [*TINY, *shlex.split("--max_steps 12 --save_steps 5 --dropout 0.1 --log_rows")]
 
 
-def made(folder: Path, launcher: list[str], text_file: Path) -> Path:
-    run_forked(
-        [*launcher, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir", str(folder)]
-    ).assert_ok()
+def train(folder: Path, dataset: Path, launcher: list[str] = PYTHON) -> Path:
+    flags = shlex.split(f"--dataset {dataset} --output_dir {folder}")
+    run_forked([*launcher, GPT, *FLAGS, *flags]).assert_ok()
     return folder
 
 
 @pytest.fixture(scope="module")
-def folder(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("replay") / "run", PYTHON, text_file)
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("replay") / "run", text_file)
 
 
-def again(capsys: pytest.CaptureFixture, folder: Path, step: int) -> dict:
+@pytest.fixture
+def changeable(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, whose records a test may change."""
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def replayed(capsys: pytest.CaptureFixture[str], folder: Path, step: int) -> dict[str, Any]:
     status, out, err = ended(capsys, "replay", str(folder), "--step", str(step), "--json")
     assert status == 0, err
     return json.loads(out)
 
 
-def assert_rows_are_those_of_the_update(
-    found: dict, folder: Path, step: int, text_file: Path
+def assert_rows_of_step(
+    rows: list[dict[str, Any]], folder: Path, step: int, text_file: Path
 ) -> None:
-    line = next(line for line in metrics(folder) if line["step"] == step and "train/loss" in line)
-    total = sum(row["loss"] * row["targets"] for row in found["rows"])
-    assert total / sum(row["targets"] for row in found["rows"]) == pytest.approx(
-        line["train/loss"], rel=1e-5
-    )
-    ledger = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert sorted(row["row"] for row in found["rows"]) == sorted(ledger[step - 1]["rows"])
-    losses = [row["loss"] for row in found["rows"]]
+    """Assert that rows are those of a step, and that their losses add up to its loss."""
+    targets = sum(row["targets"] for row in rows)
+    mean_loss = sum(row["loss"] * row["targets"] for row in rows) / targets
+    losses_by_step = {
+        entry["step"]: entry["train/loss"] for entry in metrics(folder) if "train/loss" in entry
+    }
+    assert mean_loss == pytest.approx(losses_by_step[step], rel=1e-5)
+
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    recorded_rows = json.loads(lines[step - 1])["rows"]
+    assert sorted(row["row"] for row in rows) == sorted(recorded_rows)
+
+    losses = [row["loss"] for row in rows]
     assert losses == sorted(losses, reverse=True)
-    assert (
-        sum(row["text"] in text_file.read_text() for row in found["rows"]) >= 7
-    )  # the first has a special token, too
+
+    # The first row of the text begins with a special token.
+    text = text_file.read_text()
+    rows_of_text = [row for row in rows if row["text"] in text]
+    assert len(rows_of_text) >= len(rows) - 1
 
 
-def test_an_update_with_dropout_is_made_again_to_the_last_bit_and_shown_by_rows(
-    folder: Path, text_file: Path, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_step_with_dropout_is_repeated_with_the_same_bits_and_changes_nothing(
+    trained: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    before = sorted(path.name for path in folder.rglob("*"))
-    monkeypatch.chdir(tmp_path)  # paths are relative to the folder in which the run was started
-    found = again(capsys, folder, 12)
-    assert (found["from"], found["same"]) == (10, True)
-    assert_rows_are_those_of_the_update(found, folder, 12, text_file)
-    assert sorted(path.name for path in folder.rglob("*")) == before
+    paths_before = sorted(trained.rglob("*"))
+    # Relative paths are relative to the folder in which the run was started.
+    monkeypatch.chdir(tmp_path)
+
+    result = replayed(capsys, trained, step=12)
+
+    assert result["from"] == 10
+    assert result["same"] is True
+    assert len(result["rows"]) == 8
+    assert_rows_of_step(result["rows"], trained, 12, text_file)
+    assert sorted(trained.rglob("*")) == paths_before
 
 
 @long_form
-def test_two_processes_make_their_update_again_to_the_last_bit(
-    text_file: Path, tmp_path: Path, capsys
+def test_a_step_of_two_processes_is_repeated_with_the_same_bits(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made(tmp_path / "run", torchrun(2), text_file)
-    found = again(capsys, folder, 11)
-    assert (found["from"], found["same"]) == (10, True)
-    assert_rows_are_those_of_the_update(found, folder, 11, text_file)
+    folder = train(tmp_path / "run", text_file, launcher=torchrun(2))
+
+    result = replayed(capsys, folder, step=11)
+
+    assert result["from"] == 10
+    assert result["same"] is True
+    assert_rows_of_step(result["rows"], folder, 11, text_file)
 
 
 @long_form
-def test_an_update_that_was_another_is_not_called_the_same(
-    folder: Path, tmp_path: Path, capsys
+def test_a_step_with_another_gradient_norm_is_not_called_the_same(
+    changeable: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = metrics(folder)
-    for line in lines:
-        if line["step"] == 3 and "train/grad_norm" in line:
-            line["train/grad_norm"] *= 1 + 1e-15
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    status, out, _ = ended(capsys, "replay", str(folder), "--step", "3", "--rows", "2")
+    entries = metrics(changeable)
+    for entry in entries:
+        if entry["step"] == 3 and "train/grad_norm" in entry:
+            entry["train/grad_norm"] *= 1 + 1e-15
+    lines = [json.dumps(entry) + "\n" for entry in entries]
+    (changeable / "metrics.jsonl").write_text("".join(lines))
+
+    command = f"replay {changeable} --step 3 --rows 2"
+    status, out, _ = ended(capsys, *shlex.split(command))
+
     assert status == 0
     assert "step      3, repeated from step 0" in out
     assert "differs   gradient norm" in out
@@ -86,23 +117,42 @@ def test_an_update_that_was_another_is_not_called_the_same(
     assert len(out.splitlines()) == 5
 
 
-def test_what_cannot_be_made_again_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path, capsys
-) -> None:
-    def told(*words: str) -> str:
-        status, _, err = ended(capsys, "replay", str(folder), *words)
-        assert (status, err.count("\n")) == (2, 1)
-        return err
+# --- errors
 
-    assert "steps 1 to 12" in told("--step", "13")
-    assert "steps 1 to 12" in told("--step", "0")
-    record = json.loads((folder / "run.json").read_text())
-    monkeypatch.setattr(replay, "run_command", None)
-    record["starts"][0]["sharded"] = "1x2"
-    (folder / "run.json").write_text(json.dumps(record))
-    assert "--config_file" in told("--step", "3")
-    record["starts"][0]["sharded"] = None
-    record["starts"][0]["directory"] = str(tmp_path / "gone")
-    (folder / "run.json").write_text(json.dumps(record))
-    monkeypatch.chdir(tmp_path)
-    assert "does not exist here" in told("--step", "3")
+
+def replay_error(capsys: pytest.CaptureFixture[str], folder: Path, step: int) -> str:
+    status, _, err = ended(capsys, "replay", str(folder), "--step", str(step))
+    assert status == 2
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("step", [0, 13])
+def test_a_step_that_the_run_has_not_made_is_an_error(
+    step: int, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "steps 1 to 12" in replay_error(capsys, trained, step)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"sharded": "1x2"}, "--config_file", id="sharded run"),
+        pytest.param({"directory": "/absent/folder"}, "does not exist here", id="folder is gone"),
+    ],
+)
+def test_a_run_that_cannot_be_started_again_is_an_error(
+    change: dict[str, str],
+    message: str,
+    changeable: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "run_command", None)  # nothing is started
+    monkeypatch.chdir(tmp_path)  # has no recipe
+    record = read_json(changeable / "run.json")
+    record["starts"][0] |= change
+    (changeable / "run.json").write_text(json.dumps(record))
+
+    assert message in replay_error(capsys, changeable, step=3)

@@ -1,8 +1,8 @@
-"""Runs in a W&B sweep, with a stand-in that sets what W&B's agent sets."""
+"""Runs in a W&B sweep. The tests set the variables that W&B's agent sets."""
 
 import json
+import shlex
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tests.launching import (
     PYTHON,
     ROOT,
     TINY,
-    Ended,
     accelerate,
     begin,
     long_form,
@@ -31,12 +30,12 @@ from tests.launching import (
 from tests.wandb_file import read_records
 
 SWEEP = yaml.safe_load((ROOT / "recipes/sweep.yaml").read_text())
-FLAGS = [*TINY, "--eval_steps", "2", "--report_to", "wandb"]
-TOGETHER = 8
+FLAGS = [*TINY, *shlex.split("--eval_steps 2 --report_to wandb")]
+RUNS_AT_ONCE = 8
 
 
-def agents_environment(folder: Path, run_id: str, **parameters: Any) -> dict[str, str]:
-    """The environment of a run that W&B's agent starts (``wandb/wandb_agent.py``)."""
+def agent_variables(folder: Path, run_id: str, **parameters: Any) -> dict[str, str]:
+    """Return the variables of a run that W&B's agent starts (``wandb/wandb_agent.py``)."""
     path = folder / f"config-{run_id}.yaml"
     values = {name: {"value": value} for name, value in parameters.items()}
     path.write_text(yaml.safe_dump({"wandb_version": 1, **values}))
@@ -49,69 +48,71 @@ def agents_environment(folder: Path, run_id: str, **parameters: Any) -> dict[str
     }
 
 
-def at_wandb(folder: Path) -> Any:
-    """The run record in a run's W&B file."""
-    (file,) = (folder / "wandb/latest-run").resolve().glob("*.wandb")
-    return next(
-        record.run for record in read_records(file) if record.WhichOneof("record_type") == "run"
-    )
+def wandb_run(folder: Path) -> Any:
+    """Return the record of a run in its W&B file."""
+    [file] = (folder / "wandb/latest-run").resolve().glob("*.wandb")
+    records = read_records(file)
+    return next(record.run for record in records if record.WhichOneof("record_type") == "run")
 
 
 @long_form
-def test_runs_started_at_once_get_folders_of_their_own(text_file: Path, tmp_path: Path) -> None:
+def test_runs_that_start_at_once_get_separate_folders(text_file: Path, tmp_path: Path) -> None:
+    run_ids = [f"run{number}" for number in range(RUNS_AT_ONCE)]
     processes: list[subprocess.Popen] = []
-    for number in range(TOGETHER):
-        rate = 0.001 * (number % 2 + 1)  # pairs of them have the same settings
-        env = agents_environment(tmp_path, f"run{number}", learning_rate=rate)
-        command = [*PYTHON, GPT, *FLAGS, "--dataset", str(text_file), f"--learning_rate={rate}"]
-        processes.append(begin([*command, "--output_dir", str(tmp_path / "sweep")], env))
-    ended: dict[int, Ended] = {}
+    for number, run_id in enumerate(run_ids):
+        learning_rate = 0.001 * (number % 2 + 1)  # half of the runs have the same settings
+        flags = shlex.split(
+            f"--dataset {text_file} --output_dir {tmp_path}/sweep --learning_rate={learning_rate}"
+        )
+        variables = agent_variables(tmp_path, run_id, learning_rate=learning_rate)
+        processes.append(begin([*PYTHON, GPT, *FLAGS, *flags], variables))
+    for process in processes:
+        wait(process, 240).assert_ok()
 
-    def end(number: int) -> None:
-        ended[number] = wait(processes[number], 240)
-
-    threads = [threading.Thread(target=end, args=(number,)) for number in range(TOGETHER)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in range(TOGETHER):
-        ended[number].assert_ok()
-
-    names = ["sweep", *(f"sweep-{number}" for number in range(2, TOGETHER + 1))]
     folders = sorted(path for path in tmp_path.iterdir() if (path / "run.json").exists())
+    names = ["sweep", *(f"sweep-{number}" for number in range(2, RUNS_AT_ONCE + 1))]
     assert [folder.name for folder in folders] == sorted(names)
-    ids = {read_json(folder / "run.json")["run_id"] for folder in folders}
-    assert ids == {f"run{number}" for number in range(TOGETHER)}
+    assert {read_json(folder / "run.json")["run_id"] for folder in folders} == {*run_ids}
     for folder in folders:
-        record = at_wandb(folder)
+        record = wandb_run(folder)
         assert record.run_id == read_json(folder / "run.json")["run_id"]
-        assert (record.sweep_id, record.project) == ("sweep1", "mine")
+        assert record.sweep_id == "sweep1"
+        assert record.project == "mine"
         assert len(metrics(folder)) >= 6
 
 
 @long_form
 def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) -> None:
-    """The agent starts a preempted run again under the same id, and another run under another."""
-    flags = [*FLAGS, "--dataset", str(text_file), "--max_steps", "40", "--save_steps", "5"]
-    command = [*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "sweep")]
-    process = begin(command, agents_environment(tmp_path, "first"))
+    """The agent starts a preempted run again with the same id, and a new run with a new one."""
+    folder = tmp_path / "sweep"
+    flags = shlex.split(
+        f"--max_steps 40 --save_steps 5 --dataset {text_file} --output_dir {folder}"
+    )
+    command = [*PYTHON, GPT, *FLAGS, *flags]
+
+    process = begin(command, agent_variables(tmp_path, "first"))
     try:
-        wait_for_readings(process, tmp_path / "sweep", 12)
+        wait_for_readings(process, folder, 12)
     finally:
         stop_group(process)
-    run(command, agents_environment(tmp_path, "second")).assert_ok()
-    run(command, agents_environment(tmp_path, "first")).assert_ok()
+    run(command, agent_variables(tmp_path, "second")).assert_ok()
+    run(command, agent_variables(tmp_path, "first")).assert_ok()
 
-    first, second = (read_json(tmp_path / name / "run.json") for name in ("sweep", "sweep-2"))
-    assert (first["run_id"], len(first["starts"])) == ("first", 2)
-    assert (second["run_id"], len(second["starts"])) == ("second", 1)
+    first = read_json(folder / "run.json")
+    assert first["run_id"] == "first"
+    assert len(first["starts"]) == 2
+    second = read_json(tmp_path / "sweep-2" / "run.json")
+    assert second["run_id"] == "second"
+    assert len(second["starts"]) == 1
+
+
+# --- recipes/sweep.yaml
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(SWEEP["command"], id="alone"),
+        pytest.param(SWEEP["command"], id="python"),
         pytest.param(
             ["${env}", *accelerate("cpu_ddp"), "${program}", "${args}"],
             id="launcher",
@@ -120,48 +121,55 @@ def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) 
     ],
 )
 def test_the_sweep_file_starts_a_run(command: list[str], text_file: Path, tmp_path: Path) -> None:
-    chosen = {"learning_rate": 0.0123, "weight_decay": 0.1, "output_dir": str(tmp_path / "sweep")}
-    assert chosen.keys() == SWEEP["parameters"].keys()
-    arguments = create_sweep_command_args(
-        {"args": {name: {"value": value} for name, value in chosen.items()}}
-    )
+    folder = tmp_path / "sweep"
+    parameters = {"learning_rate": 0.0123, "weight_decay": 0.1, "output_dir": str(folder)}
+    assert parameters.keys() == SWEEP["parameters"].keys()
+
+    words = sweep_command(command, parameters, [*FLAGS, "--dataset", str(text_file)])
+    variables = agent_variables(tmp_path, "run0", **parameters)
+    variables["PATH"] = f"{BIN}:/usr/bin:/bin"
+    run(words, variables).assert_ok()
+
+    settings = read_json(folder / "run.json")["settings"]
+    assert settings["learning_rate"]["value"] == 0.0123
+    record = wandb_run(folder)
+    assert record.run_id == "run0"
+    assert record.display_name == "", "the sweep chooses a name"
+    assert SWEEP["metric"]["name"] in metrics(folder)[-1]
+
+
+def sweep_command(
+    command: list[str], parameters: dict[str, Any], more_flags: list[str]
+) -> list[str]:
+    """Return a command of a sweep file with the values of its macros, as W&B's agent does."""
+    values = {name: {"value": value} for name, value in parameters.items()}
+    flags = create_sweep_command_args({"args": values})["args"]
     macros = {
-        "env": ["/usr/bin/env"],
-        "interpreter": [str(BIN / "python")],
-        "program": [SWEEP["program"]],
-        "args": [*arguments["args"], *FLAGS, "--dataset", str(text_file)],
+        "${env}": ["/usr/bin/env"],
+        "${interpreter}": PYTHON,
+        "${program}": [SWEEP["program"]],
+        "${args}": [*flags, *more_flags],
     }
     words: list[str] = []
-    for word in create_sweep_command(list(command)):
-        is_macro = word.startswith("${")
-        words += macros[word[2:-1]] if is_macro else [word]
-
-    env = agents_environment(tmp_path, "run0", **chosen)
-    env["PATH"] = f"{BIN}:/usr/bin:/bin"
-    run(words, env).assert_ok()
-    settings = read_json(tmp_path / "sweep/run.json")["settings"]
-    assert settings["learning_rate"]["value"] == 0.0123
-    record = at_wandb(tmp_path / "sweep")
-    assert record.run_id == "run0"
-    assert record.display_name == "", "the sweep has chosen a name"
-    assert SWEEP["metric"]["name"] in metrics(tmp_path / "sweep")[-1]
+    for word in create_sweep_command([*command]):
+        words += macros.get(word, [word])
+    return words
 
 
-CHECK = """
+PRINT_VIOLATIONS = """
 import json, sys
 from sweeps.config import schema_violations_from_proposed_config
-config = json.loads(sys.stdin.read()) if len(sys.argv) < 2 else json.loads(sys.argv[1])
-print(json.dumps(schema_violations_from_proposed_config(config)))
+print(json.dumps(schema_violations_from_proposed_config(json.loads(sys.argv[1]))))
 """
 
 
 @long_form
-def test_the_sweep_file_has_wandbs_schema() -> None:
+def test_the_sweep_file_has_the_schema_of_wandb() -> None:
     python = str(environment_with("sweeps", ["sweeps"]) / "bin" / "python")
 
     def violations(config: dict[str, Any]) -> list[str]:
-        command = [python, "-c", CHECK, json.dumps(config)]
-        # Warnings of the package are no errors of ours.
+        command = [python, "-c", PRINT_VIOLATIONS, json.dumps(config)]
+        # A warning of that package is no fault of this one.
         out = run(command, {"PYTHONWARNINGS": ""}).assert_ok().out
         return json.loads(out.splitlines()[-1])
 

@@ -1,9 +1,11 @@
-"""Runs that report to real trackers, read back with the trackers' own libraries."""
+"""Runs that log to real trackers. The tests read the logs with the libraries of the trackers."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,8 +27,13 @@ from tests.launching import (
 from tests.wandb_file import read_history
 from tests.wandb_server import Server, serving
 
-STEPS = 200  # the run must not end in the half second after which it is killed
-FLAGS = [*TINY, "--max_steps", str(STEPS), "--eval_steps", "10", "--save_steps", "10"]
+# Enough steps that the run does not end before it is killed.
+STEPS = 200
+FLAGS = [*TINY, *shlex.split(f"--max_steps {STEPS} --eval_steps 10 --save_steps 10")]
+KEYS = ("train/loss", "eval/loss")
+
+# Values by key: pairs of a step and a number, in the order of logging.
+Values = dict[str, list[tuple[int, float]]]
 
 READ_MLFLOW = """
 import json, sys
@@ -48,11 +55,16 @@ print(json.dumps({"values": values, "params": SQLiteStorage.get_run_config("llmt
 """
 
 
-def killed_and_resumed(
-    launcher: list[str], flags: list[str], folder: Path, env: dict[str, str]
+def kill_and_resume(
+    folder: Path,
+    dataset: Path,
+    flags: str,
+    launcher: list[str] = PYTHON,
+    env: dict[str, str] | None = None,
 ) -> None:
-    """Kill a run with SIGKILL after its second checkpoint, and start it again."""
-    command = [*launcher, GPT, *flags, "--output_dir", str(folder)]
+    """Train a GPT. Kill it after its second checkpoint, and start it again."""
+    run_flags = shlex.split(f"--dataset {dataset} --output_dir {folder} {flags}")
+    command = [*launcher, GPT, *FLAGS, *run_flags]
     process = begin(command, env)
     try:
         wait_for_readings(process, folder, 25)
@@ -60,63 +72,70 @@ def killed_and_resumed(
     finally:
         stop_group(process)
     assert read_json(folder / "status.json")["state"] == "running"
+
     run(command, env).assert_ok()
+
     assert read_json(folder / "status.json")["state"] == "finished"
     assert len(read_json(folder / "run.json")["starts"]) == 2
 
 
-def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Steps and values by metric, in ``metrics.jsonl``."""
-    return {
-        key: [(line["step"], line[key]) for line in metrics(folder) if key in line]
-        for key in ("train/loss", "eval/loss")
-    }
-
-
-def pairs(values: dict[str, list[list[float]]]) -> dict[str, list[tuple[int, float]]]:
-    return {key: [(int(step), value) for step, value in found] for key, found in values.items()}
+def values_in(rows: list[dict[str, Any]]) -> Values:
+    """Return the losses in log entries or in rows of a tracker."""
+    return {key: [(row["step"], row[key]) for row in rows if key in row] for key in KEYS}
 
 
 @long_form
-def test_tensorboard_has_a_killed_run_once(text_file: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, "--dataset", str(text_file), "--report_to", "tensorboard"]
-    killed_and_resumed([*PYTHON], flags, tmp_path / "run", {})
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"scalars": 0})
+def test_tensorboard_has_each_value_of_a_killed_run_once(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    kill_and_resume(folder, text_file, "--report_to tensorboard")
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    for key, expected in logged(tmp_path / "run").items():
-        # The kill may come between an entry and the record of its position: it is then written again.
-        found = list(dict.fromkeys((event.step, event.value) for event in events.Scalars(key)))
-        assert [step for step, _ in found] == [step for step, _ in expected]
-        assert [value for _, value in found] == pytest.approx([v for _, v in expected], rel=1e-6)
+    for key, expected in values_in(metrics(folder)).items():
+        # After a kill between an entry and the record of its position, the entry is written again.
+        points = [*dict.fromkeys((event.step, event.value) for event in events.Scalars(key))]
+        assert [step for step, _ in points] == [step for step, _ in expected]
+        losses = [loss for _, loss in expected]
+        assert [value for _, value in points] == pytest.approx(losses, rel=1e-6)
 
 
 @long_form
 @pytest.mark.parametrize(
-    ("name", "requirements", "reader"),
+    ("tracker", "requirements", "reader"),
     [
-        ("mlflow", ("mlflow-skinny>=3.12", "sqlalchemy", "alembic"), READ_MLFLOW),
-        ("trackio", ("trackio>=0.40",), READ_TRACKIO),
+        pytest.param(
+            "mlflow", ("mlflow-skinny>=3.12", "sqlalchemy", "alembic"), READ_MLFLOW, id="mlflow"
+        ),
+        pytest.param("trackio", ("trackio>=0.40",), READ_TRACKIO, id="trackio"),
     ],
 )
-def test_a_tracker_in_an_environment_of_its_own_has_a_killed_run_once(
-    name: str, requirements: tuple[str, ...], reader: str, text_file: Path, tmp_path: Path
+def test_a_tracker_in_its_own_environment_has_each_value_of_a_killed_run_once(
+    tracker: str, requirements: tuple[str, ...], reader: str, text_file: Path, tmp_path: Path
 ) -> None:
-    folder = environment_with(name, requirements, adds_to_ours=True)
-    python = str(folder / "bin" / "python")
+    python = str(environment_with(tracker, requirements, adds_to_ours=True) / "bin" / "python")
+    folder = tmp_path / "run"
     env = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "PYTHONWARNINGS": "",  # theirs are no errors of ours
+        "PYTHONWARNINGS": "",  # a warning of a tracker is no fault of this package
     }
-    flags = [*FLAGS, "--dataset", str(text_file), "--report_to", name]
-    killed_and_resumed([python], flags, tmp_path / "run", env)
-    found = json.loads(run([python, "-c", reader], env).assert_ok().out.splitlines()[-1])
-    values = pairs(found["values"])
-    if name == "trackio":  # which may have the entries of the last seconds before the kill twice
-        values = {key: sorted(set(value)) for key, value in values.items()}
-    assert values == logged(tmp_path / "run")
-    assert str(found["params"]["global_batch_size"]) == "8"
-    assert found.get("status", "FINISHED") == "FINISHED"
+
+    kill_and_resume(folder, text_file, f"--report_to {tracker}", launcher=[python], env=env)
+
+    out = run([python, "-c", reader], env).assert_ok().out
+    logged = json.loads(out.splitlines()[-1])
+    values = {key: [(int(step), value) for step, value in logged["values"][key]] for key in KEYS}
+    if tracker == "trackio":
+        # It may have the entries of the last seconds before the kill twice.
+        values = {key: sorted(set(points)) for key, points in values.items()}
+    assert values == values_in(metrics(folder))
+    assert str(logged["params"]["global_batch_size"]) == "8"
+    assert logged.get("status", "FINISHED") == "FINISHED"
+
+
+# --- W&B
+
+WANDB_FLAGS = "--report_to wandb --sample_prompts 'The model'"
 
 
 @pytest.fixture
@@ -125,36 +144,32 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield server
 
 
-def test_wandb_has_a_killed_run_of_two_processes_once(
+def test_wandb_has_each_value_of_a_killed_run_of_two_processes_once(
     server: Server, text_file: Path, tmp_path: Path
 ) -> None:
-    flags = [*FLAGS, "--dataset", str(text_file), "--report_to", "wandb"]
-    flags += ["--sample_prompts", "The model"]
-    killed_and_resumed(accelerate("cpu_ddp"), flags, tmp_path / "run", {})
+    folder = tmp_path / "run"
+    kill_and_resume(folder, text_file, WANDB_FLAGS, launcher=accelerate("cpu_ddp"))
 
-    steps = [row["step"] for row in server.history]
-    assert steps == list(range(STEPS + 1))
-    for key, expected in logged(tmp_path / "run").items():
-        found = [(row["step"], row[key]) for row in server.history if key in row]
-        assert found == expected
-    with_samples = [row["step"] for row in server.history if "samples" in row]
-    assert with_samples == list(range(10, STEPS + 1, 10))
+    assert [row["step"] for row in server.history] == [*range(STEPS + 1)]
+    assert values_in(server.history) == values_in(metrics(folder))
+    steps_with_samples = [row["step"] for row in server.history if "samples" in row]
+    assert steps_with_samples == [*range(10, STEPS + 1, 10)]
 
-    record = read_json(tmp_path / "run/run.json")
+    record = read_json(folder / "run.json")
     assert record["trackers"]["wandb"].startswith("http://127.0.0.1")
-    printed = (tmp_path / "run/output.log").read_text()
-    assert "step    200/200" in printed
-    assert printed.count("loss") > 60
+    console = (folder / "output.log").read_text()
+    assert "step    200/200" in console
+    assert console.count("loss") > 60
 
 
 @long_form
-def test_wandb_offline_has_every_step_and_the_samples(text_file: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, "--dataset", str(text_file), "--report_to", "wandb"]
-    flags += ["--sample_prompts", "The model"]
-    killed_and_resumed([*PYTHON], flags, tmp_path / "run", {"WANDB_MODE": "offline"})
-    (file,) = (tmp_path / "run/wandb/latest-run").resolve().glob("*.wandb")
+def test_wandb_offline_has_each_value_of_a_killed_run_once(text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    kill_and_resume(folder, text_file, WANDB_FLAGS, env={"WANDB_MODE": "offline"})
+
+    latest_run = (folder / "wandb" / "latest-run").resolve()
+    [file] = latest_run.glob("*.wandb")
     history = read_history(file)
-    assert [row["step"] for row in history] == list(range(STEPS + 1))
-    for key, expected in logged(tmp_path / "run").items():
-        assert [(row["step"], row[key]) for row in history if key in row] == expected
-    assert (tmp_path / "run/wandb/latest-run/files/output.log").exists()
+    assert [row["step"] for row in history] == [*range(STEPS + 1)]
+    assert values_in(history) == values_in(metrics(folder))
+    assert (latest_run / "files" / "output.log").exists()

@@ -1,6 +1,6 @@
-"""Two machines: the same run, and one that is cut off."""
+"""Two machines make the run of one, and a machine that is cut off is named."""
 
-import contextlib
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -27,64 +27,71 @@ from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 def start_on(
     machines: list[str], flags: list[str], config: str = "multi_node"
 ) -> list[subprocess.Popen]:
-    """README's command on each machine."""
+    """Start the command of the README on each machine."""
     processes = []
-    for rank, name in enumerate(machines):
-        where = [
-            "--machine_rank",
-            str(rank),
-            "--main_process_ip",
-            ADDRESS[FIRST],
-            "--mixed_precision",
-            "no",
-        ]
-        words = on_machine(name, [*accelerate(config, *where), GPT, *flags])
+    for rank, machine in enumerate(machines):
+        launcher_flags = (
+            f"--machine_rank {rank} --main_process_ip {ADDRESS[FIRST]} --mixed_precision no"
+        )
+        launcher = accelerate(config, *shlex.split(launcher_flags))
+        words = on_machine(machine, [*launcher, GPT, *flags])
         processes.append(begin(words, env={"GLOO_SOCKET_IFNAME": "cable0"}))
     return processes
 
 
-def wait_for(processes: list[subprocess.Popen]) -> list[Ended]:
-    ended: list[Ended] = []
-    with contextlib.ExitStack() as waiting:
-        for process in reversed(processes):
-            waiting.callback(lambda process=process: ended.append(wait(process)))
-    return ended
+def wait_for_all(processes: list[subprocess.Popen]) -> list[Ended]:
+    """Wait for each process, and end the group of each even if another one does not end."""
+    try:
+        return [wait(process) for process in processes]
+    finally:
+        for process in processes:
+            stop_group(process)
 
 
-def test_two_machines_are_the_same_run_as_one(
-    machines: list[str], text_file: Path, tmp_path: Path
-) -> None:
-    flags = [*TINY, "--dataset", str(text_file)]
-    run_forked([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
-    ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "two")]))
-    for machine in ended:
-        machine.assert_ok()
-    out = "".join(machine.out for machine in ended)
-    assert out.count("2 processes on cpu over gloo") == 1
-    assert read_json(tmp_path / "two" / "run.json")["processes"] == 2
+def flags_of(dataset: Path, folder: Path) -> list[str]:
+    return [*TINY, *shlex.split(f"--dataset {dataset} --output_dir {folder}")]
+
+
+@pytest.fixture(scope="module")
+def on_one_process(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("on-one-process") / "run"
+    run_forked([*PYTHON, GPT, *flags_of(text_file, folder)]).assert_ok()
+    return folder
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert series(tmp_path / "two", key) == pytest.approx(
-            series(tmp_path / "one", key), rel=1e-5
-        )
-    assert series(tmp_path / "two", "tokens") == series(tmp_path / "one", "tokens")
+        assert series(folder, key) == pytest.approx(series(reference, key), rel=1e-5)
+    assert series(folder, "tokens") == series(reference, "tokens")
+
+
+def test_two_machines_make_the_run_of_one_process(
+    machines: list[str], text_file: Path, on_one_process: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+
+    first, second = wait_for_all(start_on(machines, flags_of(text_file, folder)))
+
+    output = first.assert_ok().out + second.assert_ok().out
+    assert output.count("2 processes on cpu over gloo") == 1
+    assert read_json(folder / "run.json")["processes"] == 2
+    assert_same_run(folder, on_one_process)
 
 
 @long_form
-def test_a_model_that_is_sharded_inside_two_machines_is_the_same_run(
-    machines: list[str], text_file: Path, tmp_path: Path
+def test_a_model_that_is_sharded_within_each_machine_makes_the_same_run(
+    machines: list[str], text_file: Path, on_one_process: Path, tmp_path: Path
 ) -> None:
-    flags = [*TINY, "--dataset", str(text_file)]
-    run_forked([*PYTHON, GPT, *flags, "--output_dir", str(tmp_path / "one")]).assert_ok()
-    ended = wait_for(start_on(machines, [*flags, "--output_dir", str(tmp_path / "four")], "hsdp"))
-    for machine in ended:
-        machine.assert_ok()
-    assert "FSDP2 over 2 x 2 processes" in "".join(machine.out for machine in ended)
-    assert read_json(tmp_path / "four" / "run.json")["starts"][0]["sharded"] == "2x2"
-    for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert series(tmp_path / "four", key) == pytest.approx(
-            series(tmp_path / "one", key), rel=1e-5
-        )
-    assert len([*tmp_path.glob("four/model/*.safetensors")]) == 4
+    folder = tmp_path / "run"
+
+    first, second = wait_for_all(start_on(machines, flags_of(text_file, folder), config="hsdp"))
+
+    output = first.assert_ok().out + second.assert_ok().out
+    assert "FSDP2 over 2 x 2 processes" in output
+    [start] = read_json(folder / "run.json")["starts"]
+    assert start["sharded"] == "2x2"
+    assert_same_run(folder, on_one_process)
+    assert len([*(folder / "model").glob("*.safetensors")]) == 4
 
 
 @long_form
@@ -92,25 +99,20 @@ def test_a_machine_that_is_cut_off_is_named(
     machines: list[str], text_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    flags = [
-        *TINY,
-        "--max_steps",
-        "1000000",
-        "--dataset",
-        str(text_file),
-        "--output_dir",
-        str(folder),
-    ]
-    processes = start_on(machines, [*flags, "--ddp_timeout", "6"])
+    endless = shlex.split("--max_steps 1000000 --ddp_timeout 6")
+    cable_of_second = ["ip", "-n", SECOND, "link", "set", "cable0"]
+
+    processes = start_on(machines, [*flags_of(text_file, folder), *endless])
     try:
         wait_for_readings(processes[0], folder, 3)
-        command("ip", "-n", SECOND, "link", "set", "cable0", "down")
+        command(*cable_of_second, "down")
         processes[0].wait(timeout=90)
     finally:
         for process in reversed(processes):
             stop_group(process)
-        command("ip", "-n", SECOND, "link", "set", "cable0", "up")
-        wait_for(processes)
+        command(*cable_of_second, "up")
+        wait_for_all(processes)
+
     status = read_json(folder / "status.json")
     assert status["state"] == "failed"
     assert "rank 1 is silent" in status["reason"]

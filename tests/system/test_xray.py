@@ -1,149 +1,238 @@
-"""An x-ray of a run: what it counts is what DDP sends; and who is late is named."""
+"""An x-ray of a run counts what DDP sends, and names the process that is late."""
 
 import json
 import re
+import shlex
 import shutil
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import BIN, GPT, ROOT, TINY, long_form, metrics, run, torchrun
+from tests.launching import (
+    BIN,
+    GPT,
+    ROOT,
+    TINY,
+    long_form,
+    metrics,
+    read_json,
+    run,
+    torchrun,
+)
 from tests.test_cli import ended
 
-MODEL = [
-    *TINY[:4],
-    "--n_embd",
-    "128",
-    *TINY[6:10],
-    "--global_batch_size",
-    "16",
-    "--ddp_bucket_cap_mb",
-    "0.5",
-]
+RANKS = 2
+STEPS = [3, 4, 5]
+ROWS_PER_RANK = 8
 
 
-@pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=long_form)])
-def test_collectives_are_buckets_times_updates_with_any_number_of_micro_batches(
-    micro_batches: int,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    flags = [
-        *MODEL,
-        "--per_device_train_batch_size",
-        str(8 // micro_batches),
-        "--dataset",
-        str(text_file),
-    ]
-    words = [
-        "xray",
-        GPT,
-        "--processes",
-        "2",
-        *flags,
-        "--steps",
-        "3:5",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    done = run([str(BIN / "llmtrain"), *words]).assert_ok()
-    events = json.loads((tmp_path / "run" / "xray" / "trace.json").read_text())["traceEvents"]
-    sent = [event for event in events if re.fullmatch(r"bucket \d+", event["name"])]
-    buckets = {event["name"] for event in sent}
+@dataclass
+class XRay:
+    """An x-ray of a run on two processes.
+
+    Attributes:
+        micro_batches: of each step and rank.
+        command: the arguments of `llmtrain`.
+        folder: of the run.
+        out: the output.
+        events: of the trace.
+        summary: of the result.
+    """
+
+    micro_batches: int
+    command: list[str]
+    folder: Path
+    out: str
+    events: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def sent_buckets(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if re.fullmatch(r"bucket \d+", event["name"])]
+
+    def bucket_names(self) -> set[str]:
+        return {event["name"] for event in self.sent_buckets()}
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=long_form)])
+def xray(
+    request: pytest.FixtureRequest, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> XRay:
+    micro_batches = request.param
+    folder = tmp_path_factory.mktemp("xray") / "run"
+    command = shlex.split(
+        f"xray {GPT} --processes {RANKS} --steps 3:5 "
+        "--n_layer 2 --n_head 2 --n_embd 128 --block_size 32 --tokenizer byte "
+        f"--global_batch_size {RANKS * ROWS_PER_RANK} "
+        f"--per_device_train_batch_size {ROWS_PER_RANK // micro_batches} "
+        f"--ddp_bucket_cap_mb 0.5 --dataset {text_file} --output_dir {folder}"
+    )
+
+    out = run([str(BIN / "llmtrain"), *command]).assert_ok().out
+
+    return XRay(
+        micro_batches=micro_batches,
+        command=command,
+        folder=folder,
+        out=out,
+        events=read_json(folder / "xray" / "trace.json")["traceEvents"],
+        summary=read_json(folder / "xray" / "summary.json"),
+    )
+
+
+def test_each_bucket_is_sent_once_a_step_with_any_number_of_micro_batches(xray: XRay) -> None:
+    buckets = xray.bucket_names()
     assert len(buckets) > 1
-    assert len(sent) == len(buckets) * 3 * 2, "updates and ranks"
-    assert {event["args"]["step"] for event in sent} == {3, 4, 5}
-    forwards = [event for event in events if event["name"] == "forward" and event["pid"] == 0]
-    assert len(forwards) == 3 * micro_batches
-    parameters = [name for event in sent[: len(buckets)] for name in event["args"]["parameters"]]
+    times_sent = Counter(event["name"] for event in xray.sent_buckets())
+    assert times_sent == dict.fromkeys(buckets, len(STEPS) * RANKS)
+    assert {event["args"]["step"] for event in xray.sent_buckets()} == {*STEPS}
+
+    count = len(buckets)
+    assert f"{count} per step, in its last micro-batch, for {count} buckets" in xray.out
+    has_earlier_micro_batches = xray.micro_batches > 1
+    assert ("none in the 3 micro-batches before" in xray.out) is has_earlier_micro_batches
+    collectives_of_step = [*[0] * (xray.micro_batches - 1), count]
+    assert xray.summary["collectives"] == [collectives_of_step] * len(STEPS)
+
+
+def test_the_trace_has_each_forward_pass_and_each_parameter_in_one_bucket(xray: XRay) -> None:
+    of_first_rank = [event for event in xray.events if event["pid"] == 0]
+    forwards = [event for event in of_first_rank if event["name"] == "forward"]
+    assert len(forwards) == len(STEPS) * xray.micro_batches
+
+    parameters: list[str] = []
+    for event in xray.sent_buckets()[: len(xray.bucket_names())]:
+        parameters += event["args"]["parameters"]
     assert len(parameters) == len(set(parameters))
     assert "model.layers.0.conv.conv.weight" in parameters
-    assert (
-        f"{len(buckets)} per step, in its last micro-batch, for {len(buckets)} buckets" in done.out
-    )
-    assert ("none in the 3 micro-batches before" in done.out) == (micro_batches == 4)
-    counted = re.search(r"the network devices sent [\d.]+ MiB, ([\d.]+) of that", done.out)
-    assert counted is not None
-    assert float(counted[1]) > 0.9, "what DDP sends is what the kernel saw"
-    assert (tmp_path / "run" / "xray" / "timeline.html").stat().st_size > 2000
-    summary = json.loads((tmp_path / "run" / "xray" / "summary.json").read_text())
-    assert (summary["processes"], summary["steps"]) == (2, [3, 4, 5])
-    assert summary["collectives"] == [[*[0] * (micro_batches - 1), len(buckets)]] * 3
+
+
+def test_the_sent_bytes_are_those_that_the_kernel_has_counted(xray: XRay) -> None:
+    line = re.search(r"the network devices sent [\d.]+ MiB, ([\d.]+) of that", xray.out)
+    assert line
+    assert float(line[1]) > 0.9
+
+    summary = xray.summary
     assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
     assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]
-    assert all(
-        0 < bucket["ready"] <= bucket["began"] <= bucket["ended"] for bucket in summary["buckets"]
-    )
 
-    # The run has only recorded; the folder draws again what the command drew.
-    shutil.copytree(tmp_path / "run", tmp_path / "drawn")
+
+def test_the_summary_has_the_times_of_each_bucket(xray: XRay) -> None:
+    assert xray.summary["processes"] == RANKS
+    assert xray.summary["steps"] == STEPS
+    for bucket in xray.summary["buckets"]:
+        assert 0 < bucket["ready"] <= bucket["began"] <= bucket["ended"]
+    assert (xray.folder / "xray" / "timeline.html").stat().st_size > 2000
+
+
+# --- the command
+
+
+def test_the_results_are_made_again_from_the_folder_of_a_run(
+    xray: XRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(xray.folder, tmp_path / "run")
     for name in ("table.txt", "summary.json", "trace.json", "timeline.html"):
-        (tmp_path / "drawn" / "xray" / name).unlink()
-    status, out, err = ended(capsys, "xray", str(tmp_path / "drawn"), "--json")
-    assert (status, json.loads(out), err) == (0, summary, "")
-    assert (tmp_path / "drawn" / "xray" / "timeline.html").exists()
+        (folder / "xray" / name).unlink()
 
-    def same_run(command: list[str], **_: object) -> None:
-        shutil.copytree(tmp_path / "run", command[-1])
+    status, out, err = ended(capsys, "xray", str(folder), "--json")
 
-    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", same_run)
-    status, out, err = ended(capsys, *words, "--json")
-    assert (status, json.loads(out), err) == (0, summary, "")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == xray.summary
+    assert (folder / "xray" / "timeline.html").exists()
 
-    # A recipe may have no flags at all. The run folder is then the default one.
+
+@pytest.fixture
+def recorded_run(xray: XRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy the recorded run instead of training again."""
+
+    def copy_run(command: list[str], **_: object) -> None:
+        *_, folder = command
+        shutil.copytree(xray.folder, folder)
+
+    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", copy_run)
+
+
+@pytest.mark.usefixtures("recorded_run")
+def test_the_command_prints_the_summary_as_json(
+    xray: XRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*xray.command, "--output_dir", str(tmp_path / "run")]
+    status, out, err = ended(capsys, *command, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == xray.summary
+
+
+@pytest.mark.usefixtures("recorded_run")
+def test_without_flags_of_the_recipe_the_run_is_in_the_default_folder(
+    xray: XRay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = str(ROOT / GPT)
-    status, out, err = ended(capsys, "xray", recipe, "--steps", "3:5", "--json")
-    assert (status, json.loads(out), err) == (0, summary, "")
+
+    status, out, err = ended(capsys, "xray", str(ROOT / GPT), "--steps", "3:5", "--json")
+
+    assert (status, err) == (0, "")
+    assert json.loads(out) == xray.summary
     assert (tmp_path / "runs" / "xray" / "metrics.jsonl").exists()
 
 
-SLOW = """
-import os, sys, time; sys.path.insert(0, "recipes")
+# --- late processes
+
+SLOW_RANK_1 = """
+import os
+import sys
+import time
+
+sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
 from llmtrain.data.loader import Collate
-honest = Collate.__call__
-def slow(self, read):
-    if os.environ["RANK"] == "1": time.sleep(0.8)
-    return honest(self, read)
-Collate.__call__ = slow
-if __name__ == "__main__": launch(gpt.main)
+
+collate = Collate.__call__
+
+def slow_collate(self, read):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.8)
+    return collate(self, read)
+
+Collate.__call__ = slow_collate
+if __name__ == "__main__":
+    launch(gpt.main)
 """
 
 
 @long_form
-def test_a_process_that_is_slow_in_loading_data_is_named(text_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    flags = [
-        *TINY,
-        "--max_steps",
-        "11",
-        "--logging_steps",
-        "2",
-        "--eval_fraction",
-        "0",
-        "--dataset",
-        str(text_file),
-    ]
-    ended = run_forked(
-        [*torchrun(2), str(tmp_path / "slow.py"), *flags, "--output_dir", str(tmp_path / "run")]
-    ).assert_ok()
-    late = re.findall(
+def test_a_process_that_loads_data_slowly_is_named(text_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_RANK_1)
+    folder = tmp_path / "run"
+    flags = shlex.split(
+        "--max_steps 11 --logging_steps 2 --eval_fraction 0 "
+        f"--dataset {text_file} --output_dir {folder}"
+    )
+
+    output = run_forked([*torchrun(2), str(script), *TINY, *flags]).assert_ok().out
+
+    reports = re.findall(
         r"late +rank (\d) takes ([\d.]+) ms longer per step than the others, most of it in (.*?);",
-        ended.out,
+        output,
     )
-    (seconds,) = [
-        float(taken) for rank, taken, phase in late if (rank, phase) == ("1", "data loading")
+    milliseconds = [
+        float(time) for rank, time, phase in reports if (rank, phase) == ("1", "data loading")
     ]
-    assert seconds > 600
-    *readings, _ = [
-        line["phases"] for line in metrics(tmp_path / "run") if "phases" in line
-    ]  # the last has less to load
-    assert all(reading["data"][1] > reading["data"][0] + 0.5 for reading in readings)
-    assert all(reading["count"][0] > reading["count"][1] + 0.5 for reading in readings), (
-        "rank 0 waits"
-    )
+    assert len(milliseconds) == 1
+    assert milliseconds[0] > 600
+
+    # The last log entry has fewer steps, and less to load.
+    *phases_by_entry, _ = [entry["phases"] for entry in metrics(folder) if "phases" in entry]
+    for phases in phases_by_entry:
+        loading_on_rank_0, loading_on_rank_1 = phases["data"]
+        assert loading_on_rank_1 > loading_on_rank_0 + 0.5
+        waiting_on_rank_0, waiting_on_rank_1 = phases["count"]
+        assert waiting_on_rank_0 > waiting_on_rank_1 + 0.5
