@@ -51,7 +51,7 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "fsdp2.yaml": ("system/test_sharding.py", 'accelerate("fsdp2"'),
     "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
-    "llmtrain eval": ("system/test_scores.py", '"eval"'),
+    "llmtrain eval": ("system/test_scores.py", '"llmtrain eval"'),
     "llmtrain export": ("system/test_finetune.py", '"export"'),
     "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"1,4"'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
@@ -153,7 +153,9 @@ def is_in_code_of_a_test(words: str, path: Path) -> bool:
     for node in nodes:
         if isinstance(node, expressions):
             constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            if wanted <= {str(constant.value) for constant in constants}:
+            # A command may stand in one string, as people type it.
+            strings = [f" {' '.join(str(constant.value).split())} " for constant in constants]
+            if all(any(f" {words} " in string for string in strings) for words in wanted):
                 return True
     return False
 
