@@ -1,6 +1,7 @@
-"""The proof that a run is the same on any layout, and that the proof can fail."""
+"""`llmtrain verify` proves that a run is the same on any layout, and finds planted bugs."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,12 +9,16 @@ import pytest
 
 from tests.forked import run_forked
 from tests.launching import (
-    BIN,
+    BYTE_DATA,
     FINETUNE,
     GPT,
+    PYTHON,
     ROOT,
+    SIX_STEPS,
     SMALL_LLAMA,
+    SMALL_SIZE,
     TINY,
+    Ended,
     long_form,
     read_json,
     run,
@@ -21,218 +26,249 @@ from tests.launching import (
     write_text,
 )
 
-VERIFY = [str(BIN / "python"), "-m", "llmtrain", "verify", "layout"]
+VERIFY = [*PYTHON, "-m", "llmtrain", "verify"]
+PLANTED = "tests/system/planted.py"
 
 
-def test_every_planted_bug_of_the_update_shows(tmp_path: Path) -> None:
+def verify(
+    flags: str,
+    recipe: str,
+    recipe_flags: list[str],
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+) -> Ended:
+    """Run `llmtrain verify`. ``flags`` begins with "layout" or "resume"."""
+    return run([*VERIFY, *shlex.split(flags), recipe, *recipe_flags], env, timeout)
+
+
+def digests_of(report: str) -> set[str]:
+    """Return the last column of the table in a report, between its heading and its verdict."""
+    _, *rows, _ = report.splitlines()
+    return {row.split()[-1] for row in rows}
+
+
+# --- bugs
+
+
+def test_every_planted_bug_of_a_step_shows(tmp_path: Path) -> None:
     run_forked([*torchrun(2), "tests/system/controls.py", str(tmp_path / "found.json")]).assert_ok()
-    found = read_json(tmp_path / "found.json")
-    assert found.pop("nothing planted") == [[], []]
-    for bug, by_rank in found.items():
-        assert any(by_rank), f"{bug} went unnoticed"
-        assert "weights" in by_rank[1], bug
-    (drift,) = [fault for fault in found["one weight perturbed on rank 1"][0] if "drifted" in fault]
+    effects_of_bugs = read_json(tmp_path / "found.json")
+
+    assert effects_of_bugs.pop("nothing planted") == [[], []]
+    assert len(effects_of_bugs) == 7
+    for bug, effects_on_ranks in effects_of_bugs.items():
+        assert any(effects_on_ranks), f"{bug} went unnoticed"
+        assert "weights" in effects_on_ranks[1], bug
+
+    effects = effects_of_bugs["one weight perturbed on rank 1"][0]
+    [drift] = [effect for effect in effects if "drifted" in effect]
     assert "transformer.wte.weight of rank 1 differs from rank 0's" in drift
-    assert any("drifted" in fault for fault in found["a missing sync"][0])
-    assert len(found) == 7
-
-
-@long_form  # the short form is the bitwise run of test_kills, on 1 and 2 processes
-@pytest.mark.parametrize(("architecture", "layouts"), [("lfm2", "2,8"), ("gpt2", "1,4")])
-def test_the_same_bits_on_any_number_of_processes_with_dropout(
-    architecture: str, layouts: str, text_file: Path
-) -> None:
-    flags = [
-        *TINY,
-        "--per_device_train_batch_size",
-        "1",
-        "--dropout",
-        "0.2",
-        "--bitwise",
-        "--dataset",
-        str(text_file),
-    ]
-    command = [
-        *VERIFY,
-        "--layouts",
-        layouts,
-        "--steps",
-        "3",
-        "--json",
-        GPT,
-        *flags,
-        "--architecture",
-        architecture,
-    ]
-    ended = run(command, timeout=600).assert_ok()
-    found = json.loads(ended.out)
-    assert (found["same"], found["failures"]) == (True, [])
-    assert found["others"][-1]["layout"] == f"{layouts[-1]} processes"
-    assert len({found["reference"]["digest"], *(other["digest"] for other in found["others"])}) == 1
-    assert all(other["same_rows"] and other["weights"] == 0 for other in found["others"])
+    effects = effects_of_bugs["a missing sync"][0]
+    assert any("drifted" in effect for effect in effects)
 
 
 @long_form
-def test_a_llama_of_hugging_faces_too_has_the_same_bits_on_text(text_file: Path) -> None:
-    command = [
-        *VERIFY,
-        "--layouts",
-        "1,4",
-        "--steps",
-        "4",
-        FINETUNE,
-        *SMALL_LLAMA,
-        "--dataset",
-        str(text_file),
-    ]
-    ended = run(
-        [*command, "--bitwise", "--per_device_train_batch_size", "1"], timeout=600
-    ).assert_ok()
-    assert "passed: the same run" in ended.out
-    assert len({line.split()[-1] for line in ended.out.splitlines()[1:-1]}) == 1
-
-
-@long_form
-@pytest.mark.parametrize(("change", "limit"), [("mixed_precision: bf16", 1e-2), ("dynamo", 1e-5)])
-def test_bf16_and_compiled_runs_agree_on_two_layouts(
-    change: str, limit: float, text_file: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("a mean of means", "2 processes: gradient norm differs by"),
+        # The states of the optimizer are checked before the weights drift.
+        ("a missing sync", "keeps other values on rank 1 than on rank 0"),
+        (
+            "a sync in every micro-batch",
+            "2 processes: gradients are reduced 2 times in a step",
+        ),
+        (
+            "a scheduler stepped per rank",
+            "2 processes: different learning rate from step 3 on",
+        ),
+        (
+            "unshifted token counts",
+            "264 target tokens were counted up to step 1, but its rows have 256",
+        ),
+        ("a rank reading another's rows", "2 processes: different rows from step 2 on"),
+        (
+            "one weight perturbed on rank 1",
+            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
+        ),
+    ],
+)
+def test_verify_finds_a_planted_bug_and_names_its_effect(
+    bug: str, message: str, tmp_path: Path
 ) -> None:
-    if change == "dynamo" and shutil.which("g++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
-    config = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
-    dynamo = "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
-    plain = "mixed_precision: 'no'"
-    assert plain in config
-    (tmp_path / "config.yaml").write_text(
-        config + dynamo if change == "dynamo" else config.replace(plain, change)
+    # The text has 17 rows, so the third batch is one row and padding.
+    text = write_text(tmp_path / "text.txt", sentences=12)
+
+    ended = verify(
+        "layout --layouts 2 --steps 3",
+        PLANTED,
+        [*TINY, "--dataset", str(text)],
+        env={"PLANTED": bug},
     )
-    command = [
-        *VERIFY,
-        "--config_file",
-        str(tmp_path / "config.yaml"),
-        "--layouts",
-        "1x4x2,2x2x2",
-        "--steps",
-        "4",
-    ]
-    ended = run([*command, GPT, *TINY, "--dataset", str(text_file)], timeout=230).assert_ok()
-    _, rows, *_, weights, _ = ended.out.splitlines()[2].split()
+
+    assert ended.status == 1, ended.out + ended.err
+    assert message in ended.out
+    assert ended.out.splitlines()[-1] == "FAILED: not the same run"
+
+
+# --- layouts
+
+
+@long_form
+def test_runs_on_any_layout_are_the_same_up_to_rounding(text_file: Path) -> None:
+    flags = [*TINY, "--dataset", str(text_file)]
+    ended = verify("layout --layouts 1x4x2,1x1x8 --steps 4", GPT, flags).assert_ok()
+    assert "passed: the same run" in ended.out
+
+
+@long_form  # the short form is the bitwise run of test_kills.py, on 1 and 2 processes
+@pytest.mark.parametrize(
+    ("architecture", "layouts", "last_layout"),
+    [("lfm2", "2,8", "8 processes"), ("gpt2", "1,4", "4 processes")],
+)
+def test_a_bitwise_gpt_with_dropout_has_the_same_bits_on_any_number_of_processes(
+    architecture: str, layouts: str, last_layout: str, text_file: Path
+) -> None:
+    flags = shlex.split(
+        f"--architecture {architecture} --per_device_train_batch_size 1 --dropout 0.2 --bitwise "
+        f"--dataset {text_file}"
+    )
+
+    ended = verify(
+        f"layout --layouts {layouts} --steps 3 --json", GPT, [*TINY, *flags], timeout=600
+    ).assert_ok()
+
+    report = json.loads(ended.out)
+    assert report["same"] is True
+    assert report["failures"] == []
+    assert report["others"][-1]["layout"] == last_layout
+    for other in report["others"]:
+        assert other["same_rows"]
+        assert other["weights"] == 0
+        assert other["digest"] == report["reference"]["digest"]
+
+
+@long_form
+def test_a_bitwise_llama_has_the_same_bits_on_one_and_four_processes(text_file: Path) -> None:
+    flags = shlex.split(f"--bitwise --per_device_train_batch_size 1 --dataset {text_file}")
+
+    ended = verify(
+        "layout --layouts 1,4 --steps 4", FINETUNE, [*SMALL_LLAMA, *flags], timeout=600
+    ).assert_ok()
+
+    assert "passed: the same run" in ended.out
+    assert len(digests_of(ended.out)) == 1
+
+
+def assert_same_rows_and_near_weights(ended: Ended, limit: float) -> None:
+    """Assert that the second layout of a report has the rows of the first, and near weights."""
+    second_layout = ended.out.splitlines()[2]
+    _, rows, *_, weight_difference, _ = second_layout.split()
     assert rows == "same"
-    assert 0 < float(weights) < limit
+    assert 0 < float(weight_difference) < limit
+
+
+@long_form
+def test_a_run_in_bfloat16_is_nearly_the_same_on_two_layouts(
+    text_file: Path, tmp_path: Path
+) -> None:
+    cpu_ddp = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
+    in_float32 = "mixed_precision: 'no'"
+    assert in_float32 in cpu_ddp
+    config = tmp_path / "config.yaml"
+    config.write_text(cpu_ddp.replace(in_float32, "mixed_precision: bf16"))
+
+    ended = verify(
+        f"layout --config_file {config} --layouts 1x4x2,2x2x2 --steps 4",
+        GPT,
+        [*TINY, "--dataset", str(text_file)],
+    ).assert_ok()
+
+    assert_same_rows_and_near_weights(ended, limit=1e-2)
+
+
+@long_form
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_is_nearly_the_same_on_two_layouts(text_file: Path, tmp_path: Path) -> None:
+    cpu_ddp = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
+    config = tmp_path / "config.yaml"
+    config.write_text(cpu_ddp + "dynamo_config:\n  dynamo_backend: INDUCTOR\n")
+
+    ended = verify(
+        f"layout --config_file {config} --layouts 1x4x2,2x2x2 --steps 4",
+        GPT,
+        [*TINY, "--dataset", str(text_file)],
+    ).assert_ok()
+
+    assert_same_rows_and_near_weights(ended, limit=1e-5)
+
+
+# --- killed runs
 
 
 @long_form
 @pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_in_the_same_bits_on_3_processes_and_fails_without_its_mending(
+def test_a_killed_run_on_three_processes_has_the_same_bits_if_buckets_are_rebuilt(
     text_file: Path,
 ) -> None:
-    resume = [*VERIFY[:-1], "resume", "--steps", "30", "--layouts"]
-    wide = [*TINY, "--n_embd", "128", "--dataset", str(text_file)]  # more than one bucket
-    wide += ["--global_batch_size", "12"]
-    ended = run([*resume, "3", GPT, *wide], timeout=300).assert_ok()
+    # The model is wide enough for several buckets.
+    wide = shlex.split(f"--n_embd 128 --global_batch_size 12 --dataset {text_file}")
+    flags = [*TINY, *wide]
+    resume = "resume --steps 30 --layouts 3"
+
+    ended = verify(resume, GPT, flags, timeout=300).assert_ok()
     assert "passed: the same run" in ended.out
-    ended = run(
-        [*resume, "3", "tests/system/planted.py", *wide],
-        env={"PLANTED": "buckets that are not settled"},
-        timeout=300,
-    )
+
+    bug = {"PLANTED": "buckets that are not settled"}
+    ended = verify(resume, PLANTED, flags, env=bug, timeout=300)
     assert ended.status == 1
     assert "killed, resumed: weights or optimizer differ in some bits" in ended.out
 
 
 @long_form
-def test_a_killed_llama_with_dropout_goes_on_in_the_same_bits(text_file: Path) -> None:
-    command = [*VERIFY[:-1], "resume", "--steps", "60", "--layouts", "1", FINETUNE, *SMALL_LLAMA]
-    dropout = ["--config_overrides", f"{SMALL_LLAMA[1]},attention_dropout=0.1"]
-    assert (
-        "passed: the same run"
-        in run([*command, *dropout, "--dataset", str(text_file)]).assert_ok().out
-    )
+def test_a_killed_llama_with_dropout_has_the_same_bits(text_file: Path) -> None:
+    config = f"--config_overrides {SMALL_SIZE},attention_dropout=0.1 --dataset {text_file}"
+    flags = [*BYTE_DATA, *SIX_STEPS, *shlex.split(config)]
+    ended = verify("resume --steps 60 --layouts 1", FINETUNE, flags).assert_ok()
+    assert "passed: the same run" in ended.out
+
+
+# --- mistakes
 
 
 @long_form
-def test_without_it_the_layouts_agree_but_for_rounding(text_file: Path) -> None:
-    command = [
-        *VERIFY,
-        "--layouts",
-        "1x4x2,1x1x8",
-        "--steps",
-        "4",
-        GPT,
-        *TINY,
-        "--dataset",
-        str(text_file),
-    ]
-    assert "passed: the same run" in run(command).assert_ok().out
-
-
 @pytest.mark.parametrize(
-    ("bug", "says"),
+    ("flags", "message"),
     [
-        pytest.param("a mean of means", "2 processes: gradient norm differs by", marks=long_form),
-        pytest.param(
-            "a missing sync",
-            "keeps other values on rank 1 than on rank 0",  # the optimizer, before weights drift
-            marks=long_form,
-        ),
-        pytest.param(
-            "a sync in every micro-batch",
-            "2 processes: gradients are reduced 2 times in a step",
-            marks=long_form,
-        ),
-        pytest.param(
-            "a scheduler stepped per rank",
-            "2 processes: different learning rate from step 3 on",
-            marks=long_form,
-        ),
-        pytest.param(
-            "unshifted token counts",
-            "264 target tokens were counted up to step 1, but its rows have 256",
-            marks=long_form,
-        ),
-        pytest.param(
-            "a rank reading another's rows",
-            "2 processes: different rows from step 2 on",
-            marks=long_form,
-        ),
-        pytest.param(
-            "one weight perturbed on rank 1",
-            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
-            marks=long_form,
-        ),
-    ],
-)
-def test_a_planted_bug_fails_the_verification_which_names_it(
-    bug: str, says: str, tmp_path: Path
-) -> None:
-    short = write_text(
-        tmp_path / "text.txt", sentences=12
-    )  # 17 rows: the third batch is one row and padding
-    flags = [*TINY, "--dataset", str(short)]
-    ended = run(
-        [*VERIFY, "--layouts", "2", "--steps", "3", "tests/system/planted.py", *flags],
-        env={"PLANTED": bug},
-    )
-    assert ended.status == 1, ended.out + ended.err
-    assert says in ended.out
-    assert ended.out.splitlines()[-1] == "FAILED: not the same run"
-
-
-@long_form
-def test_what_cannot_be_verified_is_one_line(text_file: Path) -> None:
-    for words, says in (
-        (["--layouts", "2y3", GPT], "--layouts 2y3: write a number of processes"),
-        (["--layouts", "1x2x2,2x2x2", GPT], "must have the same global batch"),
-        (["--config_file", "README.md", GPT], "README.md is not an accelerate config"),
-        (["--layouts", "2x2x2", GPT], "name at least two layouts"),
+        (f"--layouts 2y3 {GPT}", "--layouts 2y3: write a number of processes"),
+        (f"--layouts 1x2x2,2x2x2 {GPT}", "must have the same global batch"),
+        (f"--layouts 2x2x2 {GPT}", "name at least two layouts"),
+        (f"--config_file README.md {GPT}", "README.md is not an accelerate config"),
         (
-            ["--config_file", "accelerate_configs/cpu.yaml", GPT],
+            f"--config_file accelerate_configs/cpu.yaml {GPT}",
             "starts one process (distributed_type: NO)",
         ),
-        (["no/such/recipe.py"], "no/such/recipe.py is not a file"),
-        ([GPT, *TINY, "--n_head", "3", "--dataset", str(text_file)], "--n_head 3 does not divide"),
-    ):
-        ended = run([*VERIFY, *words])
-        assert ended.status == 2
-        assert says in ended.err
-        assert len(ended.err.strip().splitlines()) == 1
+        ("no/such/recipe.py", "no/such/recipe.py is not a file"),
+        (
+            f"{GPT} {shlex.join(TINY)} --n_head 3 --dataset {{text_file}}",
+            "--n_head 3 does not divide",
+        ),
+    ],
+    ids=[
+        "layout",
+        "global batch",
+        "one layout",
+        "no config",
+        "config of one process",
+        "no recipe",
+        "flag of the recipe",
+    ],
+)
+def test_a_mistake_is_an_error_of_one_line(flags: str, message: str, text_file: Path) -> None:
+    words = shlex.split(flags.format(text_file=text_file))
+
+    ended = run([*VERIFY, "layout", *words])
+
+    assert ended.status == 2
+    assert message in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
