@@ -1,6 +1,7 @@
 """Chat templates: which ones are accepted, what chatml shows, and which tokens end a turn."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -155,13 +156,17 @@ def test_a_file_that_does_not_exist_is_an_error(tmp_path):
     ("content", "reason"),
     [
         pytest.param(
-            b"\xff", "is neither chatml, none nor a readable file ('utf-8'", id="not-utf-8"
+            b"\xff", r"is neither chatml, none nor a readable file \('utf-8'", id="not-utf-8"
         ),
-        pytest.param(b"{% for m in messages %}", "Unexpected end of template", id="no-jinja"),
         pytest.param(
-            b"{{ raise_exception('only\nin German') }}", "refuses it: only", id="refuses-everything"
+            b"{% for m in messages %}", "cannot show .*Unexpected end of template", id="no-jinja"
         ),
-        pytest.param(b"{{ messages.x.y }}", "has no attribute 'x'", id="fails"),
+        pytest.param(
+            b"{{ raise_exception('only\nin German') }}",
+            "cannot show .*refuses it: only",
+            id="refuses-everything",
+        ),
+        pytest.param(b"{{ messages.x.y }}", "cannot show .*has no attribute 'x'", id="fails"),
         pytest.param(b"Dear assistant,\n", "does not show the content of messages", id="letter"),
         pytest.param(b"", "does not show the content of messages", id="empty"),
     ],
@@ -175,7 +180,7 @@ def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, r
 
     error = str(refused.value)
     assert error.startswith(f"--chat_template {path} ")
-    assert reason in error
+    assert re.search(reason, error)
     assert "\n" not in error
 
 

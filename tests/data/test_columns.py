@@ -267,6 +267,8 @@ def test_text_fields_of_data_sets_are_part_of_the_cache_key(tmp_path, capsys):
     both = data_hash(f"{first}:text=body", f"{second}:text=content")
     assert data_hash(f"{first}:text=body", f"{second}:text=body") != both
     assert "from the cache" not in capsys.readouterr().out
+    data_hash(f"{first}:text=body", f"{second}:text=content")
+    assert "; from the cache\n" in capsys.readouterr().out
 
     # --text_field is for the data sets that --columns does not name.
     assert data_hash(f"{first}:text=body", text_field="content") == both

@@ -453,7 +453,10 @@ NOT_TEXT = "message 1 (user): its content is not text"
         ([{"role": "user"}, ASSISTANT], NOT_TEXT),
         ([user(3), ASSISTANT], NOT_TEXT),
         ([user(["a"]), ASSISTANT], NOT_TEXT),
-        ([user([{"type": "image"}]), ASSISTANT], f"{NOT_TEXT} alone: it has a part of the type"),
+        (
+            [user([{"type": "image"}]), ASSISTANT],
+            f"{NOT_TEXT} alone: it has a part of the type 'image'",
+        ),
         ([user([{"type": "text", "text": 3}]), ASSISTANT], "field 'text' is 3, not text"),
         ([USER, assistant(None)], "message 2 (assistant): its content is not text"),
         ([USER, assistant("")], "message 2 (assistant) is empty"),

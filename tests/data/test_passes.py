@@ -104,14 +104,23 @@ def test_single_answers_are_split_first() -> None:
     assert counted.passes == 2
 
 
-@pytest.mark.parametrize(("records", "chat"), KINDS)
+@pytest.mark.parametrize(
+    ("records", "chat", "tokenizer", "unpaired"),
+    [
+        pytest.param(TEXTS, None, "byte", False, id="text"),
+        pytest.param(TEXTS, None, "char", False, id="char"),
+        pytest.param(TEXTS, None, "bpe:300", False, id="bpe"),
+        pytest.param(CHATS, ChatConfig(), "byte", False, id="conversations"),
+        pytest.param(PAIRS, PairConfig(), "byte", True, id="single answers"),
+    ],
+)
 def test_records_with_a_fingerprint_are_not_read_again_if_rows_are_cached(
-    records: list[dict[str, Any]], chat: RowConfig | None
+    records: list[dict[str, Any]], chat: RowConfig | None, tokenizer: str, unpaired: bool
 ) -> None:
     counted = CountedRecords(records)
-    tokenize_records(counted, chat)
+    tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
     counted.passes = 0
-    tokenize_records(counted, chat)
+    tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
     assert counted.passes == 0
 
 

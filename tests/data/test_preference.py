@@ -367,6 +367,9 @@ def test_without_sharing_each_answer_follows_its_own_copy_of_the_prompt(
         prompt = stored.second.tokens[: -len(stored.second.targets)]
         assert tokenized.tokenizer.decode(prompt) in prompts
 
+    expected = expected_texts(some_records(5, unpaired))
+    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
+
 
 def test_user_messages_inside_an_answer_are_no_targets(tmp_path: Path) -> None:
     turns = [message("assistant", "one"), message("user", "go on"), message("assistant", "two")]
@@ -672,6 +675,19 @@ def test_labels_in_csv_are_words_or_digits(tmp_path: Path, label_type: type) -> 
             "the record has two answers (chosen, rejected) and a single one (completion, label)",
             id="pair-and-labelled-answer",
         ),
+        pytest.param(
+            pair("q", "a", " \n"), "rejected: message 1 (assistant) is empty", id="white-space"
+        ),
+        pytest.param(
+            pair([message("narrator", "q")], "a", "b"),
+            "prompt: message 1 has the role 'narrator'",
+            id="unknown-role-in-prompt",
+        ),
+        pytest.param(
+            pair([{"role": "user"}], "a", "b"),
+            "prompt: message 1 (user): its content is not text",
+            id="prompt-without-content",
+        ),
         # Complete conversations.
         pytest.param(
             {"chosen": messages("q", "a"), "rejected": messages("q", "a")},
@@ -709,8 +725,9 @@ def test_labels_in_csv_are_words_or_digits(tmp_path: Path, label_type: type) -> 
     ],
 )
 def test_a_record_that_is_no_pair_is_refused(record: Fields, reason: str) -> None:
-    with pytest.raises(BadRecord, match=re.escape(reason)):
+    with pytest.raises(BadRecord, match=re.escape(reason)) as refused:
         preference_of(record)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -747,8 +764,9 @@ def test_a_record_that_is_no_pair_is_refused(record: Fields, reason: str) -> Non
     ],
 )
 def test_a_record_that_is_no_labelled_answer_is_refused(record: Fields, reason: str) -> None:
-    with pytest.raises(BadRecord, match=re.escape(reason)):
+    with pytest.raises(BadRecord, match=re.escape(reason)) as refused:
         preference_of(record)
+    assert "\n" not in str(refused.value)
 
 
 bad_records = pytest.mark.parametrize(

@@ -206,10 +206,14 @@ def test_positions_of_a_stream_restart_at_each_document_and_row(
     tmp_path, monkeypatch, rows_per_batch, block_size
 ):
     monkeypatch.setattr(text_rows, "TOKENS_PER_BATCH", rows_per_batch * block_size)
-    for length in STREAM_LENGTHS[2:]:  # a stream of one token has no rows
+    for length in STREAM_LENGTHS:
         pieces = random_pieces(length)
         path = tmp_path / f"{length}.arrow"
-        text_rows.write_stream(path, iter(pieces), block_size, columns=TOKEN_COLUMNS)
+        written = text_rows.write_stream(path, iter(pieces), block_size, columns=TOKEN_COLUMNS)
+        assert written.targets == max(length - 1, 0)
+        assert written.rows == -(-written.targets // block_size)  # rounded up
+        if not written.rows:
+            continue
 
         rows = datasets.Dataset.from_file(str(path))
         assert stream_of(rows) == tokens_of(pieces)
@@ -222,6 +226,17 @@ def test_positions_of_a_stream_restart_at_each_document_and_row(
         positions = np.array(rows["position_ids"])[:, :-1][inputs != IGNORED].tolist()
         assert positions == expected_positions(pieces, block_size)[: len(positions)]
         assert len(positions) in (length - 1, length)
+
+
+def test_a_repaired_file_is_tokenised(tmp_path):
+    path = write(tmp_path / "a.jsonl", TEXTS)
+    intact = path.read_text()
+    path.write_text(intact + "oops\n")
+    assert "line 7" in complaint(config(path), BLOCK)
+
+    path.write_text(intact)
+    tokenized = tokenize(config(path), BLOCK)
+    assert documents_of(tokenized.train, tokenized) == TEXTS
 
 
 # --- documents that do not attend to each other

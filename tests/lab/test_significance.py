@@ -21,7 +21,7 @@ def draw_losses(
 # The same as scipy
 
 
-@pytest.mark.parametrize("count", [*range(2, 11), 20, 40])
+@pytest.mark.parametrize("count", range(2, 41))
 def test_the_paired_test_is_that_of_scipy(count: int) -> None:
     first = draw_losses(count, seed=count)
     second = draw_losses(count, mean=1.97, seed=1000 + count)
@@ -35,7 +35,7 @@ def test_the_paired_test_is_that_of_scipy(count: int) -> None:
     assert result.high == pytest.approx(interval.high, rel=1e-9)
 
 
-@pytest.mark.parametrize("count", [*range(2, 11), 20, 40])
+@pytest.mark.parametrize("count", range(2, 41))
 def test_the_unpaired_test_is_the_one_of_welch_in_scipy(count: int) -> None:
     first = draw_losses(count, seed=count)
     second = draw_losses(2 + count // 3, mean=1.9, deviation=0.3, seed=1000 + count)

@@ -23,6 +23,7 @@ class FakeHub:
         self.created[repository] = options
 
     def upload_folder(self, **options: Any) -> None:
+        assert options["repo_id"] in self.created
         self.uploads.append(options)
 
 

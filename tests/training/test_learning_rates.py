@@ -233,7 +233,10 @@ def test_the_rate_only_rises_in_a_run_that_ends_with_its_warmup(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "cosine_with_min_lr needs --min_lr"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr"},
+            "--lr_scheduler_type cosine_with_min_lr needs --min_lr",
+        ),
         ({"lr_scheduler_type": "constant", "min_lr": 1e-4}, "needs a schedule that falls"),
         ({"min_lr": -1.0}, "--min_lr -1.0 is out of range"),
         ({"min_lr": math.nan}, "--min_lr nan is out of range"),

@@ -390,6 +390,8 @@ def test_a_run_without_an_intact_checkpoint_is_an_error_for_the_user(
 def test_a_run_that_slurm_restarts_without_an_intact_checkpoint_starts_over(
     damaged_run: Path, train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    with pytest.raises(UserError, match=WITHOUT_CHECKPOINT):  # a user starts it, and is asked
+        train()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert train(crash=True) == "run from step 0"
     assert train(steps=[10], crash=True) == "run from step 0", "nothing more is lost"
@@ -445,7 +447,7 @@ def test_a_run_that_was_started_from_a_named_checkpoint_resumes(
     assert train(steps=[20], crash=True, resume_from_checkpoint=source) == "run-2 from step 10"
     assert train(steps=[30], crash=True, resume_from_checkpoint=source) == "run-2 from step 20"
 
-    assert train(crash=True, resume_from_checkpoint="never") == "run-3 from step 0"
+    assert train(steps=[40], crash=True, resume_from_checkpoint="never") == "run-3 from step 0"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     outcome = train(resume_from_checkpoint="never")
     assert outcome == "run-2 from step 30", "torchrun restarts it with the same command"
