@@ -2,8 +2,8 @@
 
 The models are a GPT, also with AdamW and recomputation, and with one micro-batch, and a Llama. Each
 is planned and trained with each layout: DDP and FSDP2. The bytes of the weights and the optimizer
-have to be the same. So have those of the gradients; what is left of the peak, the activations, may
-differ by a tenth.
+have to be the same. The rest of the peak without the planned gradients, the activations, may differ
+by a tenth.
 
 Repeat it with `python -m benchmarks.plan memory`.
 """

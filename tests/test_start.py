@@ -99,7 +99,9 @@ def test_an_unsupported_precision_is_refused(
 @pytest.fixture
 def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo the arithmetic settings of this process after a test."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", start._OWN_WORKSPACE):
+        monkeypatch.setenv(name, "")  # recorded, so that the end of the test undoes what starts do
+        monkeypatch.delenv(name)
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -135,8 +137,13 @@ def test_each_start_on_a_gpu_sets_the_arithmetic_anew(monkeypatch: pytest.Monkey
 def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: False)
+    Arithmetic(bitwise=True)
     monkeypatch.setattr(start, "use_cpu", lambda is_chosen: True)
-    assert Arithmetic(bitwise=False).cublas_workspace is None
+    after_gpu = Arithmetic(bitwise=False)
+    assert after_gpu.matmul_precision == "highest"
+    assert not after_gpu.is_deterministic
+    assert after_gpu.cublas_workspace is None
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     arithmetic = Arithmetic(bitwise=False)
@@ -163,7 +170,10 @@ def four_processes_on_eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by a launcher, if the user sets nothing
-    monkeypatch.setattr(start, "_SHARED_THREADS", "LLMTRAIN_SHARED_THREADS_OF_A_TEST")
+    marker = "LLMTRAIN_SHARED_THREADS_OF_A_TEST"
+    monkeypatch.setattr(start, "_SHARED_THREADS", marker)
+    monkeypatch.setenv(marker, "")  # recorded, so that it is removed after the test
+    monkeypatch.delenv(marker)
     yield
     torch.set_num_threads(threads)
 
@@ -184,6 +194,7 @@ def test_a_shared_number_of_threads_is_not_taken_for_the_user_s_by_the_next_run(
 @pytest.mark.usefixtures("four_processes_on_eight_cores")
 @pytest.mark.parametrize("threads", [3, 5])
 def test_a_requested_number_of_threads_is_used(threads: int) -> None:
+    start._share_threads(None)  # by an earlier run of the process
     assert start._share_threads(threads) == threads
     assert torch.get_num_threads() == threads
 

@@ -150,9 +150,10 @@ def test_rows_are_computed_in_blocks_if_that_is_faster(
     assert is_blockwise(output) == (length <= attention_cpu.MAX_LENGTH)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [attention_cpu.MIN_LENGTH, attention_cpu.MAX_LENGTH])
-def test_rows_are_not_computed_in_blocks_without_gradients(length: int) -> None:
-    inputs = Inputs.random(length, torch.float32).requiring_grad()
+def test_rows_are_not_computed_in_blocks_without_gradients(length: int, dtype: torch.dtype) -> None:
+    inputs = Inputs.random(length, dtype).requiring_grad()
     blocks = mock.patch.object(attention_cpu, "attend_in_blocks", side_effect=AssertionError)
     with torch.no_grad(), blocks:
         assert attend(causal_attention, inputs).isfinite().all()

@@ -196,6 +196,8 @@ def test_training_changes_the_adapter_and_nothing_else(adapt, base, use_dora):
     adapted = {name.partition(".lora_")[0] for name in changed if ".lora_" in name}
     assert all(".lora_" in name for name in changed)
     assert len(adapted) == 7 * 2, "seven products in each of two layers"
+    parts_of_adapter = 3 if use_dora else 2
+    assert len(changed) == len(adapted) * parts_of_adapter
 
 
 @pytest.mark.parametrize(
@@ -310,11 +312,15 @@ def test_modules_to_save_start_from_the_weights_of_the_base(adapt):
     check_saved_modules(model)
 
 
-def test_modules_to_save_are_float32_beside_a_bfloat16_base(bases, load):
+@with_and_without_new_tokens
+def test_modules_to_save_are_float32_beside_a_bfloat16_base(bases, load, make_tokenizer):
+    tokenizer = make_tokenizer()
     bundle = load(
         ModelConfig(str(bases("untied")), max_length=64),
         LoraConfig(lora_r=4, lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"]),
         precision="bf16",
+        tokenizer=tokenizer,
+        new_tokens=range(VOCABULARY, len(tokenizer)),
     )
     check_saved_modules(bundle.model)
     assert bundle.model.get_parameter("model.layers.0.input_layernorm.weight").dtype == (
@@ -343,6 +349,7 @@ def test_modules_to_save_are_trained_exported_continued_and_merged(
     ids = ids_for(tokenizer)
     modules = ["embed_tokens", "lm_head", "model.norm"]
     bundle = adapt("untied", tokenizer, use_rslora=True, lora_modules_to_save=modules)
+    check_saved_modules(bundle.model)
 
     before = {name: value.clone() for name, value in trained_parameters(bundle.model).items()}
     train_a_little(bundle.model, ids)
@@ -533,9 +540,9 @@ def stops_at(token: int, folder: Path) -> bool:
 
 @pytest.fixture
 def base_that_stops(bases, tmp_path) -> Path:
-    """Return a base whose answers end at token 70 or 71, sampled at a temperature of 0.6."""
+    """Return a base whose answers end at token 0 or 71, sampled at a temperature of 0.6."""
     folder = shutil.copytree(bases("untied"), tmp_path / "base")
-    settings = {"eos_token_id": [70, 71], "temperature": 0.6, "do_sample": True}
+    settings = {"eos_token_id": [0, 71], "temperature": 0.6, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -559,6 +566,7 @@ def test_an_adapter_without_stop_tokens_has_those_of_its_base(
         (folder / "generation_config.json").write_text(generation_config)
 
     assert stops_at(stop_token, folder)
+    assert stops_at(71, folder) == (stop_token == 71)
     assert not stops_at(90, folder)
 
 
@@ -578,8 +586,8 @@ def test_an_answer_of_an_adapter_ends_at_the_end_of_a_turn(bases, load, tmp_path
 @pytest.mark.parametrize(
     ("stop_token_ids", "expected"),
     [
-        pytest.param((), [70, 71], id="no tokens of a template"),
-        pytest.param((70, 258), [70, 71, 258], id="a token of a template"),
+        pytest.param((), [0, 71], id="no tokens of a template"),
+        pytest.param((0, 258), [0, 71, 258], id="a token of a template"),
     ],
 )
 def test_generation_settings_of_the_base_stay(load, base_that_stops, stop_token_ids, expected):
@@ -932,6 +940,7 @@ def test_bad_settings_are_refused(adapt, base, flags, message):
 
 def test_dropout_is_accepted_if_no_expert_is_adapted(adapt):
     model = adapt("mixtral", lora_target_modules=["q_proj"], lora_dropout=0.1).model
+    assert trained_parameters(model)
     assert all("q_proj" in name for name in trained_parameters(model))
 
 
@@ -1032,8 +1041,9 @@ def test_a_broken_adapter_is_one_line(adapt, tmp_path, file, content):
 def test_flags_that_contradict_continue_adapter_are_refused(
     peft_adapter, load, flags, lora, message
 ):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         load(continuing(peft_adapter(), **flags), LoraConfig(**lora))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -1059,8 +1069,9 @@ def test_continuing_an_adapter_on_other_weights_is_refused(peft_adapter, bases, 
     (folder / "base.json").write_text(json.dumps(origin_of(str(bases("untied")))))
     change_json(folder / "adapter_config.json", base_model_name_or_path=str(bases("another")))
 
-    with pytest.raises(UserError, match="is an adapter of other weights than"):
+    with pytest.raises(UserError, match="is an adapter of other weights than") as caught:
         load(continuing(folder))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -1076,8 +1087,9 @@ def test_continuing_another_kind_of_adapter_is_refused(peft_adapter, load, setti
     folder = peft_adapter()
     change_json(folder / "adapter_config.json", **settings)
 
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         load(continuing(folder))
+    assert "\n" not in str(caught.value)
 
 
 def test_only_the_folder_of_an_adapter_can_be_continued(bases):

@@ -115,10 +115,11 @@ def test_the_head_makes_logits_of_the_hidden_states(name: str, packed: bool) -> 
     torch.testing.assert_close(logits, expected_logits(model, batch))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_run_layers_runs_the_base_model_once(name: str) -> None:
+def test_run_layers_runs_the_base_model_once(name: str, packed: bool) -> None:
     model = build(name)
-    batch = batch_of(model, packed=False)
+    batch = batch_of(model, packed=packed)
     calls: list[nn.Module] = []
     with model.base_model.register_forward_hook(lambda module, *_: calls.append(module)):
         model.run_layers(**batch)

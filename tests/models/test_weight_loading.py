@@ -158,10 +158,16 @@ def test_stored_weights_are_those_of_from_pretrained(family: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_loaded_in_few_parts_and_keeps_its_buffers(family: str) -> None:
+def test_a_model_is_loaded_in_few_parts_and_keeps_its_buffers(family: str, tmp_path: Path) -> None:
+    real = real_model(family)
+    real.save_pretrained(tmp_path, max_shard_size="60KB")
     meta = meta_model(family)
     assert len(model_parts(meta)) <= 6
-    check_equal(dict(meta.named_buffers()), dict(real_model(family).named_buffers()))
+
+    check_equal(read_all(stored_weights(meta, tmp_path, torch.float32)), parameters_of(real))
+
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    check_equal(dict(meta.named_buffers()), dict(real.named_buffers()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

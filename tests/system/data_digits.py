@@ -377,8 +377,8 @@ def template_cases(folder: Path) -> Iterator[NamedCase]:
     templates = {f"{name} unmarked": chats.unmarked(text) for name, text in chats.TEMPLATES.items()}
     templates |= {f"{name} marked": chats.marked(text) for name, text in chats.TEMPLATES.items()}
     templates |= {
-        f"ahead {name}": shortcuts.LOOKING_AHEAD.replace("AHEAD", condition)
-        for name, condition in shortcuts.LOOKS_AHEAD.items()
+        f"ahead {name}": shortcuts.LOOKING_AHEAD.replace("IS_LAST", condition)
+        for name, condition in shortcuts.IS_LAST.items()
     }
     templates |= {
         "qwen3": chats.QWEN3,

@@ -231,6 +231,7 @@ def train(
         map(operator.is_, parameters, parameters_after)
     )
     are_same_on_all_ranks = bool(accelerator.gather(torch.tensor([are_same])).all())
+    local_bytes, total_bytes = parameter_bytes(model)
 
     engine = engine_for(
         Ranks(accelerator),
@@ -261,7 +262,6 @@ def train(
     check_replicas(Ranks(accelerator), prepared)
 
     write_models(engine, bundle.files, case, folder)
-    local_bytes, total_bytes = parameter_bytes(model)
     results = {
         "losses": losses,
         "grad_norms": grad_norms,

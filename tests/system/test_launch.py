@@ -147,6 +147,7 @@ def test_the_record_of_a_run_has_its_settings_with_their_origins(on_one_process:
 
 
 def test_each_log_entry_has_the_keys_of_its_kind(on_one_process: Path) -> None:
+    assert (on_one_process / "metrics.jsonl").read_text().endswith("\n")
     first_weights, first_eval, first_step, *later = metrics(on_one_process)
 
     common = {"step", "epoch", "tokens", "time"}

@@ -66,8 +66,13 @@ def test_runs_that_start_at_once_get_separate_folders(text_file: Path, tmp_path:
         )
         variables = agent_variables(tmp_path, run_id, learning_rate=learning_rate)
         processes.append(begin([*PYTHON, GPT, *FLAGS, *flags], variables))
-    for process in processes:
-        wait(process, 240).assert_ok()
+    try:
+        ended = [wait(process, 240) for process in processes]
+    finally:
+        for process in processes:
+            stop_group(process)
+    for end in ended:
+        end.assert_ok()
 
     folders = sorted(path for path in tmp_path.iterdir() if (path / "run.json").exists())
     names = ["sweep", *(f"sweep-{number}" for number in range(2, RUNS_AT_ONCE + 1))]
