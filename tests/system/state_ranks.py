@@ -285,6 +285,7 @@ def error_of_check(training: Training) -> str:
         engine=training.engine,
         optimizer=training.optimizer,
         optimizer_state=training.state,
+        settle=lambda: None,
     )
     batch: Any = None
     result: Any = SimpleNamespace(grad_norm=1.0)
