@@ -53,11 +53,10 @@ def test_the_recipe_of_the_page_stops_at_a_plateau_and_again_after_a_resume(
     status = read_json(folder / "status.json")
     assert status["state"] == "preempted"
     assert "asked to stop" in ended.out
-    # The fifth entry without a new lowest loss is written during the next step. The loop asks
-    # before the step after that one, and stops after it.
+    # The run stops after the step that follows the fifth entry without a new lowest loss.
     checkpoint = folder / "checkpoints" / f"step-{status['step']:08d}"
     structure = read_json(checkpoint / "parts" / "Plateau" / "structure.json")
-    assert ["entries", 7] in structure["state"]["dict"]
+    assert ["entries", 6] in structure["state"]["dict"]
 
     # The counter is restored, so the run stops again at once.
     train(recipe, folder, flags)
