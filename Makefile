@@ -86,4 +86,7 @@ CAMPAIGNS := tests/record/test_crashes.py tests/record/test_untrusted.py tests/s
 torture: $(READY)
 	LLMTRAIN_LONG=1 LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 \
 	LLMTRAIN_FAULT_TIMES=10 $(BIN)/pytest --timeout 3600 $(CAMPAIGNS)
-.PHONY: launches torture
+# The benchmark of a GPU on the CPU, with faults planted: before it runs on a card.
+rehearse: $(READY)
+	LLMTRAIN_LONG=1 LLMTRAIN_REHEARSE=1 $(BIN)/pytest tests/benchmarks/test_gpu.py
+.PHONY: launches torture rehearse
