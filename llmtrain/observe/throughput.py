@@ -38,7 +38,7 @@ class Throughput(Callback):
         self.flops_per_token = model.flops_per_token() if isinstance(model, CountsFlops) else 0
         self.peak = peak_flops(accelerator) if self.flops_per_token else 0.0
         self._is_on_cpu = accelerator.device.type == "cpu"
-        self.on_train_begin()
+        self._restart(at=time.perf_counter())
 
     def on_train_begin(self) -> None:
         self._restart(at=time.perf_counter())

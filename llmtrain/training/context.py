@@ -72,6 +72,20 @@ class LoopContext:
         """The state of the optimizer. First use it before a checkpoint is restored."""
         return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
 
+    def add_step(self, rows: torch.Tensor, result: StepResult) -> None:
+        """Settle the step before, and count a step that was launched.
+
+        Args:
+            rows: the rows of this rank; see :class:`LaunchedStep`.
+            result: the result of the step.
+
+        Raises:
+            UserError: if the step before was skipped, and no more steps may be.
+        """
+        self.settle()
+        self.run.status.count_step()
+        self.launched = LaunchedStep(step=self.run.step, rows=rows, result=result)
+
     def count_numbers(self) -> None:
         """Wait for the numbers of the last step, and count them in the run.
 
@@ -114,27 +128,30 @@ class LoopContext:
             UserError: if the step was skipped, and no more steps may be. That is the reason to
                 show, rather than what has failed since.
         """
-        if self.launched is None:
+        if self.launched is None or not self._can_settle_alone(self.launched.result):
             return
+
+        if self.engine.ranks.world_size > 1:
+            # The other callbacks may ask the other ranks something.
+            self.callbacks = [item for item in self.callbacks if item.takes_late_results]
         try:
-            if self.engine.ranks.world_size == 1:
-                self.settle()
-            elif self._is_settled_alone(self.launched.result):
-                self.callbacks = [item for item in self.callbacks if item.takes_late_results]
-                self.settle()
+            self.settle()
         except UserError:
             raise
         except Exception:  # the first error is the one to show
             return
 
-    def _is_settled_alone(self, result: StepResult) -> bool:
+    def _can_settle_alone(self, result: StepResult) -> bool:
         """Return whether this rank can settle a step without other ranks.
 
-        On a GPU, numbers of other ranks may still be missing in the log entry.
+        On a GPU, numbers of other ranks may still be missing in the log entry. If the step was
+        skipped, its rows are gathered from all ranks.
         """
+        if self.engine.ranks.world_size == 1:
+            return True
         return self.engine.device.type == "cpu" and math.isfinite(result.grad_norm)
 
-    def settles_at_once(self, info: StepInfo) -> bool:
+    def needs_result_of(self, info: StepInfo) -> bool:
         """Return whether something needs the result of a step before the next one."""
         if self.is_replay or self.evaluates_after(info) or self.saves_after(info):
             return True

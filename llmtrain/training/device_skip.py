@@ -22,9 +22,9 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     its step may do more than the step that it inherits. For the same reason, an optimizer with
     hooks does not qualify: they would run although the step is skipped.
     """
-    kind = type(optimizer)
     if _has_step_hooks(optimizer):
         return False
+    kind = type(optimizer)
     if kind in _TORCH_OPTIMIZERS:
         return all(group["fused"] for group in optimizer.param_groups)
     if "skips_on_device" not in vars(kind):

@@ -30,7 +30,7 @@ from llmtrain.training.checks import (
     say_if_xray_is_missed,
     say_rates,
 )
-from llmtrain.training.context import LaunchedStep, LoopContext, TrainingView
+from llmtrain.training.context import LoopContext, TrainingView
 from llmtrain.training.read_ahead import read_batches
 from llmtrain.training.run import Run
 from llmtrain.training.run_state import restore
@@ -156,8 +156,8 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     engine = context.engine
     settings = run.settings
     callbacks = context.callbacks
-    start = time.monotonic()
 
+    start = time.monotonic()
     for callback in callbacks:
         callback.on_step_begin(local_batch)
     _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
@@ -166,24 +166,22 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
     # step carries the vote to the other ranks, and its result says whether any rank wants to stop.
     votes = [run.wants_to_stop(), *(callback.wants_to_stop() for callback in callbacks)]
+    stop_requested = any(votes)
     result = train_step(
         engine,
         context.optimizer,
         local_batch.batches,
         max_grad_norm=settings.optim.max_grad_norm,
-        stop_requested=any(votes),
+        stop_requested=stop_requested,
     )
-    # The same on all ranks. Later, a callback may read the numbers on one rank only.
-    is_read = result.is_read
+    context.add_step(local_batch.rows, result)
 
-    context.settle()  # the step before this one
-    run.status.count_step()
-    context.launched = LaunchedStep(step=run.step, rows=local_batch.rows, result=result)
+    # All ranks decide the same here. Later, a callback may read the numbers on one rank only.
     info = StepInfo(step=run.step, is_last=run.step == settings.optim.max_steps, should_stop=False)
-    settles_at_once = is_read or context.settles_at_once(info)
+    settles_at_once = result.is_read or context.needs_result_of(info)
     if settles_at_once:
         context.count_numbers()
-    info = info._replace(should_stop=_should_stop(context, asked=any(votes)))
+    info = info._replace(should_stop=_should_stop(context, stop_requested))
     _reserve_step(context, time.monotonic() - start)
 
     engine.phases.begin("other", run.step)
@@ -196,7 +194,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     return info
 
 
-def _should_stop(context: LoopContext, asked: bool) -> bool:
+def _should_stop(context: LoopContext, stop_requested: bool) -> bool:
     """Return whether the run stops after this step, which is the same on all ranks.
 
     Other ranks learn of a vote from the numbers of its step. If these are read one step late, the
@@ -204,10 +202,10 @@ def _should_stop(context: LoopContext, asked: bool) -> bool:
 
     Args:
         context: the loop's context.
-        asked: whether this rank was asked to stop before the step.
+        stop_requested: whether this rank was asked to stop before the step.
     """
     if context.engine.ranks.world_size == 1:
-        return asked
+        return stop_requested
     return context.should_stop
 
 
