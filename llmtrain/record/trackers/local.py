@@ -1,4 +1,8 @@
-"""Trackers that write to a folder or to a server of the user's own."""
+"""Trackers that write to a folder or to a server of the user's own.
+
+If a process is killed after an entry has been stored and before its position is recorded, the next
+start sends the entry again. The tracker then has the same point twice.
+"""
 
 import time
 from collections import deque
@@ -10,11 +14,7 @@ from llmtrain.record.trackers.tracker import ContinuingTracker, Position, Tracke
 
 
 class TensorBoard(ContinuingTracker):
-    """TensorBoard, whose files are in the run folder. It reads those of all starts as one run.
-
-    If a process is killed after an entry has reached the file and before its position is recorded,
-    the next start writes the entry again. TensorBoard then shows the same point twice.
-    """
+    """TensorBoard, whose files are in the run folder. It reads those of all starts as one run."""
 
     def _begin(self, earlier_id: str | None) -> GeneralTracker:
         return self._start("tensorboard")
