@@ -9,10 +9,12 @@ import sysconfig
 import tempfile
 import venv
 from collections.abc import Sequence
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import filelock
 import pytest
+from packaging.requirements import Requirement
 
 # What pip says of a package that no index has. It lists versions if only this version is missing.
 _NO_INDEX = "(from versions: none)"
@@ -60,3 +62,58 @@ def _install(folder: Path, requirements: Sequence[str]) -> None:
     if _NO_INDEX in ended.stderr:
         pytest.skip(f"pip reaches no index that has the packages: {ended.stderr.splitlines()[-1]}")
     pytest.fail(ended.stderr)
+
+
+def environment_with_extras(folder: Path, *extras: str) -> Path:
+    """Make an environment with only the packages that ``pip install 'llmtrain[EXTRAS]'`` installs.
+
+    They are links to those of this environment, so nothing is installed.
+
+    Args:
+        folder: the folder of the new environment.
+        extras: the names of extras.
+
+    Returns:
+        The environment's Python.
+    """
+    venv.create(folder, symlinks=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    ours = Path(sysconfig.get_path("purelib"))
+
+    for name in sorted(_installed_with("llmtrain", extras)):
+        files = distribution(name).files
+        assert files, f"{name} has no list of files"
+        for entry in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            link = packages / entry
+            # Several packages may share a folder, such as google.
+            if not link.is_symlink():
+                link.symlink_to(ours / entry)
+    return folder / "bin" / "python"
+
+
+def _installed_with(name: str, extras: Sequence[str]) -> set[str]:
+    """Return the names of the packages that pip installs for a package, and of the package."""
+    names = set()
+    open_requirements = [(name, frozenset(extras))]
+    seen = set(open_requirements)
+    while open_requirements:
+        name, chosen = open_requirements.pop()
+        package = distribution(name)
+        names.add(package.name)
+        for required in _requirements_of(package, chosen):
+            further = (required.name, frozenset(required.extras))
+            if further not in seen:
+                seen.add(further)
+                open_requirements.append(further)
+    return names
+
+
+def _requirements_of(package: Distribution, extras: frozenset[str]) -> list[Requirement]:
+    """Return the requirements of a package that hold on this machine with these extras."""
+    requirements = [Requirement(line) for line in package.requires or []]
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
