@@ -5,10 +5,16 @@ Real processes that hang are in tests/system/test_faults.py.
 
 import os
 import platform
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
-from llmtrain.observe.heartbeat import Beat, describe_missing
+from llmtrain.observe.heartbeat import Beat, Heartbeat, describe_missing
+from llmtrain.phases import Phases
 
 
 def beat(
@@ -92,3 +98,28 @@ def test_no_rank_is_named_if_all_are_in_the_same_place() -> None:
     description = describe(before=beat(5, "count"), now=beat(8, "count"))
 
     assert description == "all ranks are alive, and in the same phase and step."
+
+
+class HeartbeatOfTwo(Heartbeat):
+    """The heartbeat of one of two ranks. The other one is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            ranks=SimpleNamespace(rank=0, world_size=2),
+            phases=Phases(torch.device("cpu"), model=torch.nn.Linear(1, 1)),
+            folder=folder,
+            timeout=600,
+            on_failure=lambda reason: None,
+        )
+
+    def _connect(self) -> None:
+        self.store = HashStore()
+
+
+def test_the_thread_that_sends_beats_ends_with_the_run(tmp_path: Path) -> None:
+    with HeartbeatOfTwo(tmp_path).context():
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+        assert thread.is_alive()
+
+    thread.join(timeout=10)
+    assert not thread.is_alive()

@@ -115,6 +115,43 @@ def test_the_time_limit_counts_from_the_start_of_the_process(clock: Clock) -> No
 
 
 @pytest.mark.parametrize(
+    ("losses", "stop_step", "reason"),
+    [
+        pytest.param(
+            [3.0, 2.0, 2.0, 2.5, 1.0],
+            3,
+            "eval/loss has not improved in 2 evaluations since step 1",
+            id="equal and worse",
+        ),
+        pytest.param(
+            [3.0, 2.0, 2.5, 1.5, 1.6, 1.7],
+            5,
+            "eval/loss has not improved in 2 evaluations since step 3",
+            id="an improvement in between",
+        ),
+        pytest.param(
+            [3.0, math.nan, math.nan, 1.0],
+            2,
+            "eval/loss was not a number in 2 evaluations",
+            id="NaN from the first step",
+        ),
+    ],
+)
+def test_a_run_ends_after_two_evaluations_without_an_improvement(
+    losses: list[float], stop_step: int, reason: str
+) -> None:
+    patience = Patience(allowed=2, metric="eval/loss")
+
+    for step, loss in enumerate(losses):
+        patience.record(step, {"eval/loss": loss})
+        if patience.is_over:
+            break
+
+    assert step == stop_step
+    assert patience.reason == reason
+
+
+@pytest.mark.parametrize(
     ("metric", "values", "sentence"),
     [
         pytest.param(
