@@ -22,7 +22,18 @@ def test_sizes(size: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80gb", 80e9), ("24gib", 24 * 2**30), ("800 MB", 800e6), ("1.5GiB", 1.5 * 2**30)],
+    [
+        ("80gb", 80e9),
+        ("24gib", 24 * 2**30),
+        ("800 MB", 800e6),
+        ("1.5GiB", 1.5 * 2**30),
+        ("512 b", 512),
+        ("3kb", 3000),
+        ("3kib", 3 * 1024),
+        ("3MiB", 3 * 1024**2),
+        ("2 TB", 2 * 1000**4),
+        ("2tib", 2 * 1024**4),
+    ],
 )
 def test_a_size_is_read(text: str, size: float) -> None:
     assert size_bytes(text) == size
