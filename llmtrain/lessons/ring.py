@@ -84,7 +84,9 @@ def _compare_ring_with_torch(accelerator: Accelerator) -> None:
     show(
         f"each of {size} processes sent {share:.3f} times the tensor; 2 (N - 1) / N is {bound:.3f}"
     )
-    assert abs(share / bound - 1) < 1e-4
+    # Some ranks send a longer chunk than others, but in every turn all chunks are on their way.
+    sent_by_all = accelerator.gather(torch.tensor([sent_bytes])).sum().item()
+    assert sent_by_all == 2 * (size - 1) * tensor.nbytes
 
 
 def _compare_many_with_one(accelerator: Accelerator) -> None:

@@ -413,9 +413,23 @@ def test_the_command_replaces_no_file(run_folder: Path, capsys) -> None:
     assert "model.gguf already exists" in error
 
 
-def test_the_command_cannot_check_a_gguf_file(run_folder: Path, capsys) -> None:
-    error = error_of_export(capsys, str(run_folder), "--to_gguf", "--check")
-    assert "leave it out with --to_gguf" in error
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--check", "--check loads a folder with transformers; leave it out with --to_gguf."),
+        (
+            "--ollama",
+            "--ollama writes a Modelfile beside a model folder; leave it out with --to_gguf.",
+        ),
+    ],
+)
+def test_flags_for_a_model_folder_are_refused_with_to_gguf(
+    flag: str, message: str, run_folder: Path, capsys
+) -> None:
+    error = error_of_export(capsys, str(run_folder), "--to_gguf", flag)
+
+    assert error == f"error: {message}\n"
+    assert not (run_folder / "model.gguf").exists()
 
 
 def test_the_command_names_the_package_that_it_needs(
