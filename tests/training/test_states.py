@@ -105,7 +105,7 @@ def train(
         callbacks.append(average)
 
     opened_run = lt.open_run(
-        accelerator, settings, rows, bundle, optimizer=optimizer, callbacks=callbacks
+        accelerator, settings, rows, bundle=bundle, optimizer=optimizer, callbacks=callbacks
     )
     with opened_run as run:
         batches, _ = lt.loaders(run)
