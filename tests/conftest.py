@@ -4,8 +4,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", NETRC=os.devnull)
 os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for threads
@@ -36,6 +40,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
+
     folder = base / "shared"
     folder.mkdir(exist_ok=True)
     return folder
@@ -43,8 +48,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_process_group_left() -> Iterator[None]:
-    """Fail if the tests of a file leave a process group, since the next file would be part of it."""
+    """Fail if the tests of a file leave a process group. The next file would be part of it."""
     yield
+
     dist = sys.modules.get("torch.distributed")
     assert dist is None or not dist.is_initialized()
 
@@ -65,8 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="a long form: make test-all runs it"))
 
-    # Files whose tests start processes take longest. They come first, so that no worker waits at the
-    # end. The order within a file stays the same, and so do the fixtures that its tests share.
+    # Files whose tests start processes take longest. They come first, so that no worker waits at
+    # the end. The order within a file stays the same, and so do the fixtures that its tests share.
     items.sort(key=lambda item: "/tests/system/" not in str(item.path))
 
 
@@ -83,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def accelerator():
+def accelerator() -> "Iterator[Accelerator]":
     """An Accelerator of one process on the CPU, with the settings of a run."""
     from accelerate.state import AcceleratorState, GradientState
 
@@ -95,4 +101,5 @@ def accelerator():
 
     reset()
     yield start_accelerator()
+
     reset()

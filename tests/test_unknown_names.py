@@ -10,7 +10,7 @@ import pytest
 from llmtrain.cli import build_parser
 from llmtrain.config.command_line import parse
 from llmtrain.config.flags import configs_of, flags_of
-from llmtrain.config.unknown_names import flags_in, hint_for, hints
+from llmtrain.config.unknown_names import did_you_mean, flags_in, hint_for, hints
 from llmtrain.errors import UserError
 from tests.launching import ROOT
 
@@ -327,6 +327,43 @@ def test_a_misspelled_flag_gets_the_nearest_flag_of_the_recipe(typo: str, recipe
         assert message == f"unknown flag --{typo} - {question} --help lists the flags."
     else:
         assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "question"),
+    [
+        pytest.param(
+            "--gradient_check",
+            ["--gradient_checkpointing", "--gradient_checkpointing_every"],
+            " - did you mean --gradient_checkpointing?",
+            id="several names, the nearest first",
+        ),
+        pytest.param(
+            "--gradient_check",
+            ["--gradient_checkpointing_every", "--gradient_checkpointing"],
+            " - did you mean --gradient_checkpointing?",
+            id="several names, the nearest last",
+        ),
+        pytest.param(
+            "--lr_step",
+            ["--lr_step_schedule_file", "--lr_step_warmup_factor", "--max_lr_step"],
+            " - did you mean --max_lr_step?",
+            id="several names, and a nearer one that begins differently",
+        ),
+        pytest.param("--e", ["--eval_steps", "--eval_fraction"], "", id="several names, none near"),
+        pytest.param(
+            "--siz",
+            ["--sit", "--size_of_vocabulary"],
+            " - did you mean --size_of_vocabulary?",
+            id="one name, and a nearer one that begins differently",
+        ),
+    ],
+)
+def test_the_beginning_of_several_names_gets_the_nearest_of_all_names(
+    word: str, known: list[str], question: str
+) -> None:
+    """The beginning of only one name gets that name, however long it is."""
+    assert did_you_mean(word, known) == question
 
 
 def test_the_page_of_questions_shows_the_error() -> None:

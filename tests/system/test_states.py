@@ -39,17 +39,26 @@ class Results(NamedTuple):
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    layout = request.param
     folder = tmp_path_factory.mktemp("states")
-    command = [*LAUNCHERS[request.param], "tests/system/state_ranks.py", str(folder)]
+    optimizers = [*SHARDABLE, *HEAVYBALL, *ONLY_REPLICATED]
+    command = [*LAUNCHERS[layout], "tests/system/state_ranks.py", str(folder), *optimizers]
+
     # heavyball compiles every function, which takes half a minute.
-    variables = {"TORCHDYNAMO_DISABLE": "1"}
-    run_forked([*command, *SHARDABLE, *HEAVYBALL, *ONLY_REPLICATED], variables).assert_ok()
+    run_forked(command, {"TORCHDYNAMO_DISABLE": "1"}).assert_ok()
+
     ranks = [read_json(folder / f"rank-{rank}.json") for rank in range(2)]
-    return Results(request.param, folder, ranks)
+    return Results(layout=layout, folder=folder, ranks=ranks)
+
+
+# --- restarts
 
 
 def test_an_optimizer_continues_after_a_restart_bit_for_bit(results: Results) -> None:
-    names = SHARDABLE if results.layout == "FSDP2" else [*SHARDABLE, *HEAVYBALL, *ONLY_REPLICATED]
+    names = [*SHARDABLE]
+    if results.layout == "DDP":
+        names += [*HEAVYBALL, *ONLY_REPLICATED]
+
     for rank in results.ranks:
         differences = {name: rank["restarts"][name] for name in names}
         assert differences == {name: [] for name in names}
@@ -66,34 +75,6 @@ def test_an_optimizer_that_cannot_be_sharded_ends_in_an_error(results: Results) 
             assert outcome == [] or outcome.startswith(errors), name
 
 
-def test_eight_bit_adamw_has_the_same_bits_with_sharded_and_full_parameters(
-    results: Results,
-) -> None:
-    for rank in results.ranks:
-        assert rank["sharding"] == []
-
-
-def test_states_that_differ_between_ranks_are_an_error_that_names_them(results: Results) -> None:
-    differs = "keeps other values on rank 1 than on rank 0 in"
-    beginnings = {
-        "number of a part": (f"Average {differs} its numbers, strings or lists; a checkpoint "),
-        "tensor of a part": f"Average {differs} mean.rows; a checkpoint holds ",
-        "tensor of the optimizer": (
-            f"the optimizer AdamW {differs} transformer.wte.weight.noise; "
-        ),
-        "no state on rank 1": (
-            "the states of rank 1 have other tensors than those of rank 0"
-            if results.layout == "FSDP2"
-            else f"the optimizer AdamW {differs} transformer.wte.weight.step; "
-        ),
-    }
-    for rank in results.ranks:
-        errors = rank["differing ranks"]
-        assert errors.keys() == beginnings.keys()
-        for case, error in errors.items():
-            assert error.startswith(beginnings[case]), case
-
-
 def test_the_state_of_an_optimizer_is_restored_in_a_run_on_one_process(results: Results) -> None:
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=12, block_size=8), 31)
     optimizer = Odd(model.parameters())
@@ -108,3 +89,43 @@ def test_the_state_of_an_optimizer_is_restored_in_a_run_on_one_process(results: 
         assert state["codes"].dtype == torch.uint8
         for value in state[0]["list"]:
             assert type(value) in (torch.Tensor, type(None)), "no sharded tensor"
+
+
+# --- sharded and full parameters
+
+
+def test_eight_bit_adamw_has_the_same_bits_with_sharded_and_full_parameters(
+    results: Results,
+) -> None:
+    for rank in results.ranks:
+        assert rank["sharding"] == []
+
+
+# --- ranks that differ
+
+
+@pytest.fixture
+def error_beginnings(results: Results) -> dict[str, str]:
+    """The beginning of the error for each case of states that differ between ranks."""
+    differs = "keeps other values on rank 1 than on rank 0 in"
+    beginnings = {
+        "number of a part": f"Average {differs} its numbers, strings or lists; a checkpoint ",
+        "tensor of a part": f"Average {differs} mean.rows; a checkpoint holds ",
+        "tensor of the optimizer": f"the optimizer AdamW {differs} transformer.wte.weight.noise; ",
+        "no state on rank 1": f"the optimizer AdamW {differs} transformer.wte.weight.step; ",
+    }
+    if results.layout == "FSDP2":
+        beginnings["no state on rank 1"] = (
+            "the states of rank 1 have other tensors than those of rank 0"
+        )
+    return beginnings
+
+
+def test_states_that_differ_between_ranks_are_an_error_that_names_them(
+    results: Results, error_beginnings: dict[str, str]
+) -> None:
+    for rank in results.ranks:
+        errors = rank["differing ranks"]
+        assert errors.keys() == error_beginnings.keys()
+        for case, error in errors.items():
+            assert error.startswith(error_beginnings[case]), case

@@ -1,4 +1,4 @@
-"""A short run that several tests start, each with parts of its own."""
+"""A short run that several tests start, each with its own parts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import llmtrain as lt
 from llmtrain.training.run import Run
@@ -23,9 +24,14 @@ SETTINGS = gpt.Settings(
 
 @pytest.fixture
 def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Train a small GPT in the folder ``run``, with parts."""
+    """A function that trains a small GPT in the folder ``run``, with the parts of a test."""
 
-    def train(resume: str = "auto", async_save: bool = False, **parts: Any) -> Run:
+    def train(
+        resume: str = "auto",
+        async_save: bool = False,
+        model: nn.Module | None = None,
+        **parts: Any,
+    ) -> Run:
         settings = dataclasses.replace(
             SETTINGS,
             data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
@@ -37,8 +43,9 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
             ),
         )
         rows = lt.tokenize(settings.data, 16)
-        model = lt.GPT(settings.model, rows.vocabulary, seed=0)
-        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
+        gpt_model = model or lt.GPT(settings.model, rows.vocabulary, seed=0)
+        files = gpt_model.files(rows.tokenizer, rows.metadata.dataset)
+        bundle = lt.ModelBundle(gpt_model, files)
         return lt.fit(settings, rows, lambda *_: bundle, **parts)
 
     return train

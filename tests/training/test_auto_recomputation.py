@@ -1,7 +1,7 @@
 """`--gradient_checkpointing auto` recomputes as few blocks as fit, and a run keeps its choice."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,25 +25,44 @@ from llmtrain.training.auto_recomputation import (
     usable_bytes,
 )
 from llmtrain.training.layout import Layout
+from llmtrain.training.run import Run
 from recipes import finetune, gpt
 from tests.launching import read_json
 from tests.models.some_rows import SomeRows
 
+# Bytes of a GPU's memory.
 AMPLE = 1e12
 SCARCE = 1.0
+
 LAYOUT = Layout(processes=1, accumulation=1, micro_batch=4)
 
 
+# --- the choice
+
+
 class Chooser:
-    """Chooses for a small Llama of three blocks, on a GPU with some memory."""
+    """Makes the choice for a small Llama of three blocks, and keeps the last settings."""
 
     def __init__(self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ranks = Ranks(accelerator)
         self.monkeypatch = monkeypatch
 
     def choose(
-        self, memory: float | None, objective: lt.Objective | None = None, **flags: Any
+        self,
+        memory: float | None,
+        *,
+        gradient_checkpointing: bool | None = None,
+        bitwise: bool = False,
+        objective: lt.Objective | None = None,
     ) -> ModelBundle:
+        """Return a new model with the choice.
+
+        Args:
+            memory: the bytes of the GPU; ``None`` for a CPU.
+            gradient_checkpointing: the flag; ``None`` is ``auto``.
+            bitwise: the flag.
+            objective: replaces the objective of the model.
+        """
         self.monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
         torch.manual_seed(0)
         tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
@@ -52,17 +71,20 @@ class Chooser:
                 from_config="llama",
                 config_overrides="num_hidden_layers=3,hidden_size=64",
                 max_length=64,
-                gradient_checkpointing=flags.pop("gradient_checkpointing", None),
+                gradient_checkpointing=gradient_checkpointing,
             ),
             lora=lt.LoraConfig(),
             data=lt.DataConfig(),
             chat=lt.ChatConfig(),
-            parallel=lt.ParallelConfig(**flags),
+            parallel=lt.ParallelConfig(bitwise=bitwise),
         )
-        bundle = load_model(self.settings.model, None, SomeRows(tokenizer), 0, "no")
+        bundle = load_model(
+            self.settings.model, lora=None, rows=SomeRows(tokenizer), seed=0, precision="no"
+        )
         if objective is not None:
             bundle.objective = objective
-        choose_recomputation(self.ranks, bundle, self.settings, LAYOUT, positions=64)
+
+        choose_recomputation(self.ranks, bundle, self.settings, layout=LAYOUT, positions=64)
         return bundle
 
 
@@ -82,52 +104,80 @@ def needed_bytes(bundle: ModelBundle) -> tuple[float, float]:
     return float(with_choice) * 2**20, float(without) * 2**20
 
 
+def test_no_block_is_recomputed_if_the_run_fits_without(chooser: Chooser) -> None:
+    bundle = chooser.choose(AMPLE)
+
+    assert recomputed(bundle) == [False, False, False]
+    assert bundle.recomputation.reason.startswith("no block: the run needs ")
+
+
+def test_all_blocks_are_recomputed_if_the_run_does_not_fit(chooser: Chooser) -> None:
+    bundle = chooser.choose(SCARCE)
+
+    assert recomputed(bundle) == [True, True, True]
+    assert all(p.is_meta for p in bundle.model.parameters())
+
+
 def test_as_few_blocks_as_fit_are_recomputed(chooser: Chooser) -> None:
-    ample = chooser.choose(AMPLE)
-    drawn = torch.rand(3)
-    assert recomputed(ample) == [False, False, False]
-    assert ample.recomputation.reason.startswith("no block: the run needs ")
+    with_all, without = needed_bytes(chooser.choose(SCARCE))
 
-    scarce = chooser.choose(SCARCE)
-    assert torch.equal(torch.rand(3), drawn)  # counting draws no random numbers
-    assert recomputed(scarce) == [True, True, True]
-    assert all(p.is_meta for p in scarce.model.parameters())
+    bundle = chooser.choose((with_all + without) / 2)
 
-    with_all, without = needed_bytes(scarce)
-    half_way = chooser.choose((with_all + without) / 2)
-    assert recomputed(half_way) == [True, False, False]
-    assert half_way.recomputation.reason.startswith("1 of 3 blocks: the run needs ")
+    assert recomputed(bundle) == [True, False, False]
+    assert bundle.recomputation.reason.startswith("1 of 3 blocks: the run needs ")
+
+
+def test_counting_the_memory_draws_no_random_numbers(chooser: Chooser) -> None:
+    chooser.choose(None)  # on a CPU, nothing is counted
+    expected = torch.rand(3)
+
+    chooser.choose(AMPLE)
+    assert torch.equal(torch.rand(3), expected)
+
+    chooser.choose(SCARCE)
+    assert torch.equal(torch.rand(3), expected)
 
 
 @pytest.mark.parametrize(
-    ("memory", "flags", "expected"),
+    ("memory", "flags", "every"),
     [
-        (SCARCE, {"gradient_checkpointing": False}, 0),
-        (AMPLE, {"gradient_checkpointing": True}, 1),
-        (SCARCE, {"bitwise": True}, 0),
-        (AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1),
-        (None, {}, None),  # on a CPU
+        pytest.param(SCARCE, {"gradient_checkpointing": False}, 0, id="off"),
+        pytest.param(AMPLE, {"gradient_checkpointing": True}, 1, id="on"),
+        pytest.param(SCARCE, {"bitwise": True}, 0, id="bitwise"),
+        pytest.param(
+            AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1, id="bitwise and on"
+        ),
     ],
 )
-def test_the_memory_decides_only_for_auto_on_a_gpu(
-    memory: float | None, flags: dict[str, bool], expected: int | None, chooser: Chooser
+def test_the_memory_does_not_matter_if_a_flag_decides(
+    memory: float, flags: dict[str, bool], every: int, chooser: Chooser
 ) -> None:
     bundle = chooser.choose(memory, **flags)
-    every = None if bundle.recomputation is None else bundle.recomputation.every
-    assert every == expected
-    assert recomputed(bundle) == [expected == 1] * 3
+
+    assert bundle.recomputation.every == every
+    assert recomputed(bundle) == [every == 1] * 3
 
 
-class ReadsValues(lt.Objective):
-    """An objective whose memory cannot be counted."""
+def test_nothing_is_chosen_on_a_cpu(chooser: Chooser) -> None:
+    bundle = chooser.choose(None)
+
+    assert bundle.recomputation is None
+    assert recomputed(bundle) == [False, False, False]
+
+
+class AbsoluteLoss(lt.Objective):
+    """An objective that reads the value of a tensor, so its memory cannot be counted."""
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
         nll = model.nll(**batch)
-        return lt.LossSums(nll if nll.item() > 0 else -nll)
+        if nll.item() > 0:
+            return lt.LossSums(nll)
+        return lt.LossSums(-nll)
 
 
 def test_a_run_whose_memory_is_unknown_starts_and_says_so(chooser: Chooser) -> None:
-    bundle = chooser.choose(SCARCE, ReadsValues())
+    bundle = chooser.choose(SCARCE, objective=AbsoluteLoss())
+
     assert recomputed(bundle) == [False, False, False]
     assert "the memory of the run is unknown" in bundle.recomputation.reason
     assert "add --gradient_checkpointing" in bundle.recomputation.reason
@@ -140,9 +190,17 @@ def test_the_smallest_gpu_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -
         device=torch.device("cuda"),
         gather_numbers=lambda numbers: {"memory": [numbers["memory"], 40e9]},
     )
+
     assert usable_bytes(ranks) == 40e9 * (1 - RESERVED_MEMORY)
-    ranks.device = torch.device("cpu")
+
+
+def test_the_memory_of_a_cpu_does_not_count() -> None:
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+
     assert usable_bytes(ranks) is None
+
+
+# --- a run that is resumed
 
 
 class CrashError(Exception):
@@ -160,12 +218,16 @@ class Crash(lt.Callback):
 
 
 @pytest.fixture
-def train(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., torch.Tensor]:
-    """Train a GPT of three blocks with dropout on a GPU with some memory."""
+def train(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
+    """A function that trains a GPT of three blocks with dropout, on a GPU with some memory."""
 
-    def train(name: str, memory: float, *callbacks: lt.Callback, flag: bool | None = None) -> Any:
+    def train(
+        name: str,
+        memory: float,
+        *,
+        callbacks: Sequence[lt.Callback] = (),
+        gradient_checkpointing: bool | None = None,
+    ) -> Run:
         monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
         settings = gpt.Settings(
             model=lt.GPTConfig(
@@ -174,7 +236,7 @@ def train(
                 n_embd=16,
                 block_size=16,
                 dropout=0.1,
-                gradient_checkpointing=flag,
+                gradient_checkpointing=gradient_checkpointing,
             ),
             data=lt.DataConfig(dataset=[str(text_file)], tokenizer="byte", global_batch_size=4),
             optim=lt.OptimConfig(optim="adamw", max_steps=4, warmup_steps=0),
@@ -187,31 +249,45 @@ def train(
 
 
 def test_a_run_records_its_choice_and_keeps_it_when_it_is_resumed(
-    train: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CrashError):
-        train("run", SCARCE, Crash())
+        train("run", SCARCE, callbacks=[Crash()])
     assert "recompute all blocks: the run needs " in capsys.readouterr().out
 
     resumed = train("run", AMPLE)
+
     line = "all blocks, as before the run was resumed; this start alone would choose no block"
     assert line in capsys.readouterr().out
     assert resumed.bundle.model.base_model.recompute_every == 1
-
     starts = read_json(tmp_path / "run/run.json")["starts"]
     assert [start["recompute_every"] for start in starts] == [1, 1]
 
-    # Recomputation is no part of the fingerprint, because it gives the same bits.
-    uninterrupted = train("other", AMPLE, flag=False)
-    assert uninterrupted.fingerprint == resumed.fingerprint
-    weights = uninterrupted.bundle.model.state_dict()
-    for name, weight in resumed.bundle.model.state_dict().items():
-        assert torch.equal(weight, weights[name]), name
+
+def test_recomputation_changes_neither_the_fingerprint_nor_the_weights(
+    train: Callable[..., Run],
+) -> None:
+    with pytest.raises(CrashError):
+        train("recomputed", SCARCE, callbacks=[Crash()])
+    recomputed_run = train("recomputed", AMPLE)
+
+    run_without = train("without", AMPLE, gradient_checkpointing=False)
+
+    assert recomputed_run.bundle.model.base_model.recompute_every == 1
+    assert run_without.bundle.model.base_model.recompute_every == 0
+    assert recomputed_run.fingerprint == run_without.fingerprint
+    weights = recomputed_run.bundle.model.state_dict()
+    expected_weights = run_without.bundle.model.state_dict()
+    assert weights.keys() == expected_weights.keys()
+    for name, expected in expected_weights.items():
+        assert torch.equal(weights[name], expected), name
 
 
 def test_a_resumed_run_says_if_it_may_not_fit(chooser: Chooser) -> None:
     bundle = chooser.choose(SCARCE)
+
     keep_recomputation(chooser.settings, bundle, recorded=0)
+
     assert recomputed(bundle) == [False, False, False]
     assert bundle.recomputation.every == 0
     assert bundle.recomputation.reason.startswith("no block, as before the run was resumed; ")

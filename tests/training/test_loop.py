@@ -1,4 +1,4 @@
-"""The loop calls what it is given, and leaves nothing behind: a model can be trained again."""
+"""The loop calls the callbacks, and leaves nothing behind: a model can be trained again."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ def model(rows: Tokenized) -> Any:
 
 @pytest.fixture
 def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
-    """Train the model in a folder of the test's own, with callbacks."""
+    """A function that trains the model in a folder below ``tmp_path``, with callbacks."""
 
     def train(name: str, callbacks: Sequence[Callback] = ()) -> None:
         run_config = dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name))
@@ -59,39 +59,55 @@ def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.fixture
-def crash(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the next steps fail."""
+def failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run fail when it counts its first step."""
 
     def fail(*_: object, **__: object) -> None:
         raise CrashError("out of luck")
 
-    return lambda: monkeypatch.setattr(LoopContext, "settle", fail)
+    monkeypatch.setattr(LoopContext, "settle", fail)
 
 
-def hooks_of(model: nn.Module) -> int:
+# --- hooks on the model
+
+
+def hook_count(model: nn.Module) -> int:
     """Return how many hooks there are on a model's modules and parameters."""
-    modules = sum(
+    on_modules = sum(
         len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
     )
-    parameters = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
-    return modules + parameters
+    on_parameters = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    return on_modules + on_parameters
 
 
-@pytest.mark.parametrize("crashes", [False, True], ids=["to its end", "until it fails"])
-def test_training_leaves_no_hooks_on_the_model(
-    crashes: bool, train: Callable, model: nn.Module, crash: Callable
-) -> None:
-    before = hooks_of(model)
-    if crashes:
-        crash()
-    for name in ("first", "second"):
-        with pytest.raises(CrashError) if crashes else contextlib.nullcontext():
-            train(name)
-        assert hooks_of(model) == before
+def test_a_run_leaves_no_hooks_on_the_model(train: Callable, model: nn.Module) -> None:
+    before = hook_count(model)
+
+    train("first")
+    assert hook_count(model) == before
+
+    train("second")
+    assert hook_count(model) == before
+
+
+@pytest.mark.usefixtures("failing_steps")
+def test_a_run_that_fails_leaves_no_hooks_on_the_model(train: Callable, model: nn.Module) -> None:
+    before = hook_count(model)
+
+    with pytest.raises(CrashError):
+        train("first")
+    assert hook_count(model) == before
+
+    with pytest.raises(CrashError):
+        train("second")
+    assert hook_count(model) == before
+
+
+# --- calls of callbacks
 
 
 class Recorder(Callback):
-    """Records the calls of the loop, and stops it after a step."""
+    """Records the calls of the loop, and stops it after ``last_step``."""
 
     def __init__(self, last_step: int = 3) -> None:
         self.last_step = last_step
@@ -127,11 +143,47 @@ class Recorder(Callback):
         self.calls.append("train ends")
 
 
-def test_a_callback_of_the_users_own_is_called_around_every_step(train: Callable) -> None:
+def test_a_callback_of_the_user_is_called_around_every_step(train: Callable) -> None:
     recorder = Recorder()
+
     train("run", [recorder])
-    steps = [call for step in (1, 2, 3) for call in ("step begins", f"step {step} ends")]
-    assert recorder.calls == ["open", "train begins", *steps, "train ends", "close"]
+
+    assert recorder.calls == [
+        "open",
+        "train begins",
+        "step begins",
+        "step 1 ends",
+        "step begins",
+        "step 2 ends",
+        "step begins",
+        "step 3 ends",
+        "train ends",
+        "close",
+    ]
+
+
+def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:
+    recorder = Recorder(last_step=2)
+
+    train("run", [recorder])
+
+    assert recorder.calls[-3:] == ["step 2 ends", "train ends", "close"]
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["state"] == "preempted"
+    assert status["step"] == 2
+
+
+@pytest.mark.usefixtures("failing_steps")
+def test_the_context_of_a_callback_is_closed_after_an_error(train: Callable) -> None:
+    recorder = Recorder()
+
+    with pytest.raises(CrashError):
+        train("run", [recorder])
+
+    assert recorder.calls == ["open", "train begins", "step begins", "close"]
+
+
+# --- log entries
 
 
 class LogRecorder(Callback):
@@ -144,61 +196,56 @@ class LogRecorder(Callback):
         self.entries.append((step, dict(metrics)))
 
 
-def test_a_callback_gets_what_is_logged(train: Callable, tmp_path: Path) -> None:
+def test_a_callback_gets_the_numbers_of_each_log_entry(train: Callable, tmp_path: Path) -> None:
     recorder = LogRecorder()
+
     train("run", [recorder])
+
     logged = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [step for step, _ in recorder.entries] == [entry["step"] for entry in logged]
-    keys = set()
-    for (_, metrics), entry in zip(recorder.entries, logged, strict=True):
-        assert metrics == as_numbers(entry)
-        keys |= metrics.keys()
-    assert {"epoch", "train/loss", "train/grad_norm", "train/learning_rate"} <= keys
-    assert "phases" not in keys
+    assert recorder.entries == [(entry["step"], as_numbers(entry)) for entry in logged]
+
+    names = set()
+    for _, metrics in recorder.entries:
+        names |= metrics.keys()
+    assert {"epoch", "train/loss", "train/grad_norm", "train/learning_rate"} <= names
+    assert "phases" not in names
 
 
-def test_the_loops_own_callbacks_get_what_is_logged_too(
+def test_the_callbacks_of_the_loop_get_each_log_entry_too(
     train: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[int] = []
     monkeypatch.setattr(Finish, "on_log", lambda self, step, metrics: steps.append(step))
     recorder = LogRecorder()
+
     train("run", [recorder])
+
     assert steps == [step for step, _ in recorder.entries]
     assert steps
+
+
+# --- the end of a run
 
 
 def test_a_run_is_finished_as_soon_as_its_model_is_written(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(periodic, "final_sample", stopped)
+    monkeypatch.setattr(periodic, "final_sample", interrupt)
+
     with pytest.raises(KeyboardInterrupt):
-        train("run", [])
+        train("run")
+
     status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["step"]) == ("finished", 3)
+    assert status["state"] == "finished"
+    assert status["step"] == 3
 
 
-def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:
-    recorder = Recorder(last_step=2)
-    train("run", [recorder])
-    assert recorder.calls[-3:] == ["step 2 ends", "train ends", "close"]
-    status = read_json(tmp_path / "run" / "status.json")
-    assert (status["state"], status["step"]) == ("preempted", 2)
+# --- the accelerator
 
 
-def test_the_context_of_a_callback_is_closed_after_an_error(
-    train: Callable, crash: Callable
-) -> None:
-    recorder = Recorder()
-    crash()
-    with pytest.raises(CrashError):
-        train("run", [recorder])
-    assert recorder.calls == ["open", "train begins", "step begins", "close"]
-
-
-def test_an_accelerator_of_the_users_own_is_refused() -> None:
+def test_an_accelerator_that_llmtrain_has_not_made_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs the Accelerator that llmtrain\.start\(\) makes"):
         check_wrapping(Accelerator(cpu=True), nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""What a user brings has the promises that ours have: a fingerprint, a state, errors at the start."""
+"""The parts of a user are treated like the package's: fingerprint, state, errors at the start."""
 
 import functools
 import math
@@ -21,6 +21,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import Part, as_json
+from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.parts import Parts
 from llmtrain.training.run import Run
@@ -42,8 +43,8 @@ class Stop(lt.Callback):
 
     fingerprint = None
 
-    def __init__(self, step: int) -> None:
-        self.last_step = step
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,22 +89,25 @@ def test_a_fingerprint_does_not_depend_on_where_a_flag_was_set() -> None:
     by_default = lt.parse(recipe, []).preference
     by_flag = lt.parse(recipe, ["--beta", "0.1"]).preference
     changed = lt.parse(recipe, ["--beta", "0.2"]).preference
-    assert as_json(by_default) == as_json(by_flag) != as_json(changed)
+
+    assert as_json(by_flag) == as_json(by_default)
+    assert as_json(changed) != as_json(by_default)
 
 
 def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
     fingerprint = as_json(Described().fingerprint)
-    weights = fingerprint.pop("weights")
+
     assert fingerprint == {
         "class": "Described",
         "width": 3,
         "rate": 0.5,
+        "weights": as_json(torch.ones(2)),
         "names": ["a", "b"],
         "shape": [1, [2]],
         "path": "x",
         "module": {"class": "Linear"},
     }
-    assert weights != as_json(torch.zeros(2))
+    assert fingerprint["weights"] != as_json(torch.zeros(2))
 
 
 class Color(Enum):
@@ -113,20 +117,22 @@ class Color(Enum):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.float32(0.5), 0.5),
-        (np.int64(3), 3),
-        (float("nan"), "nan"),
-        (math.inf, "inf"),
-        (torch.bfloat16, "torch.bfloat16"),
-        (math.cos, "cos"),
-        (functools.partial(int, base=8), ["int", [], {"base": 8}]),
-        ({3: None}, {"3": None}),
-        ({math.cos: 1}, {"cos": 1}),
-        (Color.RED, "Color.RED"),
-        (range(3), "range(0, 3)"),
-        (Decimal("0.1"), "0.1"),
-        (SimpleNamespace(a=1), {"a": 1}),
-        (object(), {"class": "object"}),
+        pytest.param(np.float32(0.5), 0.5, id="numpy float"),
+        pytest.param(np.int64(3), 3, id="numpy integer"),
+        pytest.param(float("nan"), "nan", id="NaN"),
+        pytest.param(math.inf, "inf", id="infinity"),
+        pytest.param(torch.bfloat16, "torch.bfloat16", id="dtype"),
+        pytest.param(math.cos, "cos", id="function"),
+        pytest.param(
+            functools.partial(int, base=8), ["int", [], {"base": 8}], id="partial function"
+        ),
+        pytest.param({3: None}, {"3": None}, id="integer as a key"),
+        pytest.param({math.cos: 1}, {"cos": 1}, id="function as a key"),
+        pytest.param(Color.RED, "Color.RED", id="enum"),
+        pytest.param(range(3), "range(0, 3)", id="range"),
+        pytest.param(Decimal("0.1"), "0.1", id="decimal"),
+        pytest.param(SimpleNamespace(a=1), {"a": 1}, id="namespace"),
+        pytest.param(object(), {"class": "object"}, id="any object"),
     ],
 )
 def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
@@ -135,32 +141,50 @@ def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
     assert as_json(value) == expected
 
 
-def test_arrays_with_other_values_or_another_form_have_another_fingerprint() -> None:
+def test_an_array_has_the_fingerprint_of_an_equal_array() -> None:
     assert as_json(np.arange(3)) == as_json(np.arange(3))
-    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
-    assert as_json(torch.zeros(2, 3)) != as_json(torch.zeros(3, 2))
-    assert as_json(torch.zeros(2)) != as_json(torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(np.arange(3), np.arange(1, 4), id="values"),
+        pytest.param(torch.zeros(2, 3), torch.zeros(3, 2), id="shape"),
+        pytest.param(torch.zeros(2), torch.zeros(2, dtype=torch.int32), id="dtype"),
+    ],
+)
+def test_arrays_that_differ_have_different_fingerprints(first: object, second: object) -> None:
+    assert as_json(first) != as_json(second)
 
 
 def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
     items: list[object] = [1]
     items.append(items)
+
     assert as_json(items) == [1, "list"]
 
 
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"objective": Scaled(2.0)}, "a different objective: factor 1.0 there, 2.0 here"),
-        (
+        pytest.param(
+            {"objective": Scaled(2.0)},
+            "a different objective: factor 1.0 there, 2.0 here",
+            id="a setting of the objective",
+        ),
+        pytest.param(
             {"objective": lt.Objective()},
             "a different objective: class Scaled there, Objective here",
+            id="the class of the objective",
         ),
-        ({"callbacks": [Threshold(2.0)]}, "different callbacks: Threshold"),
-        ({"metrics": []}, "different metrics: count"),
-        (
+        pytest.param(
+            {"callbacks": [Threshold(2.0)]}, "different callbacks: Threshold", id="a callback"
+        ),
+        pytest.param({"metrics": []}, "different metrics: count", id="a metric"),
+        pytest.param(
             {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
             "a different optimizer: class AdamW there, SGD here",
+            id="the optimizer",
         ),
     ],
 )
@@ -174,68 +198,90 @@ def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
         return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
     parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
-    train_gpt(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
+    parts_of_stopped_run = parts | {"callbacks": [Threshold(1.0), Stop(5)]}
+    changed_parts = parts | changed
+
+    stopped = train_gpt(**parts_of_stopped_run)
     capsys.readouterr()
-    run = train_gpt(**parts | changed)
+    run = train_gpt(**changed_parts)
+
+    assert stopped.folder.name == "run"
     assert run.folder.name == "run-2"
-    assert f"run is taken by a run with {reason}" in re.sub(
-        r"\S*/run", "run", capsys.readouterr().out
-    )
+    assert f"{stopped.folder} is taken by a run with {reason}" in capsys.readouterr().out
 
 
-def test_the_same_parts_resume_whatever_does_not_change_the_run(
+def test_a_run_is_resumed_with_the_same_parts_even_if_one_without_effect_is_gone(
     train_gpt: Callable[..., Run],
 ) -> None:
     train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+
     run = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
+
     assert run.folder.name == "run"
     assert run.resume_point.step == 5
     assert run.is_finished
 
 
-def test_the_mixed_precision_makes_no_other_run_with_muon() -> None:
-    """Muon computes in that precision, and a run may go on with another one."""
-    matrix = nn.Linear(2, 2, bias=False)
-    fingerprints = [
-        Parts(lt.Objective(), lt.Muon([matrix.weight], lr=0.1, weight_decay=0.0, dtype=dtype))
-        for dtype in (None, torch.bfloat16)
-    ]
-    first, second = [parts.optimizer_fingerprint() for parts in fingerprints]
-    assert first == second
+def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
+    """Muon computes in that precision, and a run may be resumed with another one."""
+    matrix = nn.Linear(2, 2, bias=False).weight
+
+    def fingerprint_with(dtype: torch.dtype | None) -> JsonObject:
+        muon = lt.Muon([matrix], lr=0.1, weight_decay=0.0, dtype=dtype)
+        return Parts(lt.Objective(), muon).optimizer_fingerprint()
+
+    assert fingerprint_with(torch.bfloat16) == fingerprint_with(None)
 
 
-def test_a_named_checkpoint_takes_another_callback_and_no_other_objective(
+def test_a_named_checkpoint_is_resumed_with_another_callback(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+
     resumed = train_gpt(
         objective=Scaled(1.0), callbacks=[Threshold(2.0)], resume=str(stopped.folder)
     )
+
     assert resumed.resume_point.step == 5
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
+
+
+def test_a_named_checkpoint_is_refused_with_another_objective(
+    train_gpt: Callable[..., Run],
+) -> None:
+    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+
     with pytest.raises(UserError, match=r"has a different objective: factor 1\.0 there, 3\.0 here"):
         train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
 
 
-def test_a_finished_run_is_extended_by_none_of_its_steps(train_gpt: Callable[..., Run]) -> None:
-    """A schedule has no value after the last step, and none is asked for."""
+def test_a_finished_run_that_is_resumed_by_name_makes_no_further_step(
+    train_gpt: Callable[..., Run],
+) -> None:
+    """A schedule has no value after the last step, and must not be asked for one."""
     finished = train_gpt(schedule=lambda step, max_steps: 1 / (step + 1))
+
     resumed = train_gpt(
         schedule=lambda step, max_steps: 0.5 / (step + 1), resume=str(finished.folder)
     )
+
     assert resumed.resume_point.step == 12
     assert resumed.is_finished
 
 
 def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]) -> None:
-    rates = []
-    for _ in range(2):
-        run = train_gpt(
-            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-            resume="never",
-        )
-        rates.append([group["lr"] for group in run.parts.optimizer.param_groups])
-    assert rates == [[0.1], [0.1]]
+    """The schedule has changed its learning rate, which is put back when the first run ends."""
+    first = train_gpt(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = first.parts.optimizer
+    rates_after_first = [group["lr"] for group in optimizer.param_groups]
+
+    second = train_gpt(model=first.bundle.model, optimizer=lambda model: optimizer, resume="never")
+
+    assert rates_after_first == [0.1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+    logged_rates = first.history()["train/learning_rate"].dropna()
+    assert logged_rates.nunique() > 1
+    assert second.history()["train/learning_rate"].dropna().equals(logged_rates)
 
 
 # --- errors at the start
@@ -244,20 +290,34 @@ def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"callbacks": [Threshold(1), Threshold(2)]}, "two parts of this run are called Threshold"),
-        ({"callbacks": [Threshold]}, "the class Threshold is no llmtrain.Callback"),
-        ({"metrics": [3]}, "metrics: 3 is neither a function of a model and a batch"),
-        (
+        pytest.param(
+            {"callbacks": [Threshold(1), Threshold(2)]},
+            "two parts of this run are called Threshold",
+            id="two parts of one name",
+        ),
+        pytest.param(
+            {"callbacks": [Threshold]},
+            "the class Threshold is no llmtrain.Callback",
+            id="a class as a callback",
+        ),
+        pytest.param(
+            {"metrics": [3]},
+            "metrics: 3 is neither a function of a model and a batch",
+            id="a number as a metric",
+        ),
+        pytest.param(
             {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
             "2 of the 2 parameters of the optimizer SGD are not those of the model",
+            id="the optimizer of another model",
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_a_folder_is_made(
+def test_a_part_that_cannot_be_used_is_refused_before_a_folder_is_made(
     parts: dict[str, Any], message: str, train_gpt: Callable[..., Run], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         train_gpt(**parts)
+
     assert not (tmp_path / "run").exists()
 
 
@@ -265,68 +325,74 @@ def test_parameters_that_the_optimizer_leaves_out_are_noted(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_gpt(optimizer=lambda model: torch.optim.SGD([next(model.parameters())], lr=1e-3))
+
     assert "the optimizer SGD leaves" in capsys.readouterr().err
 
 
-# --- when a hook runs
+# --- the order of hooks
 
 
-class Moments(lt.Callback):
-    """Records what has happened to a step when its hooks run."""
+class HookRecorder(lt.Callback):
+    """Records its hooks, and how far the step is when they are called."""
 
     def setup(self, training: Any) -> None:
         self._training = training
-        self._weights = self._first_weight()
-        self.moments: list[str] = []
+        self._weights = self._first_weights()
+        self.calls: list[str] = []
 
-    def _first_weight(self) -> torch.Tensor:
+    def _first_weights(self) -> torch.Tensor:
         return next(self._training.model.parameters()).detach().clone()
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        weights = self._first_weight()
+        weights = self._first_weights()
         has_stepped = not torch.equal(weights, self._weights)
         self._weights = weights
+
         saved = len(checkpoints(self._training.folder / "checkpoints"))
-        self.moments.append(f"end {info.step} stepped={has_stepped} saved={saved}")
+        self.calls.append(f"end {info.step} stepped={has_stepped} saved={saved}")
 
     def on_step_result(self, step: int, result: StepResult) -> None:
-        self.moments.append(f"result {step} {result.grad_norm > 0}")
+        self.calls.append(f"result {step} {result.grad_norm > 0}")
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "train/loss" in metrics:
-            self.moments.append(f"log {step}")
+            self.calls.append(f"log {step}")
 
     def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        self.moments.append("evaluate")
+        self.calls.append("evaluate")
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         if hasattr(self, "_training"):
-            self.moments.append("state")
+            self.calls.append("state")
         return {}
 
     def on_train_end(self) -> None:
-        self.moments.append(f"train end {(self._training.folder / 'model').exists()}")
+        has_model = (self._training.folder / "model").exists()
+        self.calls.append(f"train end model={has_model}")
 
 
 def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
     train_gpt: Callable[..., Run],
 ) -> None:
-    moments = Moments()
-    train_gpt(callbacks=[moments])
-    step_4 = moments.moments.index("end 4 stepped=True saved=0")
-    assert moments.moments[step_4 : step_4 + 5] == [
+    recorder = HookRecorder()
+
+    train_gpt(callbacks=[recorder])
+
+    # Step 4 ends with an evaluation and a checkpoint.
+    step_4 = recorder.calls.index("end 4 stepped=True saved=0")
+    assert recorder.calls[step_4 : step_4 + 5] == [
         "end 4 stepped=True saved=0",
         "result 4 True",
         "log 4",
         "evaluate",
         "state",
     ]
-    assert "end 5 stepped=True saved=1" in moments.moments
-    assert moments.moments[-1] == "train end False"
+    assert "end 5 stepped=True saved=1" in recorder.calls
+    assert recorder.calls[-1] == "train end model=False"
 
 
-# --- a part that forgets
+# --- a part without a state
 
 
 class Counter(lt.Callback):
@@ -343,6 +409,7 @@ def test_a_part_that_changes_without_a_state_is_noted_once(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_gpt(callbacks=[Counter(), Threshold(1.0)])
+
     notes = [line for line in capsys.readouterr().err.splitlines() if "has no state_dict" in line]
     assert len(notes) == 1
     assert "note: Counter changes while the run trains" in notes[0]

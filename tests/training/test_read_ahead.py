@@ -1,4 +1,4 @@
-"""The loop reads one step ahead on another thread, and leaves nothing of that behind."""
+"""The loop reads one step ahead on another thread, which is gone after the loop."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -25,11 +25,18 @@ STEPS = 3
 
 
 def prepared_loader(accelerator: Accelerator, first_step: int = 0) -> DataLoaderShard:
-    return accelerator.prepare(train_loader(ROWS, 4, 2, range(first_step, STEPS), seed=None))
+    """Return a loader of the steps from ``first_step`` on, with the rows in their stored order."""
+    loader = train_loader(
+        ROWS,
+        global_batch_size=4,
+        micro_batch=2,
+        steps=range(first_step, STEPS),
+        seed=None,
+    )
+    return accelerator.prepare(loader)
 
 
-def reading_ahead(accelerator: Accelerator, loader: DataLoaderShard) -> Generator[LocalBatch]:
-    """Read a loader as the loop does."""
+def read_as_the_loop(accelerator: Accelerator, loader: DataLoaderShard) -> Generator[LocalBatch]:
     return read_batches(loader, engine_of(accelerator, nn.Linear(1, 1)))
 
 
@@ -37,98 +44,124 @@ def rows_of(batches: Iterable[LocalBatch]) -> list[list[int]]:
     return [batch.rows.tolist() for batch in batches]
 
 
-def prefetching_threads() -> list[threading.Thread]:
+def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_items_come_in_their_order_and_the_last_one_is_known(count: int) -> None:
     items = list(read_ahead(iter(range(count))))
+
     assert items == [(item, item == count - 1) for item in range(count)]
-    assert not prefetching_threads()
+    assert not reading_threads()
 
 
 def test_batches_are_those_of_the_loader_in_its_order(accelerator: Accelerator) -> None:
     expected = rows_of(prepared_loader(accelerator))
-    assert rows_of(reading_ahead(accelerator, prepared_loader(accelerator))) == expected
     assert len(expected) == STEPS
 
-    none_left = prepared_loader(accelerator, first_step=STEPS)
-    assert rows_of(reading_ahead(accelerator, none_left)) == []
+    assert rows_of(read_as_the_loop(accelerator, prepared_loader(accelerator))) == expected
+
+
+def test_a_loader_without_further_steps_has_no_batches(accelerator: Accelerator) -> None:
+    loader = prepared_loader(accelerator, first_step=STEPS)
+
+    assert rows_of(read_as_the_loop(accelerator, loader)) == []
 
 
 def test_batches_are_on_the_device_that_prepare_chose(accelerator: Accelerator) -> None:
     loader = prepared_loader(accelerator)
     loader.device = torch.device("meta")  # stands for a GPU
-    for batch in reading_ahead(accelerator, loader):
-        assert batch.columns["input_ids"].is_meta
+
+    batches = list(read_as_the_loop(accelerator, loader))
+
+    assert len(batches) == STEPS
+    assert all(batch.columns["input_ids"].is_meta for batch in batches)
 
 
-def test_only_the_main_thread_changes_the_gradient_state_of_accelerate(
+# --- the gradient state of Accelerate
+
+
+def test_only_the_main_thread_changes_the_gradient_state(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluations change it too, and it is not safe to use from several threads."""
-    changed_by: list[str] = []
+    changing_threads: list[str] = []
 
-    def noting_the_thread(change: Callable[..., None]) -> Callable[..., None]:
-        def noted(*args: object) -> None:
-            changed_by.append(threading.current_thread().name)
-            change(*args)
+    def recorded(method: Callable[..., None]) -> Callable[..., None]:
+        """Return a method that also records the thread that calls it."""
 
-        return noted
+        def call(state: GradientState, loader: object) -> None:
+            changing_threads.append(threading.current_thread().name)
+            method(state, loader)
+
+        return call
 
     for name in ("_add_dataloader", "_remove_dataloader"):
-        change = getattr(GradientState, name)
-        monkeypatch.setattr(GradientState, name, noting_the_thread(change))
+        method = getattr(GradientState, name)
+        monkeypatch.setattr(GradientState, name, recorded(method))
 
-    for _ in reading_ahead(accelerator, prepared_loader(accelerator)):
+    for _ in read_as_the_loop(accelerator, prepared_loader(accelerator)):
         pass
 
-    assert changed_by == [threading.main_thread().name] * 2
+    main_thread = threading.main_thread().name
+    assert changing_threads == [main_thread, main_thread]
 
 
 def test_the_gradient_state_is_that_of_the_current_batch(accelerator: Accelerator) -> None:
     state = accelerator.gradient_state
     loader = prepared_loader(accelerator)
-    eval_batches = accelerator.prepare(eval_loader(ROWS, 1, 4))
+    eval_batches = accelerator.prepare(eval_loader(ROWS, processes=1, micro_batch=4))
+
     ends: list[bool] = []
-    for _ in reading_ahead(accelerator, loader):
+    for _ in read_as_the_loop(accelerator, loader):
         assert state.active_dataloader is loader
         ends.append(state.end_of_dataloader)
+
         for _ in eval_batches:  # an evaluation
             assert state.active_dataloader is eval_batches
+
     assert ends == [False, False, True]
     assert not state.in_dataloader
+
+
+# --- the end of reading
 
 
 def test_reading_that_is_closed_early_leaves_no_thread_and_no_loader_behind(
     accelerator: Accelerator,
 ) -> None:
-    batches = reading_ahead(accelerator, prepared_loader(accelerator))
+    batches = read_as_the_loop(accelerator, prepared_loader(accelerator))
     next(batches)
-    assert prefetching_threads()
+    assert reading_threads()
+
     batches.close()
-    assert not prefetching_threads()
+
+    assert not reading_threads()
     assert not accelerator.gradient_state.in_dataloader
 
 
-def test_an_error_while_reading_ahead_is_raised_where_the_batch_is_wanted(
+def test_an_error_while_reading_ahead_is_raised_where_the_batch_is_used(
     accelerator: Accelerator,
 ) -> None:
     class BrokenDiskError(Exception):
         """Stands for a disk that fails."""
 
-    def break_at_the_last_step(batch: LocalBatch) -> LocalBatch:
+    loader = prepared_loader(accelerator)
+    collate = loader.base_dataloader.collate_fn
+
+    def fail_in_the_last_step(rows: list[dict[str, object]]) -> LocalBatch:
+        batch = collate(rows)
         if 8 in batch.rows:
             raise BrokenDiskError
         return batch
 
-    loader = prepared_loader(accelerator)
-    collate = loader.base_dataloader.collate_fn
-    loader.base_dataloader.collate_fn = lambda read: break_at_the_last_step(collate(read))
+    loader.base_dataloader.collate_fn = fail_in_the_last_step
+
     with pytest.raises(BrokenDiskError):
-        rows_of(reading_ahead(accelerator, loader))
-    assert not prefetching_threads()
+        rows_of(read_as_the_loop(accelerator, loader))
+
+    assert not reading_threads()
     assert not accelerator.gradient_state.in_dataloader
 
 
@@ -142,12 +175,15 @@ def test_a_run_that_fails_leaves_no_thread_that_reads_ahead(
         raise PlantedError
 
     monkeypatch.setattr(loop, "train_step", fail)
-    flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+    flags = f"--dataset {text_file} --output_dir {tmp_path}/run".split()
+
     try:
         with pytest.raises(PlantedError) as failure:
-            gpt.main(flags)
-        assert failure.tb is not None  # whose frames are alive
-        assert not prefetching_threads()
+            gpt.main([*TINY, *flags])
+
+        # The traceback keeps the frames of the loop alive, as a notebook would.
+        assert failure.tb is not None
+        assert not reading_threads()
         assert not GradientState().in_dataloader
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,7 +1,9 @@
-"""A finished model has the dtype of its base, or the one that the user names, and says what that costs."""
+"""A finished model has the dtype of its base or a chosen one. Its loss after rounding is logged."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,182 +18,284 @@ from recipes import finetune
 from tests.launching import read_json
 from tests.models.small_models import tiny_llama
 
-KEPT_WIDE = "model.layers.1.input_layernorm.weight"  # stands for a routing bias
+FOUR_STEPS = (
+    "--max_length 32 --max_steps 4 --eval_steps 2 --global_batch_size 4 --warmup_steps 0 "
+    "--eval_fraction 0.2 --report_to none"
+)
+
+MakeBase = Callable[..., Path]
+Train = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders of one small model, stored in each dtype, or with other weights."""
-    config = tiny_llama()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    words = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+def make_base(tmp_path_factory: pytest.TempPathFactory) -> MakeBase:
+    """A function that makes the folder of a small model, stored in a dtype.
 
-    def base(dtype: str, **changed: torch.Tensor) -> Path:
+    Weights in ``changes`` replace those of the model, and keep their own dtype.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_llama())
+    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+
+    def make_base(dtype: str, changes: Mapping[str, torch.Tensor] | None = None) -> Path:
         folder = tmp_path_factory.mktemp(dtype)
-        model.to(getattr(torch, dtype)).save_pretrained(folder)
-        model.float()
-        words.save_pretrained(folder)
-        weights = weights_of(folder)
-        for name, weight in changed.items():
-            weights[name.replace("__", ".")] = weight
+        copy.deepcopy(model).to(getattr(torch, dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+        weights = weights_of(folder) | dict(changes or {})
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
 
-    return base
+    return make_base
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{n} and {n} are {2 * n}.\n" for n in range(99)))
+    return path
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[..., Run]:
-    """Fine-tune a base for four steps, in the folder ``run``."""
+def train(text: Path, tmp_path: Path) -> Train:
+    """A function that fine-tunes a base for four steps, in the folder ``run``."""
 
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{n} and {n} are {2 * n}.\n" for n in range(99)))
-
-    def train(base: Path, *flags: str) -> Run:
-        argv = ["--model_name_or_path", str(base), "--dataset", str(text)]
-        argv += ["--max_length", "32", "--max_steps", "4", "--eval_steps", "2"]
-        argv += ["--global_batch_size", "4", "--warmup_steps", "0", "--eval_fraction", "0.2"]
-        argv += ["--report_to", "none", "--output_dir", str(tmp_path / "run")]
-        return finetune.main([*argv, *flags])
+    def train(base: Path, flags: str = "") -> Run:
+        return fine_tune(base, text, flags=f"--output_dir {tmp_path}/run {flags}")
 
     return train
+
+
+def fine_tune(base: Path, text: Path, flags: str) -> Run:
+    command = f"--model_name_or_path {base} --dataset {text} {FOUR_STEPS} {flags}"
+    return finetune.main(command.split())
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def logits(folder: Path, **options: object) -> torch.Tensor:
-    ids = torch.arange(1, 40)[None]
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, **options)(ids).logits.float()
+def dtypes_of(folder: Path) -> set[torch.dtype]:
+    return {weight.dtype for weight in weights_of(folder).values()}
 
 
-@pytest.mark.parametrize(
-    ("base", "flag", "dtype"),
-    [
-        ("bfloat16", "auto", torch.bfloat16),
-        ("float16", "auto", torch.float16),
-        ("bfloat16", "float32", torch.float32),
-        ("float32", "bfloat16", torch.bfloat16),
+def checkpoint_model(run: Run, step: int) -> Path:
+    """Return the model folder of a checkpoint, whose weights are those that were trained."""
+    return run.folder / "checkpoints" / f"step-{step:08}" / "model"
+
+
+def logged(run: Run, metric: str, step: int) -> float:
+    """Return the only value of a metric that was logged at a step."""
+    entries = read_lines(run.folder / "metrics.jsonl")
+    [value] = [entry[metric] for entry in entries if entry["step"] == step and metric in entry]
+    return value
+
+
+# --- the dtype of a finished model
+
+
+class SavedModel(NamedTuple):
+    """The model of a finished run.
+
+    Attributes:
+        trained: the model folder of the last checkpoint.
+        finished: the model folder of the run.
+        dtype: the dtype that it must have.
+    """
+
+    trained: Path
+    finished: Path
+    dtype: torch.dtype
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("bfloat16", "auto", torch.bfloat16), id="bfloat16 base"),
+        pytest.param(("float16", "auto", torch.float16), id="float16 base"),
+        pytest.param(("bfloat16", "float32", torch.float32), id="chosen float32"),
+        pytest.param(("float32", "bfloat16", torch.bfloat16), id="chosen bfloat16"),
     ],
 )
+def saved_model(
+    request: pytest.FixtureRequest,
+    make_base: MakeBase,
+    text: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SavedModel:
+    base_dtype, save_dtype, dtype = request.param
+    folder = tmp_path_factory.mktemp("finished")
+    flags = f"--output_dir {folder}/run --save_dtype {save_dtype}"
+    run = fine_tune(make_base(base_dtype), text, flags=flags)
+    return SavedModel(
+        trained=checkpoint_model(run, step=4), finished=run.folder / "model", dtype=dtype
+    )
+
+
 def test_a_finished_model_has_the_dtype_of_its_base_or_the_chosen_one(
-    bases: Callable[..., Path],
-    train: Callable[..., Run],
-    base: str,
-    flag: str,
-    dtype: torch.dtype,
+    saved_model: SavedModel,
 ) -> None:
-    run = train(bases(base), "--save_dtype", flag)
-    trained = run.folder / "checkpoints" / "step-00000004" / "model"
-    finished = run.folder / "model"
+    trained = weights_of(saved_model.trained)
+    finished = weights_of(saved_model.finished)
 
-    for name, weight in weights_of(trained).items():
+    assert trained.keys() == finished.keys()
+    for name, weight in trained.items():
         assert weight.dtype == torch.float32
-        assert weights_of(finished)[name].dtype == dtype
-        assert torch.equal(weights_of(finished)[name], weight.to(dtype))
-    assert read_json(trained / "config.json")["dtype"] == "float32"
-    assert read_json(finished / "config.json")["dtype"] == str(dtype).removeprefix("torch.")
+        assert finished[name].dtype == saved_model.dtype
+        assert torch.equal(finished[name], weight.to(saved_model.dtype))
 
-    # Stock transformers loads this dtype without arguments, and computes almost the same.
-    assert AutoModelForCausalLM.from_pretrained(finished).dtype == dtype
-    exact = logits(trained)
-    bound = max(1e-5, 16 * torch.finfo(dtype).eps / 2)  # as in `llmtrain export --check`
-    assert (logits(finished, dtype=torch.float32) - exact).abs().max() <= bound * exact.abs().max()
-    assert (logits(finished) - exact).abs().max() <= 2 * bound * exact.abs().max()
+    dtype_name = str(saved_model.dtype).removeprefix("torch.")
+    assert read_json(saved_model.trained / "config.json")["dtype"] == "float32"
+    assert read_json(saved_model.finished / "config.json")["dtype"] == dtype_name
+
+
+def logits(folder: Path, **options: object) -> torch.Tensor:
+    """Return the logits that transformers computes with a model folder."""
+    ids = torch.arange(1, 40)[None]
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    with torch.no_grad():
+        return model(ids).logits.float()
+
+
+def test_transformers_loads_the_saved_dtype_and_computes_almost_the_same(
+    saved_model: SavedModel,
+) -> None:
+    finished = saved_model.finished
+    assert AutoModelForCausalLM.from_pretrained(finished).dtype == saved_model.dtype
+
+    exact = logits(saved_model.trained)
+    largest = exact.abs().max()
+    # As in `llmtrain export --check`.
+    bound = max(1e-5, 16 * torch.finfo(saved_model.dtype).eps / 2)
+    assert (logits(finished, dtype=torch.float32) - exact).abs().max() <= bound * largest
+    assert (logits(finished) - exact).abs().max() <= 2 * bound * largest
 
 
 def test_a_tensor_that_the_base_keeps_in_another_dtype_stays_in_it(
-    bases: Callable[..., Path], train: Callable[..., Run]
+    make_base: MakeBase, train: Train
 ) -> None:
-    base = bases("bfloat16", **{KEPT_WIDE.replace(".", "__"): torch.ones(32)})
-    finished = weights_of(train(base).folder / "model")
-    assert {n for n, weight in finished.items() if weight.dtype == torch.float32} == {KEPT_WIDE}
+    float32_weight = "model.layers.1.input_layernorm.weight"  # stands for a routing bias
+    base = make_base("bfloat16", changes={float32_weight: torch.ones(32)})
 
+    run = train(base)
 
-def test_the_eval_loss_of_the_rounded_model_is_logged_beside_the_last_one(
-    bases: Callable[..., Path], train: Callable[..., Run], capsys: pytest.CaptureFixture
-) -> None:
-    run = train(bases("bfloat16"))
-    entries = read_lines(run.folder / "metrics.jsonl")
-    (last,) = [e["eval/loss"] for e in entries if e["step"] == 4 and "eval/loss" in e]
-    (rounded,) = [e["eval/rounded_loss"] for e in entries if "eval/rounded_loss" in e]
-    assert rounded != last
-    assert rounded == pytest.approx(last, rel=1e-3)
-
-    line = f"eval loss {rounded:.4f} in bfloat16 ({last:.4f} before rounding)"
-    (event,) = read_lines(run.folder / "events.jsonl")
-    assert event["text"] == line
-    assert f"rounded   {line}" in capsys.readouterr().out
-
-    # A run that starts from the folder begins with this loss, to the last bit.
-    again = train(run.folder / "model", "--resume_from_checkpoint", "never", "--max_steps", "1")
-    entries = read_lines(again.folder / "metrics.jsonl")
-    (first,) = [e["eval/loss"] for e in entries if e["step"] == 0 and "eval/loss" in e]
-    assert first == rounded
-
-
-def test_a_model_that_is_not_rounded_is_not_evaluated_again(
-    bases: Callable[..., Path], train: Callable[..., Run]
-) -> None:
-    run = train(bases("float32"))
-    entries = read_lines(run.folder / "metrics.jsonl")
-    assert not any("eval/rounded_loss" in entry for entry in entries)
-    assert not (run.folder / "events.jsonl").exists()
-    assert {w.dtype for w in weights_of(run.folder / "model").values()} == {torch.float32}
-
-
-def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
-    bases: Callable[..., Path], train: Callable[..., Run]
-) -> None:
-    # With this learning rate, the loss only grows.
-    flags = ["--load_best_model_at_end", "--eval_steps", "1", "--learning_rate", "1"]
-    run = train(bases("bfloat16"), *flags, "--lr_scheduler_type", "constant")
-    best = run.patience.best_step
-    assert best < 4
-    finished = weights_of(run.folder / "model")
-    for name, weight in weights_of(
-        run.folder / "checkpoints" / f"step-{best:08}" / "model"
-    ).items():
-        assert torch.equal(finished[name], weight.to(torch.bfloat16))
-
-    entries = read_lines(run.folder / "metrics.jsonl")
-    (loss,) = [e["eval/loss"] for e in entries if e["step"] == best and "eval/loss" in e]
-    event = read_lines(run.folder / "events.jsonl")[-1]
-    assert event["text"].endswith(f"({loss:.4f} before rounding)")
-
-
-def test_weights_beyond_a_dtype_are_one_line_and_the_run_ends_with_another_dtype(
-    bases: Callable[..., Path], train: Callable[..., Run], tmp_path: Path
-) -> None:
-    base = bases("float32", model__norm__weight=torch.full((32,), 1e5))
-    with pytest.raises(UserError) as error:
-        train(base, "--save_dtype", "float16")
-    message = str(error.value)
-    assert message.startswith("model.norm.weight has values above 65504, the largest of float16")
-    assert "--save_dtype bfloat16" in message
-    assert not (tmp_path / "run" / "model").exists()
-
-    run = train(base, "--save_dtype", "bfloat16")
-    assert run.folder == tmp_path / "run"
-    assert run.resume_point.step == 4
-    assert {w.dtype for w in weights_of(run.folder / "model").values()} == {torch.bfloat16}
-    # The evaluation after the last step was made by the start that failed.
-    event = read_lines(run.folder / "events.jsonl")[-1]
-    assert event["text"].endswith(" before rounding)")
+    weights = weights_of(run.folder / "model")
+    in_float32 = [name for name, weight in weights.items() if weight.dtype == torch.float32]
+    assert in_float32 == [float32_weight]
 
 
 @pytest.mark.parametrize(
-    ("flag", "dtype"),
-    [("auto", torch.float32), ("float16", torch.float16)],
-    ids=["auto", "float16"],
+    ("save_dtype", "dtype", "is_rounded"),
+    [
+        pytest.param("auto", torch.float32, False, id="auto"),
+        pytest.param("float16", torch.float16, True, id="float16"),
+    ],
 )
 def test_an_adapter_is_float32_unless_another_dtype_is_chosen(
-    bases: Callable[..., Path], train: Callable[..., Run], flag: str, dtype: torch.dtype
+    save_dtype: str, dtype: torch.dtype, is_rounded: bool, make_base: MakeBase, train: Train
 ) -> None:
-    run = train(bases("bfloat16"), "--lora_r", "2", "--save_dtype", flag)
+    run = train(make_base("bfloat16"), f"--lora_r 2 --save_dtype {save_dtype}")
+
     adapter = load_file(run.folder / "model" / "adapter_model.safetensors")
     assert {weight.dtype for weight in adapter.values()} == {dtype}
-    assert (run.folder / "events.jsonl").exists() == (flag == "float16")
+    assert (run.folder / "events.jsonl").exists() == is_rounded
+
+
+# --- the eval loss of the rounded weights
+
+
+def test_the_eval_loss_of_the_rounded_model_is_logged_next_to_the_last_one(
+    make_base: MakeBase, train: Train, capsys: pytest.CaptureFixture
+) -> None:
+    run = train(make_base("bfloat16"))
+
+    last_loss = logged(run, "eval/loss", step=4)
+    entries = read_lines(run.folder / "metrics.jsonl")
+    [rounded_loss] = [e["eval/rounded_loss"] for e in entries if "eval/rounded_loss" in e]
+    assert rounded_loss != last_loss
+    assert rounded_loss == pytest.approx(last_loss, rel=1e-3)
+
+    line = f"eval loss {rounded_loss:.4f} in bfloat16 ({last_loss:.4f} before rounding)"
+    [event] = read_lines(run.folder / "events.jsonl")
+    assert event["text"] == line
+    assert f"rounded   {line}" in capsys.readouterr().out
+
+
+def test_a_run_that_starts_from_a_rounded_model_begins_with_its_logged_loss(
+    make_base: MakeBase, train: Train
+) -> None:
+    run = train(make_base("bfloat16"))
+
+    next_run = train(run.folder / "model", "--resume_from_checkpoint never --max_steps 1")
+
+    first_loss = logged(next_run, "eval/loss", step=0)
+    assert first_loss == logged(run, "eval/rounded_loss", step=4)
+
+
+def test_a_model_that_is_not_rounded_is_not_evaluated_again(
+    make_base: MakeBase, train: Train
+) -> None:
+    run = train(make_base("float32"))
+
+    entries = read_lines(run.folder / "metrics.jsonl")
+    assert entries
+    assert not any("eval/rounded_loss" in entry for entry in entries)
+    assert not (run.folder / "events.jsonl").exists()
+    assert dtypes_of(run.folder / "model") == {torch.float32}
+
+
+def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
+    make_base: MakeBase, train: Train
+) -> None:
+    # With this learning rate, the loss only grows.
+    flags = "--load_best_model_at_end --eval_steps 1 --learning_rate 1 --lr_scheduler_type constant"
+
+    run = train(make_base("bfloat16"), flags)
+
+    best_step = run.patience.best_step
+    assert best_step < 4
+    finished = weights_of(run.folder / "model")
+    for name, weight in weights_of(checkpoint_model(run, best_step)).items():
+        assert torch.equal(finished[name], weight.to(torch.bfloat16)), name
+
+    best_loss = logged(run, "eval/loss", step=best_step)
+    event = read_lines(run.folder / "events.jsonl")[-1]
+    assert event["text"].endswith(f"({best_loss:.4f} before rounding)")
+
+
+# --- weights that a dtype cannot hold
+
+
+@pytest.fixture
+def large_base(make_base: MakeBase) -> Path:
+    """A base with weights above the largest number of float16."""
+    return make_base("float32", changes={"model.norm.weight": torch.full((32,), 1e5)})
+
+
+def test_weights_beyond_the_chosen_dtype_are_refused_in_one_line(
+    large_base: Path, train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        train(large_base, "--save_dtype float16")
+
+    message = str(error.value)
+    assert message.startswith("model.norm.weight has values above 65504, the largest of float16")
+    assert "--save_dtype bfloat16" in message
+    assert "\n" not in message
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_run_with_a_refused_dtype_ends_with_another_one(
+    large_base: Path, train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError):
+        train(large_base, "--save_dtype float16")
+
+    run = train(large_base, "--save_dtype bfloat16")
+
+    assert run.folder == tmp_path / "run"
+    assert run.resume_point.step == 4
+    assert dtypes_of(run.folder / "model") == {torch.bfloat16}
+    # The evaluation after the last step was made by the start that failed.
+    event = read_lines(run.folder / "events.jsonl")[-1]
+    assert event["text"].endswith(" before rounding)")

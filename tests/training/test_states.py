@@ -1,14 +1,15 @@
-"""The state of an optimizer and of the user's parts, through a run that stops and goes on."""
+"""A resumed run goes on with the state of its optimizer and of the user's parts."""
 
 import dataclasses
 import functools
 import json
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,12 +35,18 @@ def rows(text_file: Path) -> Tokenized:
     return lt.tokenize(dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]), 16)
 
 
+# --- runs that stop and are resumed
+
+
 class Average(Callback):
-    """An average of the weights, which can stop the run. A run without it counts as the same."""
+    """An average of the weights, which can stop the run.
+
+    A run without it has the same fingerprint.
+    """
 
     fingerprint = None
 
-    def __init__(self, model: nn.Module, last_step: int = 9) -> None:
+    def __init__(self, model: nn.Module, last_step: int | None) -> None:
         self.model = model
         self.last_step = last_step
         self.steps = 0
@@ -61,25 +68,26 @@ class Average(Callback):
         self.mean = state["mean"]
 
 
-class Broken(Average):
-    """A part that cannot load its state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise KeyError("mean of the tail")
-
-
-Broken.__name__ = "Average"
-
-
 def train(
     rows: Tokenized,
     folder: Path,
     *,
-    last_step: int = 9,
-    kind: type[Average] | None = Average,
-    optimizer_class: Any = Odd,
+    last_step: int | None = None,
+    average_class: type[Average] | None = Average,
+    optimizer_class: Callable[..., torch.optim.Optimizer] = Odd,
 ) -> Average | None:
-    """Train four steps; the run is stopped after ``last_step``."""
+    """Train four steps, with an average of the weights and a registered module.
+
+    Args:
+        rows: the rows to train on.
+        folder: the folder of the run.
+        last_step: the step after which the average stops the run, if any.
+        average_class: the class of the average; ``None`` for a run without one.
+        optimizer_class: makes the optimizer from the parameters of the model.
+
+    Returns:
+        The average.
+    """
     settings = dataclasses.replace(
         SETTINGS,
         optim=dataclasses.replace(SETTINGS.optim, max_steps=4),
@@ -88,11 +96,18 @@ def train(
     accelerator = lt.start(settings)
     model: Any = lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
     bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-    average = kind(model, last_step) if kind else None
     optimizer = optimizer_class(model.parameters())
-    callbacks = [average] if average else []
-    opened = lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks)
-    with opened as run:
+
+    average = None
+    callbacks = []
+    if average_class is not None:
+        average = average_class(model, last_step)
+        callbacks.append(average)
+
+    opened_run = lt.open_run(
+        accelerator, settings, rows, bundle=bundle, optimizer=optimizer, callbacks=callbacks
+    )
+    with opened_run as run:
         batches, _ = lt.loaders(run)
         accelerator.register_for_checkpointing(nn.LayerNorm(2))
         lt.train(run, *accelerator.prepare(model, optimizer, batches))
@@ -103,50 +118,78 @@ def last_digest(folder: Path) -> str:
     return tensors_digest(folder / "checkpoints" / "step-00000004")
 
 
-def test_a_run_that_stops_and_goes_on_has_the_same_states_to_the_bit(
-    rows: Tokenized, tmp_path: Path
-) -> None:
-    straight = train(rows, tmp_path / "straight")
+def test_a_resumed_run_has_the_same_states_bit_for_bit(rows: Tokenized, tmp_path: Path) -> None:
+    uninterrupted = train(rows, tmp_path / "uninterrupted")
+
     train(rows, tmp_path / "run", last_step=2)
     resumed = train(rows, tmp_path / "run")
-    assert straight is not None
+
+    assert uninterrupted is not None
     assert resumed is not None
-    for name, mean in straight.mean.items():
-        assert torch.equal(resumed.mean[name], mean)
-    assert resumed.steps == straight.steps == 4
-    assert last_digest(tmp_path / "run") == last_digest(tmp_path / "straight")
+    assert resumed.steps == uninterrupted.steps == 4
+    assert uninterrupted.mean
+    for name, mean in uninterrupted.mean.items():
+        assert torch.equal(resumed.mean[name], mean), name
+    assert last_digest(tmp_path / "run") == last_digest(tmp_path / "uninterrupted")
     assert part_names(tmp_path / "run/checkpoints/step-00000004") == ["Average", "LayerNorm"]
 
 
-def test_a_part_that_is_gone_or_new_is_told_and_no_damage(
+def test_the_state_of_a_part_that_is_gone_is_not_used_and_no_damage(
     rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(rows, tmp_path / "gone", last_step=2)
-    train(rows, tmp_path / "gone", kind=None)
+    train(rows, tmp_path / "run", last_step=2)
+
+    train(rows, tmp_path / "run", average_class=None)
+
     output = capsys.readouterr().out
     assert "the state of Average in " in output
     assert "is not used: this run has no such part" in output
     assert "damaged" not in output
 
-    class Stop(Average):
-        def state_dict(self) -> dict[str, Any]:
-            return {}
 
-    train(rows, tmp_path / "new", last_step=2, kind=Stop)
-    assert part_names(tmp_path / "new/checkpoints/step-00000002") == ["LayerNorm"]
+class StatelessAverage(Average):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_the_log_says_that_a_new_part_starts_without_a_state(
+    rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(rows, tmp_path / "run", last_step=2, average_class=StatelessAverage)
+    assert part_names(tmp_path / "run/checkpoints/step-00000002") == ["LayerNorm"]
     assert "starts without a state" not in capsys.readouterr().out
-    train(rows, tmp_path / "new")
+
+    train(rows, tmp_path / "run")
+
     assert "Average starts without a state: " in capsys.readouterr().out
+
+
+class BrokenAverage(Average):
+    """A part that cannot load its state. It has the name of the part that has saved it."""
+
+    name = "Average"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("mean of the tail")
 
 
 def test_a_part_that_cannot_load_its_state_is_named(rows: Tokenized, tmp_path: Path) -> None:
     train(rows, tmp_path / "run", last_step=2)
+
     with pytest.raises(UserError, match=r"Average cannot load its state from .*Average \(KeyErr"):
-        train(rows, tmp_path / "run", kind=Broken)
+        train(rows, tmp_path / "run", average_class=BrokenAverage)
 
 
-class Recent(Odd):
-    """An optimizer that keeps the last gradients in a deque."""
+# --- the check after the first step
+
+
+def assert_at_most_one_log_entry(folder: Path) -> None:
+    """Assert that a run has ended in its first step; an evaluation may have come before it."""
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) <= 1
+
+
+class DequeOptimizer(Odd):
+    """An optimizer that keeps a deque for each parameter."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step()
@@ -157,13 +200,16 @@ class Recent(Odd):
 def test_a_state_that_cannot_be_stored_is_named_after_the_first_step(
     rows: Tokenized, tmp_path: Path
 ) -> None:
-    message = r"the optimizer Recent keeps a deque in transformer\.wte\.weight\.recent\[0\], which"
+    path = re.escape("transformer.wte.weight.recent[0]")
+    message = f"the optimizer DequeOptimizer keeps a deque in {path}, which"
+
     with pytest.raises(UserError, match=message):
-        train(rows, tmp_path / "run", optimizer_class=Recent)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
+        train(rows, tmp_path / "run", optimizer_class=DequeOptimizer)
+
+    assert_at_most_one_log_entry(tmp_path / "run")
 
 
-class Watching(Average):
+class DequeAverage(Average):
     """A part whose state a checkpoint cannot hold."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,67 +220,107 @@ def test_states_are_checked_after_the_first_step_even_if_the_optimizer_has_none(
     rows: Tokenized, tmp_path: Path
 ) -> None:
     sgd = functools.partial(torch.optim.SGD, lr=1e-2)
-    with pytest.raises(UserError, match="Watching keeps a deque in recent, which"):
-        train(rows, tmp_path / "run", kind=Watching, optimizer_class=sgd)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
+
+    with pytest.raises(UserError, match="DequeAverage keeps a deque in recent, which"):
+        train(rows, tmp_path / "run", average_class=DequeAverage, optimizer_class=sgd)
+
+    assert_at_most_one_log_entry(tmp_path / "run")
 
 
-def test_states_are_checked_once_after_a_step_that_was_not_skipped() -> None:
-    norms: list[float] = []
+def test_states_are_checked_once_after_the_first_step_that_was_not_skipped() -> None:
+    checked_norms: list[float] = []
+    result: Any = SimpleNamespace(grad_norm=0.0)
+
+    def parts_by_name() -> dict[str, Any]:
+        """Note the step in which the check asks for the parts."""
+        checked_norms.append(result.grad_norm)
+        return {}
+
     run = SimpleNamespace(
-        parts=SimpleNamespace(by_name=lambda: norms.append(norm) or {}),  # type: ignore[func-returns-value]
+        parts=SimpleNamespace(by_name=parts_by_name),
         saver=SimpleNamespace(saves_alone=True),
         settings=None,
     )
     context: Any = SimpleNamespace(
-        run=run, engine=None, optimizer_state=odd_state()[2], settle=lambda: None
+        run=run, engine=None, optimizer_state=small_training().state, settle=lambda: None
     )
     check = CheckStates(context)
     batch: Any = None
+    info = StepInfo(step=1, is_last=False, should_stop=False)
+
     for norm in (math.nan, math.inf, 1.0, 2.0):
-        result: Any = SimpleNamespace(grad_norm=norm)
-        check.on_step_end(batch, result, StepInfo(step=1, is_last=False, should_stop=False))
-    assert norms == [1.0]
+        result.grad_norm = norm
+        check.on_step_end(batch, result, info)
+
+    assert checked_norms == [1.0]
 
 
-def odd_state(weight_decay: float = 0.1) -> tuple[nn.Module, Odd, OptimizerState]:
+# --- the state of an optimizer
+
+
+class SmallTraining(NamedTuple):
+    """A small model with its optimizer, and the optimizer's state for checkpoints."""
+
+    model: nn.Module
+    optimizer: Any
+    state: OptimizerState
+
+    def make_step(self) -> None:
+        [weight, *_] = self.model.parameters()
+        self.model(torch.ones(3, dtype=weight.dtype)).sum().backward()
+        self.optimizer.step()
+
+
+def small_training(weight_decay: float = 0.1) -> SmallTraining:
+    """Return a linear layer in bfloat16, with an optimizer of unusual states."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2).bfloat16()
     optimizer = Odd(model.parameters(), decay=weight_decay)
-    return model, optimizer, OptimizerState(model, optimizer)
+    return SmallTraining(model, optimizer, OptimizerState(model, optimizer))
 
 
-def test_each_tensor_keeps_its_dtype_and_settings_come_from_the_new_start() -> None:
-    model, optimizer, state = odd_state()
-    model(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    structure, tensors = state.flatten()
+def test_tensors_keep_their_dtypes_and_other_values_their_types() -> None:
+    saved = small_training()
+    saved.make_step()
+    structure, tensors = saved.state.flatten()
     assert {"weight.moment", "weight.codes", "weight[0].list[0]"} < tensors.keys()
 
-    _, resumed, resumed_state = odd_state(weight_decay=0.2)
-    learning_rate = torch.tensor(0.5)
-    resumed.param_groups[0]["lr"] = learning_rate
-    resumed_state.restore(structure, tensors.items())
+    resumed = small_training()
+    resumed.state.restore(structure, tensors.items())
 
-    restored = resumed.state[resumed.param_groups[0]["params"][0]]
-    assert restored["moment"].dtype == torch.float32
-    assert restored["codes"].dtype == torch.uint8
-    assert type(restored["count"]) is tuple
-    assert resumed.state["global"] == {"steps": 1, "seen": {1, 2}}  # type: ignore[index]
-    [group] = resumed.param_groups
-    assert group["step"] == 1
-    assert group["decay"] == 0.2
-    assert group["lr"] is learning_rate
-    assert resumed.entries == {"name": "odd", "inner": {"count": 1, "function": len}}
+    state = resumed.optimizer.state[resumed.model.weight]
+    assert state["moment"].dtype == torch.float32
+    assert state["codes"].dtype == torch.uint8
+    assert type(state["count"]) is tuple
+    assert resumed.optimizer.state["global"] == {"steps": 1, "seen": {1, 2}}
+    assert resumed.optimizer.entries == {"name": "odd", "inner": {"count": 1, "function": len}}
+
+
+def test_a_resumed_group_has_new_settings_and_the_count_of_the_checkpoint() -> None:
+    saved = small_training(weight_decay=0.1)
+    saved.make_step()
+    structure, tensors = saved.state.flatten()
+
+    resumed = small_training(weight_decay=0.2)
+    [group] = resumed.optimizer.param_groups
+    learning_rate = torch.tensor(0.5)
+    group["lr"] = learning_rate
+    resumed.state.restore(structure, tensors.items())
+
+    [restored_group] = resumed.optimizer.param_groups
+    assert restored_group["step"] == 1
+    assert restored_group["decay"] == 0.2
+    assert restored_group["lr"] is learning_rate
 
 
 def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer, state = odd_state()
-    model(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    structure, tensors = state.flatten()
-    adamw = torch.optim.AdamW(model.parameters())
-    OptimizerState(model, adamw).restore(structure, tensors.items())
+    saved = small_training()
+    saved.make_step()
+    structure, tensors = saved.state.flatten()
+
+    adamw = torch.optim.AdamW(saved.model.parameters())
+    OptimizerState(saved.model, adamw).restore(structure, tensors.items())
+
     assert not adamw.state
     assert (
         "the state of the optimizer Odd for weights in bfloat16; AdamW for weights in bfloat16 "
@@ -242,99 +328,123 @@ def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[
     ) in capsys.readouterr().out
 
 
-def test_a_state_for_weights_of_another_dtype_is_not_taken_over() -> None:
+def test_a_state_for_weights_of_another_dtype_is_not_restored() -> None:
     """Weights in bfloat16 need a compensation, which the state of float32 weights lacks."""
-    states = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = torch.nn.Linear(3, 3).to(dtype)
+
+    def training_in(dtype: torch.dtype) -> SmallTraining:
+        model = nn.Linear(3, 3).to(dtype)
         optimizer = CompactAdamW(model.parameters(), lr=1e-3)
-        model(torch.ones(3, dtype=dtype)).sum().backward()
-        states.append((optimizer, OptimizerState(model, optimizer)))
-    (first, first_state), (second, second_state) = states
-    first.step()
-    structure, tensors = first_state.flatten()
-    second_state.restore(structure, tensors.items())
-    assert not second.state
-    second.step()
-    assert all("compensation" in state for state in second.state.values())
+        return SmallTraining(model, optimizer, OptimizerState(model, optimizer))
+
+    saved = training_in(torch.float32)
+    saved.make_step()
+    structure, tensors = saved.state.flatten()
+
+    resumed = training_in(torch.bfloat16)
+    resumed.state.restore(structure, tensors.items())
+    assert not resumed.optimizer.state
+
+    resumed.make_step()
+    states = [*resumed.optimizer.state.values()]
+    assert len(states) == 2
+    assert all("compensation" in state for state in states)
 
 
-def move(first: OptimizerState, second: OptimizerState) -> None:
-    """Save one state and restore it as the other."""
-    structure, tensors = first.flatten()
-    second.restore(json.loads(json.dumps(structure)), tensors.items())
-
-
-def add_nine(value: Any) -> None:
-    if isinstance(value, set):
-        value.add(9)
-    elif isinstance(value, OrderedDict):
-        value["count"] = 9
-    else:
-        value[0]["mean"] += 9
+def save_and_restore(saved: OptimizerState, resumed: OptimizerState) -> None:
+    """Restore a state as another run does, which reads the structure from a file."""
+    structure, tensors = saved.flatten()
+    resumed.restore(json.loads(json.dumps(structure)), tensors.items())
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: {1}, lambda: OrderedDict(count=1), lambda: [{"mean": torch.zeros(2)}]]
+    ("make", "change"),
+    [
+        pytest.param(lambda: {1}, lambda value: value.add(9), id="set"),
+        pytest.param(
+            lambda: OrderedDict(count=1), lambda value: value.update(count=9), id="ordered dict"
+        ),
+        pytest.param(
+            lambda: [{"mean": torch.zeros(2)}],
+            lambda value: value[0]["mean"].add_(9),
+            id="tensor in a list",
+        ),
+    ],
 )
-def test_a_value_that_the_optimizer_changes_in_place_is_state(make: Callable[[], Any]) -> None:
-    model, optimizer, _ = odd_state()
-    optimizer.param_groups[0]["value"] = make()
-    optimizer.entries["value"] = make()
-    state = OptimizerState(model, optimizer)
+def test_a_value_that_the_optimizer_changes_in_place_is_state(
+    make: Callable[[], Any], change: Callable[[Any], object]
+) -> None:
+    training = small_training()
+    [group] = training.optimizer.param_groups
+    group["value"] = make()
+    training.optimizer.entries["value"] = make()
+    state = OptimizerState(training.model, training.optimizer)
     assert state.flatten().structure["param_groups"] == [{"dict": []}]
 
-    add_nine(optimizer.param_groups[0]["value"])
-    add_nine(optimizer.entries["value"])
-    _, resumed, resumed_state = odd_state()
-    move(state, resumed_state)
-    changed = make()
-    add_nine(changed)
-    assert str(resumed.param_groups[0]["value"]) == str(changed)
-    assert str(resumed.entries["value"]) == str(changed)
+    change(group["value"])
+    change(training.optimizer.entries["value"])
+    resumed = small_training()
+    save_and_restore(state, resumed.state)
+
+    expected = make()
+    change(expected)
+    assert str(expected) != str(make())
+    assert str(resumed.optimizer.param_groups[0]["value"]) == str(expected)
+    assert str(resumed.optimizer.entries["value"]) == str(expected)
 
 
 def test_tensors_with_the_same_path_have_different_names() -> None:
+    """Both tensors have the path ``state.weight.mean``."""
+
     def make() -> tuple[Any, OptimizerState]:
         model = nn.ModuleDict({"state": nn.Linear(1, 1, bias=False)})
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         return optimizer, OptimizerState(model, optimizer)
 
-    optimizer, state = make()
-    [weight] = optimizer.param_groups[0]["params"]
-    optimizer.state[weight] = {"mean": torch.ones(1)}
-    optimizer.state["weight"] = {"mean": torch.zeros(1)}
+    saved, saved_state = make()
+    [weight] = saved.param_groups[0]["params"]
+    saved.state[weight] = {"mean": torch.ones(1)}
+    saved.state["weight"] = {"mean": torch.zeros(1)}
 
     resumed, resumed_state = make()
-    move(state, resumed_state)
+    save_and_restore(saved_state, resumed_state)
+
     [weight] = resumed.param_groups[0]["params"]
     assert resumed.state == {weight: {"mean": 1}, "weight": {"mean": 0}}
 
 
-@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False)])
-def test_steps_lie_where_the_implementation_of_this_run_needs_them(
-    before: bool, after: bool
-) -> None:
-    """The meta device stands for a GPU."""
+GPU = "meta"  # stands for a GPU
 
-    def make(is_capturable: bool) -> tuple[torch.optim.AdamW, OptimizerState]:
-        model = nn.Linear(3, 1, bias=False, device="meta")
-        optimizer = torch.optim.AdamW(model.parameters(), capturable=is_capturable)
+
+@pytest.mark.parametrize(
+    "is_capturable", [pytest.param(False, id="cpu"), pytest.param(True, id="gpu")]
+)
+@pytest.mark.parametrize(
+    "was_capturable", [pytest.param(False, id="from cpu"), pytest.param(True, id="from gpu")]
+)
+def test_the_count_of_steps_is_on_the_device_that_this_implementation_needs(
+    was_capturable: bool, is_capturable: bool
+) -> None:
+    """torch needs it on the GPU if AdamW is capturable, and else has it on the CPU."""
+    step_devices = {True: GPU, False: "cpu"}
+
+    def make(capturable: bool) -> tuple[torch.optim.AdamW, OptimizerState]:
+        model = nn.Linear(3, 1, bias=False, device=GPU)
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=capturable)
         return optimizer, OptimizerState(model, optimizer)
 
-    saved, state = make(before)
-    step = torch.zeros((), device="meta" if before else "cpu")
+    saved, saved_state = make(was_capturable)
     [weight] = saved.param_groups[0]["params"]
+    step = torch.zeros((), device=step_devices[was_capturable])
     saved.state[weight] = {"step": step, "exp_avg": torch.zeros_like(weight)}
-    structure, tensors = state.flatten()
-    files = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
+    structure, tensors = saved_state.flatten()
+    tensors_of_files = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
 
-    for is_capturable in (before, after):
-        resumed, resumed_state = make(is_capturable)
-        resumed_state.restore(structure, files.items())
-        [restored] = resumed.state.values()
-        assert restored["step"].device.type == ("meta" if is_capturable else "cpu")
-        assert restored["exp_avg"].device.type == "meta"
+    resumed, resumed_state = make(is_capturable)
+    resumed_state.restore(structure, tensors_of_files.items())
+
+    [state] = resumed.state.values()
+    assert state["step"].device.type == step_devices[is_capturable]
+    assert state["exp_avg"].device.type == GPU
 
 
 class CountingMuon(MuonWithAdamW):
@@ -358,19 +468,25 @@ def test_groups_that_an_optimizer_shares_with_others_stay_shared() -> None:
         optimizer = CountingMuon(muon, adamw)
         return optimizer, OptimizerState(model, optimizer)
 
-    optimizer, state = make()
-    optimizer.count = 3
+    saved, saved_state = make()
+    saved.count = 3
+
     resumed, resumed_state = make()
-    rate = resumed.param_groups[1]["lr"]
-    move(state, resumed_state)
+    rate_of_adamw = resumed.param_groups[1]["lr"]
+    save_and_restore(saved_state, resumed_state)
+
     assert resumed.count == 3
-    assert resumed.param_groups[1]["lr"] is rate
-    in_parts = [group for part in resumed.parts for group in part.param_groups]
-    assert all(a is b for a, b in zip(in_parts, resumed.param_groups, strict=True))
+    assert resumed.param_groups[1]["lr"] is rate_of_adamw
+    [group_of_muon] = resumed.parts[0].param_groups
+    [group_of_adamw] = resumed.parts[1].param_groups
+    assert len(resumed.param_groups) == 2
+    assert resumed.param_groups[0] is group_of_muon
+    assert resumed.param_groups[1] is group_of_adamw
 
 
 def test_a_group_that_was_added_late_is_refused() -> None:
-    _, optimizer, state = odd_state()
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    training = small_training()
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
     with pytest.raises(UserError, match="the optimizer Odd has 2 parameter groups, and had 1 when"):
-        state.flatten()
+        training.state.flatten()
