@@ -43,7 +43,7 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
-_SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
+_MULTIMODAL_ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
 
 # The settings of each class, by the beginning of its name in transformers.
 CLASSES: dict[str, dict[str, Any]] = {
@@ -116,7 +116,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         "image_token_index": 290,
     },
     "Qwen3VL": {
-        "text_config": {**_TEXT, "rope_parameters": _SECTIONS},
+        "text_config": {**_TEXT, "rope_parameters": _MULTIMODAL_ROPE},
         "vision_config": {
             **_QWEN,
             "num_position_embeddings": 16,
@@ -126,26 +126,35 @@ CLASSES: dict[str, dict[str, Any]] = {
     },
 }
 
-
 # The full class of Qwen3.5 ignores some tensors of published files. This is such a tensor.
 IGNORED = "mtp.fc.weight"
+
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model of class ``{name}ForConditionalGeneration`` whose tokenizer has a template."""
+    """Write a model with random weights, a tokenizer with a chat template, and a processor.
+
+    Args:
+        name: the class is ``{name}ForConditionalGeneration``; see :data:`CLASSES`.
+        folder: where to write it.
+        dtype: the dtype of its weights.
+    """
     config_class: type[PreTrainedConfig] = getattr(transformers, f"{name}Config")
     model_class: type[PreTrainedModel] = getattr(transformers, f"{name}ForConditionalGeneration")
     torch.manual_seed(0)
-    model_class(config_class(**CLASSES[name])).to(dtype).save_pretrained(folder)
+    model = model_class(config_class(**CLASSES[name]))
+    model.to(dtype).save_pretrained(folder)
     if name.startswith("Qwen3_5"):
         weights = folder / "model.safetensors"
-        tensors = load_file(weights) | {IGNORED: torch.randn(32, 64).to(dtype)}
+        tensors = load_file(weights)
+        tensors[IGNORED] = torch.randn(32, 64).to(dtype)
         save_file(tensors, weights, {"format": "pt"})
 
     tokenizer = byte_tokenizer()
     set_template(tokenizer, "chatml")
     tokenizer.save_pretrained(folder)
+
     for file in PROCESSOR_FILES:
         (folder / file).write_text(f'{{"of": "{name}"}}')
     return folder

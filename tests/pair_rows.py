@@ -8,30 +8,41 @@ import numpy as np
 from llmtrain.data.packing import Examples, WrittenRows, write_rows
 from llmtrain.data.store import TokenRows, TokenStore
 
-TokenPair = tuple[list[int], list[int], list[int], bool]  # prompt, two answers, a label
+# The tokens of a prompt and of two answers, and whether the first answer is desirable.
+TokenPair = tuple[list[int], list[int], list[int], bool]
 
 
 def write_pair_rows(
     path: Path, pairs: Iterable[TokenPair], width: int, share_prompts: bool, packing: bool = True
 ) -> tuple[TokenRows, WrittenRows]:
-    """Write pairs as rows of ``width`` tokens, and read them back."""
+    """Write pairs as rows, and read them back.
+
+    Args:
+        path: the file to write.
+        pairs: the pairs.
+        width: tokens per row.
+        share_prompts: whether the second answer has no copy of the prompt, except its last token.
+        packing: whether a row may have several pairs.
+    """
     store = TokenStore(path.with_suffix(".tokens"))
-    shared = []
-    labels = []
-    for prompt, first, second, desirable in pairs:
-        for answer in (first, second):
+    shared_tokens = []
+    is_first_desirable = []
+    for prompt, first_answer, second_answer, is_desirable in pairs:
+        for answer in (first_answer, second_answer):
             loss_mask = [False] * len(prompt) + [True] * len(answer)
             store.add(np.array(prompt + answer, np.int32), np.array(loss_mask))
-        shared.append(len(prompt) - 1 if share_prompts else 0)
-        labels.append(desirable)
+        shared_tokens.append(len(prompt) - 1 if share_prompts else 0)
+        is_first_desirable.append(is_desirable)
 
-    stops = store.lengths.reshape(-1, 2)
+    # The first answer of a pair starts at the beginning of its sequence.
+    starts = np.zeros((len(shared_tokens), 2), np.int64)
+    starts[:, 1] = shared_tokens
     examples = Examples(
         sequences=np.arange(len(store)).reshape(-1, 2),
-        starts=np.stack([np.zeros(len(shared), np.int64), np.array(shared)], axis=1),
-        stops=stops,
-        is_first_desirable=np.array(labels),
+        starts=starts,
+        stops=store.lengths.reshape(-1, 2),
+        is_first_desirable=np.array(is_first_desirable),
     )
-    written = write_rows(path, store, examples, width, packing)
+    written = write_rows(path, store, examples, width=width, packing=packing)
     store.close()
     return TokenRows.open([path]), written

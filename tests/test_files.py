@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import files
-from llmtrain.files import new_folder
+from llmtrain.files import append_json_line, new_folder, write_json
 
 NOBODY = 65534
 
@@ -127,3 +128,20 @@ def test_a_folder_that_cannot_be_renamed_keeps_the_old_one_in_its_place(
 
     assert (tmp_path / "model" / "weights").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("umask", [pytest.param(0o022, id="022"), pytest.param(0o077, id="077")])
+@pytest.mark.parametrize("write", [append_json_line, write_json])
+def test_a_new_file_has_the_permissions_that_the_umask_leaves(
+    write: Callable[[Path, dict[str, int]], None], umask: int, tmp_path: Path
+) -> None:
+    """Under umask 077, no other user can read the metrics of a run."""
+    path = tmp_path / "metrics.jsonl"
+
+    previous_umask = os.umask(umask)
+    try:
+        write(path, {"step": 1})
+    finally:
+        os.umask(previous_umask)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask

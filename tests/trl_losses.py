@@ -1,4 +1,4 @@
-"""The losses of TRL's own trainers, given the log-probabilities of answers."""
+"""The losses that TRL's trainers compute from the log-probabilities of answers."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from llmtrain.models.preference_config import PreferenceConfig
 def trl_dpo_loss(
     config: PreferenceConfig, answers: Sequence[tuple[Tensor, Tensor]], reference: Tensor
 ) -> Tensor:
-    """Return the mean loss of pairs, computed by the code of TRL's ``DPOTrainer``.
+    """Return the mean loss of pairs, as TRL's ``DPOTrainer`` computes it.
 
     Args:
         config: the losses and their parameters.
@@ -26,10 +26,12 @@ def trl_dpo_loss(
     """
     from trl.trainer.dpo_trainer import DPOTrainer
 
-    chosen = [pair[0] for pair in answers]
-    rejected = [pair[1] for pair in answers]
+    chosen = [chosen_answer for chosen_answer, _ in answers]
+    rejected = [rejected_answer for _, rejected_answer in answers]
     inputs, model = _batch([*chosen, *rejected])
-    inputs |= {"ref_chosen_logps": reference[:, 0], "ref_rejected_logps": reference[:, 1]}
+    inputs["ref_chosen_logps"] = reference[:, 0]
+    inputs["ref_rejected_logps"] = reference[:, 1]
+
     trainer = _trainer(
         config,
         loss_types=config.loss_type,
@@ -40,6 +42,7 @@ def trl_dpo_loss(
         f_divergence_type="reverse_kl",
         use_weighting=False,
     )
+
     with _in_float64():
         loss: Tensor = DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
     return loss
@@ -48,7 +51,7 @@ def trl_dpo_loss(
 def trl_kto_loss(
     config: PreferenceConfig, answers: Sequence[Tensor], reference: Tensor, desirable: list[bool]
 ) -> Tensor:
-    """Return the mean loss of single answers, computed by the code of TRL's ``KTOTrainer``.
+    """Return the mean loss of single answers, as TRL's ``KTOTrainer`` computes it.
 
     Args:
         config: a loss without a baseline, and its parameters.
@@ -59,7 +62,9 @@ def trl_kto_loss(
     from trl.trainer.kto_trainer import KTOTrainer
 
     inputs, model = _batch(answers)
-    inputs |= {"label": torch.tensor(desirable), "ref_logps": reference}
+    inputs["label"] = torch.tensor(desirable)
+    inputs["ref_logps"] = reference
+
     (loss_type,) = config.loss_type
     trainer = _trainer(
         config,
@@ -69,6 +74,7 @@ def trl_kto_loss(
         calculate_KL=False,
         _compute_kl_logps=lambda model, batch: None,
     )
+
     loss: Tensor = KTOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
     return loss
 
@@ -84,7 +90,10 @@ def _in_float64() -> Iterator[None]:
 
 
 def _batch(answers: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any]:
-    """Return a padded batch of answers to prompts of one token, and a model of these answers."""
+    """Return a padded batch of answers, and a model that gives them these log-probabilities.
+
+    Each prompt has one token.
+    """
     log_probs = pad_sequence(list(answers), batch_first=True)
     lengths = torch.tensor([len(answer) for answer in answers])
     positions = torch.arange(log_probs.shape[1] + 1)
@@ -94,6 +103,7 @@ def _batch(answers: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any]:
         "attention_mask": positions <= lengths[:, None],
         "completion_mask": completion_mask.long(),
     }
+
     zeros = torch.zeros_like(log_probs)
     outputs = SimpleNamespace(
         log_probs=log_probs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
@@ -102,7 +112,7 @@ def _batch(answers: Sequence[Tensor]) -> tuple[dict[str, Tensor], Any]:
 
 
 def _trainer(config: PreferenceConfig, **settings: Any) -> Any:
-    """Return the attributes of a trainer in one process that its loss reads."""
+    """Return the attributes that the loss of a trainer reads, for one process."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),
         gather=lambda tensor: tensor,

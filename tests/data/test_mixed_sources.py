@@ -70,10 +70,18 @@ def test_conversations_have_the_rows_that_they_have_without_text(chat_file, text
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_text_has_its_rows_with_the_columns_of_conversations(chat_file, text_file, packing):
+@pytest.mark.parametrize("is_text_first", [True, False])
+def test_text_has_its_rows_with_the_columns_of_conversations(
+    chat_file, text_file, is_text_first, packing
+):
+    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
     separate = tokenize(config(text_file, isolate_documents=packing), BLOCK)
-    mixed = tokenize_files(text_file, chat_file, chat=ChatConfig(packing=packing))
-    text, _ = rows_by_source(mixed)
+    mixed = tokenize_files(*paths, chat=ChatConfig(packing=packing))
+    assert mixed.is_packed == packing
+    assert mixed.metadata.train_tokens == sum(mixed.metadata.source_targets)
+
+    rows_of_sources = rows_by_source(mixed)
+    text = rows_of_sources[0] if is_text_first else rows_of_sources[1]
     for row, expected in zip(text, separate.train, strict=True):
         expected["labels"] = expected["input_ids"]
         if not packing:
@@ -171,10 +179,13 @@ def test_bits_per_byte_count_the_text_and_the_answers(chat_file, text_file):
     assert mixed.metadata.eval_bytes == expected
 
 
-def test_each_source_has_an_eval_loss(chat_file, text_file):
-    mixed = tokenize_files(text_file, chat_file, eval_fraction=0.2)
-    text_rows, conversation_rows = mixed.metadata.eval_source_rows
-    assert mixed.eval_sources == {"corpus": text_rows, "chats": conversation_rows}
+@pytest.mark.parametrize("is_text_first", [True, False])
+def test_each_source_has_an_eval_loss(chat_file, text_file, is_text_first):
+    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
+    mixed = tokenize_files(*paths, eval_fraction=0.2)
+    names = [path.stem for path in paths]
+    rows_of_sources = mixed.metadata.eval_source_rows
+    assert mixed.eval_sources == dict(zip(names, rows_of_sources, strict=True))
 
     source_rows = list(mixed.eval_sources.values())
     loader = eval_loader(mixed.eval, 1, micro_batch=4, source_rows=source_rows)

@@ -201,13 +201,14 @@ def test_packed_rows_hold_every_document_with_its_labels(tmp_path, monkeypatch, 
     documents = []
     padding = 0
     for row in rows:
-        for ids, labels in segments_of(row):
-            if ids[0] == 0:
-                assert ids == [0] * len(ids)
-                assert labels == [IGNORED] * len(ids)
-                padding += len(ids)
-            else:
-                documents.append((ids, labels))
+        segments = segments_of(row)
+        last_ids, last_labels = segments[-1]
+        if last_ids[0] == 0:
+            assert last_ids == [0] * len(last_ids)
+            assert last_labels == [IGNORED] * len(last_ids)
+            padding += len(last_ids)
+            del segments[-1]
+        documents += segments
     assert sorted(documents) == [(document.ids, document.labels) for document in DOCUMENTS]
     assert padding == PACKED_ROWS * WIDTH - sum(LENGTHS)
 

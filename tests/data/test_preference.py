@@ -1281,13 +1281,16 @@ HALF_OVERLONG = [
 ]
 
 
-@pytest.mark.parametrize(
+for_each_outcome = pytest.mark.parametrize(
     ("overlong", "outcome"),
     [
         pytest.param("drop", "dropped", id="drop"),
         pytest.param("truncate", "truncated", id="truncate"),
     ],
 )
+
+
+@for_each_outcome
 def test_the_log_has_two_lines_about_the_audit(
     tmp_path: Path, capsys: Capture, overlong: str, outcome: str
 ) -> None:
@@ -1308,10 +1311,13 @@ def test_the_log_has_two_lines_about_the_audit(
     ]
 
 
+@for_each_outcome
 def test_the_log_has_a_line_about_eval_pairs_that_are_left_out(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, capsys: Capture, overlong: str, outcome: str
 ) -> None:
-    tokenized = tokenize_records(tmp_path, HALF_OVERLONG, on_bad_row="skip", eval_fraction=0.4)
+    tokenized = tokenize_records(
+        tmp_path, HALF_OVERLONG, on_bad_row="skip", eval_fraction=0.4, overlong=overlong
+    )
 
     train = audit_of(tokenized)
     assert tokenized.metadata.eval_audit is not None
@@ -1321,7 +1327,7 @@ def test_the_log_has_a_line_about_eval_pairs_that_are_left_out(
     assert (train.bad, eval.bad) == (1, 0)
     lost = eval.lost_tokens / (eval.lost_tokens + eval.tokens)
     assert log_lines(capsys, "eval") == [
-        f"{eval.kept} of {eval.examples} kept: {eval.overlong} overlong dropped "
+        f"{eval.kept} of {eval.examples} kept: {eval.overlong} overlong {outcome} "
         f"({lost:.1%} of the tokens), 0 without a difference and 0 bad ones left out"
     ]
 

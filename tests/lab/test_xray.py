@@ -197,12 +197,17 @@ class PageReader(HTMLParser):
             self.resources.append(tag)
 
 
-def test_the_page_loads_nothing() -> None:
-    assert PageReader(page_of(recording())).resources == []
+@pytest.mark.parametrize(
+    "wait", [pytest.param(0.0, id="no-waiting"), pytest.param(12.0, id="waiting")]
+)
+def test_the_page_loads_nothing(wait: float) -> None:
+    page = page_of(recording(wait=wait), title="<script>x-ray</script>")
+
+    assert PageReader(page).resources == []
 
 
 def test_the_page_draws_every_phase_and_bucket() -> None:
-    page = page_of(recording(wait=12.0), title="<x-ray>")
+    page = page_of(recording(wait=12.0))
     rectangles = PageReader(page).rectangles
 
     rectangles_of_buckets = 2 * 2  # each of two buckets waits, then travels
@@ -211,8 +216,14 @@ def test_the_page_draws_every_phase_and_bucket() -> None:
     for rectangle in rectangles:
         assert 0 <= float(rectangle["x"] or -1) <= 1200.01
         assert float(rectangle["width"] or -1) > 0
-    assert "&lt;x-ray&gt;" in page
     assert "h.1.w, h.1.b" in page
+
+
+def test_markup_in_the_title_of_the_page_is_text() -> None:
+    page = page_of(recording(wait=12.0), title="<x-ray>")
+
+    assert "&lt;x-ray&gt;" in page
+    assert "<x-ray>" not in page
 
 
 def test_every_phase_and_state_of_a_bucket_has_a_color_in_the_legend() -> None:

@@ -61,7 +61,7 @@ def load(accelerator: Any) -> Callable[..., ModelBundle]:
     def load(folder: Path, lora: LoraConfig | None = None, **flags: Any) -> ModelBundle:
         config = ModelConfig(str(folder), max_length=MAX_LENGTH, **flags)
         rows = SomeRows(AutoTokenizer.from_pretrained(folder))
-        return place(accelerator, load_model(config, lora, rows, 3, "no"))
+        return place(accelerator, load_model(config, lora, rows, seed=3, precision="no"))
 
     return load
 
@@ -79,11 +79,12 @@ def replace_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-# --- what is trained
+# --- the text tower
 
 
 def test_towers_that_text_does_not_reach_are_not_loaded(load, gemma3: Path, capsys) -> None:
     bundle = load(gemma3)
+
     assert bundle.model.model.vision_tower is None
     assert bundle.model.model.multi_modal_projector is None
     assert trained_names(bundle) == {name for name, _ in bundle.model.named_parameters()}
@@ -111,21 +112,23 @@ def test_the_context_is_that_of_the_text_tower(gemma3: Path) -> None:
 
 
 def test_parts_of_the_text_tower_can_be_frozen(load, gemma3: Path) -> None:
-    bundle = load(gemma3, freeze="vision|layers")
-    assert trained_names(bundle)
-    assert not any("layers" in name for name in trained_names(bundle))
+    names = trained_names(load(gemma3, freeze="vision|layers"))
+
+    assert names
+    assert not any("layers" in name for name in names)
 
 
-def test_something_must_be_trained(load, gemma3: Path) -> None:
+def test_freezing_every_parameter_is_refused(load, gemma3: Path) -> None:
     with pytest.raises(UserError, match="matches every parameter"):
         load(gemma3, freeze="language_model|lm_head")
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]], ids=" ".join)
 def test_an_adapter_is_in_the_text_tower_only(load, gemma3: Path, targets: list[str]) -> None:
-    bundle = load(gemma3, LoraConfig(lora_r=2, lora_target_modules=targets))
-    assert trained_names(bundle)
-    assert all(name.startswith("model.language_model.") for name in trained_names(bundle))
+    names = trained_names(load(gemma3, LoraConfig(lora_r=2, lora_target_modules=targets)))
+
+    assert names
+    assert all(name.startswith("model.language_model.") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,8 @@ def test_the_finished_model_has_all_tensors_of_its_base(
 def test_the_finished_model_has_the_processor_of_its_base(
     load, gemma3: Path, tmp_path: Path
 ) -> None:
-    load(gemma3).files.finished("auto").write(tmp_path, 1)
+    load(gemma3).files.finished("auto").write(tmp_path, parameters=1)
+
     assert not (tmp_path / BASE_FILE).exists()
     for name in PROCESSOR_FILES:
         assert (tmp_path / name).read_text() == (gemma3 / name).read_text()
@@ -183,9 +187,11 @@ def test_tensors_of_the_finished_model_can_be_converted_one_at_a_time(
     bundle = load(gemma3)
     files = bundle.files.finished("auto")
     convert = files.tensor_converter(bundle.model)
+
     converted: dict[str, Tensor] = {}
     for name, tensor in files.tensors(bundle.model).items():
         converted |= convert(name, tensor)
+
     assert converted.keys() == gemma3_tensors.keys()
 
 
@@ -207,7 +213,9 @@ def test_tensors_that_the_class_ignores_are_in_the_finished_model(
     load, tmp_path: Path, capsys
 ) -> None:
     folder = write_checkpoint("Qwen3_5", tmp_path)
+
     tensors = finished_tensors(load(folder))
+
     assert torch.equal(tensors[IGNORED], dict(read_tensors(folder))[IGNORED])
     line = (
         "untrained mtp: Qwen3_5ForConditionalGeneration does not have these 2,048 parameters; the "
@@ -243,6 +251,7 @@ def test_a_copy_of_a_tied_head_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Mistral3"])
 def test_a_head_that_is_not_tied_may_be_copied(name: str) -> None:
     adapted = add_lora_with_head(name, is_tied=False)
+
     names = [name for name, _ in adapted.named_parameters()]
     assert any("lm_head.modules_to_save" in name for name in names)
 
@@ -262,7 +271,7 @@ def test_random_towers_are_in_the_finished_model_and_the_same_each_time(
 ) -> None:
     config = ModelConfig(from_config=str(gemma3), max_length=MAX_LENGTH)
     rows = SomeRows(AutoTokenizer.from_pretrained(gemma3))
-    bundle = place(accelerator, load_model(config, None, rows, 3, "no"))
+    bundle = place(accelerator, load_model(config, None, rows, seed=3, precision="no"))
 
     tensors = finished_tensors(bundle)
 
@@ -271,7 +280,7 @@ def test_random_towers_are_in_the_finished_model_and_the_same_each_time(
     torch.testing.assert_close(finished_tensors(bundle), tensors, rtol=0, atol=0)
 
 
-# --- checkpoints, and what is missing
+# --- checkpoints, and bases with missing files
 
 
 def test_a_checkpoint_has_the_text_tower_and_the_name_of_its_base(
@@ -279,9 +288,9 @@ def test_a_checkpoint_has_the_text_tower_and_the_name_of_its_base(
 ) -> None:
     bundle = load(gemma3)
     names = bundle.files.tensors(bundle.model).keys()
-    assert not any(name.startswith(STORED_OUTSIDE) for name in names)
+    bundle.files.write(tmp_path, parameters=1)
 
-    bundle.files.write(tmp_path, 1)
+    assert not any(name.startswith(STORED_OUTSIDE) for name in names)
     base = json.loads((tmp_path / BASE_FILE).read_text())
     assert base == {"name": str(gemma3), "origin": origin_of(str(gemma3))}
     assert not (tmp_path / "processor_config.json").exists()
@@ -312,7 +321,9 @@ def test_a_checkpoint_whose_base_has_changed_is_refused(load, tmp_path: Path) ->
 
 def test_a_base_that_is_removed_during_a_run_is_noticed_at_its_end(load, tmp_path: Path) -> None:
     bundle = load(write_checkpoint("Gemma3", tmp_path / "base"))
+
     (tmp_path / "base" / "model.safetensors").unlink()
+
     message = r"base has changed since the run began.*put its files back"
     with pytest.raises(UserError, match=message):
         finished_tensors(bundle)

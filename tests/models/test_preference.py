@@ -347,6 +347,8 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *itertools.product(["gpt2", "llama"], LOSSES, LAYOUTS),
         *itertools.product(["llama"], LIKE_TRL, ["shared prompts", "unpacked"]),
+        *itertools.product(["gpt2"], ["sigmoid", "robust", "ipo"], LAYOUTS),
+        *itertools.product(["llama"], ["sigmoid", "robust", "ipo"], ["separate prompts"]),
     ],
 )
 def test_loss_and_gradients_are_the_formulas_in_any_rows_and_micro_batches(

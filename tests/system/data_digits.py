@@ -180,27 +180,22 @@ def write_records(path: Path, records: list[Record]) -> Path:
 def text_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of plain text: few and many documents, all tokenizers, isolated or not."""
     text = write_text(folder / "text.txt")
-    draw = random.Random(1)
-
-    def random_document() -> Record:
-        word_count = draw.randint(1, 60)
-        words = [draw.choice(["a", "bc", "漢字", "🙂", "long word"]) for _ in range(word_count)]
-        return {"text": " ".join(words)}
-
-    documents = [random_document() for _ in range(120)]
+    documents = random_documents(120)
+    empty_document = {"text": ""}
     many = write_records(folder / "documents.jsonl", documents)
     table = write_records(folder / "documents.parquet", documents)
     few = write_records(folder / "few.jsonl", documents[:3])
-    empty = write_records(folder / "empty.jsonl", [{"text": ""}, *documents[:30], {"text": ""}])
+    empty = write_records(folder / "empty.jsonl", [empty_document, *documents[:30], empty_document])
     special = write_records(
         folder / "special.jsonl", [{"text": "a <|im_end|> b </s> c"}, *documents[:20]]
     )
+    data_sets = {"one": text, "many": many, "few": few, "empty": empty, "special": special}
+
     chats.make("{{ messages }}").save_pretrained(folder / "own")
     published.tokenizer_of("qwen3").save_pretrained(folder / "qwen")
-    with_bos = bos_tokenizer(folder / "bos")
+    write_tokenizer_with_bos(folder / "bos")
+    tokenizers = ["char", "byte", "bpe:300", folder / "own", folder / "qwen", folder / "bos"]
 
-    tokenizers = ["char", "byte", "bpe:300", folder / "own", folder / "qwen", with_bos]
-    data_sets = {"one": text, "many": many, "few": few, "empty": empty, "special": special}
     for tokenizer, name, isolated in itertools.product(tokenizers, data_sets, (False, True)):
         yield (
             f"text {name} {Path(tokenizer).name} isolated={isolated}",
@@ -212,19 +207,32 @@ def text_cases(folder: Path) -> Iterator[NamedCase]:
     for fraction in (0.0, 0.02, 0.3, 0.8):
         yield f"text eval {fraction}", case_of(many, max_length=16, eval_fraction=fraction)
         yield f"text one eval {fraction}", case_of(text, max_length=16, eval_fraction=fraction)
+
     yield "text eval data", case_of(many, max_length=16, eval_dataset=[str(text)])
     yield (
         "text eval data, two",
         case_of(many, text, max_length=16, eval_dataset=[str(few), str(empty)]),
     )
+
     yield "text two sources", case_of(text, table, max_length=16, mixture=[0.7, 0.3])
     yield "text columns", case_of(many, max_length=16, columns=["text=text"])
     yield "text long rows", case_of(text, max_length=5000, eval_fraction=0.0)
     yield "text too short", case_of(few, max_length=50_000)
 
 
-def bos_tokenizer(folder: Path) -> Path:
-    """Save a tokenizer that begins every text with BOS."""
+def random_documents(count: int) -> list[Record]:
+    """Return documents of 1 to 60 words."""
+    draw = random.Random(1)
+    documents = []
+    for _ in range(count):
+        word_count = draw.randint(1, 60)
+        words = [draw.choice(["a", "bc", "漢字", "🙂", "long word"]) for _ in range(word_count)]
+        documents.append({"text": " ".join(words)})
+    return documents
+
+
+def write_tokenizer_with_bos(folder: Path) -> None:
+    """Write a tokenizer that begins every text with BOS."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = chats.make(None)
@@ -232,7 +240,6 @@ def bos_tokenizer(folder: Path) -> Path:
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 # --- conversations
@@ -268,6 +275,7 @@ def records_by_format() -> dict[str, list[Record]]:
     answers = [f"{i * i} " + "ü." * draw.randint(1, 9) for i in numbers]
 
     def system_of(number: int) -> Record:
+        """Return the system prompt of every third record."""
         return {"system": "Be brief."} if number % 3 == 0 else {}
 
     prompt_completion = [{"prompt": f"{i}?", "completion": answers[i]} for i in numbers]
@@ -304,6 +312,7 @@ def records_by_format() -> dict[str, list[Record]]:
         for i in numbers
     ]
     tool_calls = [{"messages": chats.CALLING, "tools": [chats.TOOL]} for _ in range(3)]
+    special_tokens = [conversation(f"{i} <|im_end|>", f"<|im_start|>{i}</s> ok") for i in numbers]
 
     other_fields = []
     for i, record in enumerate(conversations(20, seed=4)):
@@ -318,9 +327,7 @@ def records_by_format() -> dict[str, list[Record]]:
         "alpaca": alpaca,
         "weights": weights,
         "calls": [*tool_calls, *conversations(20, seed=3)],
-        "special tokens": [
-            conversation(f"{i} <|im_end|>", f"<|im_start|>{i}</s> ok") for i in numbers
-        ],
+        "special tokens": special_tokens,
         "other fields": other_fields,
         "same prompt": [conversation("same?", answer) for answer in answers],
     }
@@ -352,21 +359,20 @@ def format_cases(folder: Path) -> Iterator[NamedCase]:
 
     prompts = folder / "prompt_completion.jsonl"
     yield "plain prompts", case_of(prompts, chat={"chat_template": "none"})
-    yield (
-        "plain prompts of a tokenizer",
-        case_of(prompts, tokenizer=folder / "bos", chat={}),
-    )
+    yield "plain prompts of a tokenizer", case_of(prompts, tokenizer=folder / "bos", chat={})
 
     parquet = write_records(folder / "messages.parquet", records["messages"])
     yield "messages parquet", case_of(parquet, chat={})
     json_array = write_records(folder / "sharegpt.json", records["sharegpt"])
     yield "sharegpt json", case_of(json_array, chat={})
+
     renamed = [
         {"q": record["prompt"], "a": record["completion"]}
         for record in records["prompt_completion"]
     ]
     columns = write_records(folder / "renamed.jsonl", renamed)
     yield "columns", case_of(columns, columns=["prompt=q", "completion=a"], chat={})
+
     few = write_records(folder / "three.jsonl", conversations(3))
     yield "few records", case_of(few, chat={})
     yield "eval data of chats", case_of(messages, eval_dataset=[str(parquet)], chat={})
@@ -399,18 +405,19 @@ def template_cases(folder: Path) -> Iterator[NamedCase]:
     ]
     plain = write_records(folder / "template.jsonl", conversations(25, seed=5))
     thinking = write_records(folder / "reasoning.jsonl", reasoning + conversations(10, seed=6))
+    pairs = write_records(folder / "template pairs.jsonl", preferences(15))
     for name, template in templates.items():
         tokenizer = folder / f"template {name}"
         chats.make(template).save_pretrained(tokenizer)
+        flags = {"on_bad_row": "skip"}
         for data, path in {"plain": plain, "reasoning": thinking}.items():
             yield (
                 f"template {name} {data}",
-                case_of(path, tokenizer=tokenizer, max_length=600, chat={"on_bad_row": "skip"}),
+                case_of(path, tokenizer=tokenizer, max_length=600, chat=flags),
             )
-        pairs = write_records(folder / "template pairs.jsonl", preferences(15))
         yield (
             f"template {name} pairs",
-            case_of(pairs, tokenizer=tokenizer, max_length=300, pairs={"on_bad_row": "skip"}),
+            case_of(pairs, tokenizer=tokenizer, max_length=300, pairs=flags),
         )
 
 
@@ -448,6 +455,7 @@ def process_cases(folder: Path) -> Iterator[NamedCase]:
 
 
 def preferences(count: int) -> list[Record]:
+    """Return pairs with answers of different lengths."""
     draw = random.Random(8)
     return [
         {
@@ -479,27 +487,9 @@ def pair_cases(folder: Path) -> Iterator[NamedCase]:
         "whole": write_records(folder / "whole.jsonl", message_pairs),
         "whole parquet": write_records(folder / "whole.parquet", message_pairs),
     }
-    for name, unpaired, packing, sharing, overlong in itertools.product(
-        paths, (False, True), (True, False), (True, False), ("drop", "truncate")
-    ):
-        flags = {
-            "packing": packing,
-            "share_prompts": sharing,
-            "overlong": overlong,
-            "on_bad_row": "skip",
-        }
-        for max_length in (70, "auto"):
-            options = f"unpaired={unpaired} packing={packing} sharing={sharing} {overlong}"
-            yield (
-                f"{name} {options} {max_length}",
-                case_of(
-                    paths[name],
-                    tokenizer=folder / "chatml",
-                    max_length=max_length,
-                    pairs=flags,
-                    unpaired=unpaired,
-                ),
-            )
+    for name, path in paths.items():
+        yield from packed_pair_cases(name, path, tokenizer=folder / "chatml")
+
     for unpaired in (False, True):
         yield (
             f"plain pairs unpaired={unpaired}",
@@ -509,6 +499,30 @@ def pair_cases(folder: Path) -> Iterator[NamedCase]:
             f"pairs byte unpaired={unpaired}",
             case_of(paths["pairs"], pairs={}, unpaired=unpaired, eval_fraction=0.3),
         )
+
+
+def packed_pair_cases(name: str, path: Path, tokenizer: Path) -> Iterator[NamedCase]:
+    """Yield a case of one data set for each way to put pairs into rows."""
+    booleans = (True, False)
+    for unpaired, packing, sharing in itertools.product((False, True), booleans, booleans):
+        for overlong, max_length in itertools.product(("drop", "truncate"), (70, "auto")):
+            flags = {
+                "packing": packing,
+                "share_prompts": sharing,
+                "overlong": overlong,
+                "on_bad_row": "skip",
+            }
+            options = f"unpaired={unpaired} packing={packing} sharing={sharing} {overlong}"
+            yield (
+                f"{name} {options} {max_length}",
+                case_of(
+                    path,
+                    tokenizer=tokenizer,
+                    max_length=max_length,
+                    pairs=flags,
+                    unpaired=unpaired,
+                ),
+            )
 
 
 # --- several kinds, and records that cannot be used
@@ -583,12 +597,12 @@ def bad_pair_cases(folder: Path) -> Iterator[NamedCase]:
     }
     for name, record in bad_pairs.items():
         path = write_records(folder / f"bad pair {name}.jsonl", [*preferences(12), record])
-        for treatment, unpaired in itertools.product(TREATMENTS, (False, True)):
-            flags = TREATMENTS[treatment]
-            yield (
-                f"bad pair {name} {treatment} unpaired={unpaired}",
-                case_of(path, pairs=flags, unpaired=unpaired, eval_fraction=0.0),
-            )
+        for treatment, flags in TREATMENTS.items():
+            for unpaired in (False, True):
+                yield (
+                    f"bad pair {name} {treatment} unpaired={unpaired}",
+                    case_of(path, pairs=flags, unpaired=unpaired, eval_fraction=0.0),
+                )
 
 
 def main() -> None:
@@ -600,7 +614,7 @@ def main() -> None:
         if not (inputs / "cases.json").exists():
             write_inputs(inputs)
         digits = measure(tree, inputs, target)
-    errors = [name for name, of_case in digits.items() if "error" in of_case]
+    errors = [name for name, digits_of_case in digits.items() if "error" in digits_of_case]
     print(f"{len(digits)} cases, {len(errors)} of them errors")
 
 

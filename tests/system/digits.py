@@ -1,12 +1,14 @@
 """Measure the digits of short training runs, to compare two versions of the source.
 
-`python -m tests.system.digits TREE FOLDER` makes every run with the source in TREE and writes FOLDER/digits.json.
-A refactoring leaves every digit as it was. `test_digits.py` compares this tree with an earlier commit.
+`python -m tests.system.digits TREE FOLDER` makes every run with the source in TREE, and writes
+FOLDER/digits.json. A refactoring changes no digit. `test_digits.py` compares this tree with an
+earlier commit.
 """
 
 import hashlib
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +17,6 @@ import torch
 from safetensors import safe_open
 
 from tests.launching import (
-    BIN,
     FINETUNE,
     GPT,
     PREFERENCE,
@@ -23,6 +24,7 @@ from tests.launching import (
     ROOT,
     SMALL_LLAMA,
     TINY,
+    accelerate,
     begin,
     metrics,
     read_json,
@@ -34,6 +36,7 @@ from tests.launching import (
 )
 
 POISONED = str(ROOT / "tests" / "system" / "poisoned_gpt.py")
+OFTEN = shlex.split("--save_steps 3 --eval_steps 3")
 
 Digits: TypeAlias = dict[str, dict[str, Any]]  # name of a run -> metric or checkpoint -> values
 
@@ -50,12 +53,20 @@ METRICS = (
     "train/rewards/margins",
 )
 
-# Earlier name -> today's name, of metrics, files of a checkpoint and tensors. A rename is not a change of digits.
+# Earlier name -> today's name, for metrics, files in a checkpoint and tensors. A rename does not
+# change digits.
 RENAMED: dict[str, str] = {}
 
 
 class Command(NamedTuple):
-    """How a run is started, and with which status it ends."""
+    """How a run is started, and with which status it ends.
+
+    Attributes:
+        launcher: the beginning of the command.
+        recipe: the recipe and its flags.
+        environment: further variables of the environment.
+        exit_status: the status with which the run ends.
+    """
 
     launcher: list[str]
     recipe: list[str]
@@ -65,49 +76,66 @@ class Command(NamedTuple):
 
 def commands(folder: Path) -> dict[str, Command]:
     """Return the command of each run by its name; a run may load what an earlier one saved."""
-    text = str(folder / "text.txt")
-    more_text = str(folder / "more.txt")
-    chats = ["--dataset", str(folder / "chats.jsonl")]
-    pairs = ["--dataset", str(folder / "pairs.jsonl")]
-    runs = folder / "runs"
+    return {
+        **gpt_commands(folder),
+        **finetune_commands(folder),
+        **preference_commands(folder),
+        **poisoned_commands(folder),
+        **resumed_commands(folder),
+    }
 
-    often = ["--save_steps", "3", "--eval_steps", "3"]
-    gpt = [GPT, *TINY, "--dataset", text, *often]
-    with_dropout = [*gpt, "--dropout", "0.1"]
-    twelve_rows = [*with_dropout, "--global_batch_size", "12"]
-    llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *often]
-    load_llama = ["--model_name_or_path", str(runs / "full" / "model"), *SMALL_LLAMA[2:], *often]
-    experts = [FINETUNE, "--from_config", "mixtral", *SMALL_LLAMA, *often]
-    lfm2_sizes = "hidden_size=32,num_hidden_layers=2,intermediate_size=64,num_attention_heads=4"
-    hybrid = [FINETUNE, "--from_config", "lfm2", *SMALL_LLAMA, *often]
-    hybrid += [
-        "--no_packing",
-        "--config_overrides",
-        lfm2_sizes + ",layer_types=[conv,full_attention]",
-    ]
-    preference = [PREFERENCE, "--from_config", "llama", *SMALL_LLAMA, *often, *pairs]
-    preference += ["--chat_template", "chatml", "--block_size", "64", "--learning_rate", "1e-2"]
+
+def gpt_flags(folder: Path) -> list[str]:
+    return [GPT, *TINY, "--dataset", str(folder / "text.txt"), *OFTEN]
+
+
+def gpt_with_dropout(folder: Path) -> list[str]:
+    return [*gpt_flags(folder), "--dropout", "0.1"]
+
+
+def gpt_on_three_processes(folder: Path) -> list[str]:
+    return [*gpt_with_dropout(folder), "--global_batch_size", "12"]
+
+
+def gpt_commands(folder: Path) -> dict[str, Command]:
+    gpt = gpt_flags(folder)
+    with_dropout = gpt_with_dropout(folder)
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    poisoned = [POISONED, *TINY, "--max_steps", "9", "--dataset", text, *often]
-
-    def resume(name: str) -> list[str]:
-        return ["--resume_from_checkpoint", str(runs / name / "checkpoints" / "step-00000003")]
-
     return {
         "adamw": Command(PYTHON, [*gpt, "--optim", "adamw"]),
         "muon": Command(PYTHON, gpt),
-        "muon bf16": Command(PYTHON, gpt, bf16),
+        "muon bf16": Command(PYTHON, gpt, environment=bf16),
         "gpt2": Command(PYTHON, [*with_dropout, "--architecture", "gpt2"]),
         "dropout": Command(PYTHON, with_dropout),
         "accumulation": Command(PYTHON, [*gpt, "--per_device_train_batch_size", "1"]),
         "two processes": Command(torchrun(2), gpt),
-        "three processes": Command(torchrun(3), twelve_rows),
+        "three processes": Command(torchrun(3), gpt_on_three_processes(folder)),
         "bitwise": Command(torchrun(2), [*gpt, "--bitwise"]),
         "fsdp2": Command(sharded("fsdp2"), gpt),
+    }
+
+
+def finetune_commands(folder: Path) -> dict[str, Command]:
+    text = str(folder / "text.txt")
+    more_text = str(folder / "more.txt")
+    chats = ["--dataset", str(folder / "chats.jsonl")]
+
+    llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *OFTEN]
+    trained_llama = str(folder / "runs" / "full" / "model")
+    # SMALL_LLAMA without the sizes of the model, which come from the loaded model.
+    lora = [FINETUNE, "--model_name_or_path", trained_llama, *SMALL_LLAMA[2:], *OFTEN, *chats]
+    lora += shlex.split("--lora_r 4 --lora_dropout 0.1")
+
+    experts = [FINETUNE, "--from_config", "mixtral", *SMALL_LLAMA, *OFTEN]
+    hybrid = [FINETUNE, "--from_config", "lfm2", *SMALL_LLAMA, *OFTEN, "--no_packing"]
+    hybrid += [
+        "--config_overrides",
+        "hidden_size=32,num_hidden_layers=2,intermediate_size=64,num_attention_heads=4,"
+        "layer_types=[conv,full_attention]",
+    ]
+    return {
         "full": Command(PYTHON, [*llama, *chats]),
-        "lora": Command(
-            PYTHON, [FINETUNE, *load_llama, *chats, "--lora_r", "4", "--lora_dropout", "0.1"]
-        ),
+        "lora": Command(PYTHON, lora),
         "fine-tuned on text": Command(PYTHON, [*llama, "--dataset", text]),
         "mixture of data sets": Command(
             PYTHON, [*llama, "--dataset", text, more_text, "--mixture", "0.7", "0.3"]
@@ -115,32 +143,52 @@ def commands(folder: Path) -> dict[str, Command]:
         "fsdp2 llama": Command(sharded("fsdp2"), [*llama, *chats]),
         "experts": Command(torchrun(2), [*experts, *chats]),
         "hybrid": Command(PYTHON, [*hybrid, *chats]),
+    }
+
+
+def preference_commands(folder: Path) -> dict[str, Command]:
+    preference = [PREFERENCE, "--from_config", "llama", *SMALL_LLAMA, *OFTEN]
+    preference += ["--dataset", str(folder / "pairs.jsonl")]
+    preference += shlex.split("--chat_template chatml --block_size 64 --learning_rate 1e-2")
+    return {
         "dpo": Command(torchrun(2), [*preference, "--loss_type", "sigmoid"]),
         "kto": Command(torchrun(2), [*preference, "--loss_type", "kto"]),
         "reward": Command(PYTHON, [*preference, "--loss_type", "reward", "--optim", "adamw"]),
-        **{
-            f"NaN in three steps, {optimizer}, {allowed} allowed": Command(
-                PYTHON,
-                [*poisoned, "--optim", optimizer, "--skip_nonfinite", str(allowed)],
-                exit_status=0 if allowed == 5 else 2,
+    }
+
+
+def poisoned_commands(folder: Path) -> dict[str, Command]:
+    """Return the commands of runs in which the loss of three steps is not finite."""
+    poisoned = [POISONED, *TINY, "--max_steps", "9", "--dataset", str(folder / "text.txt"), *OFTEN]
+    result = {}
+    for optimizer in ("adamw", "muon"):
+        for allowed in (0, 1, 5):
+            flags = ["--optim", optimizer, "--skip_nonfinite", str(allowed)]
+            # A run that may skip five steps skips the three. The others stop with status 2.
+            result[f"NaN in three steps, {optimizer}, {allowed} allowed"] = Command(
+                PYTHON, [*poisoned, *flags], exit_status=0 if allowed == 5 else 2
             )
-            for optimizer in ("adamw", "muon")
-            for allowed in (0, 1, 5)
-        },
-        "resumed": Command(PYTHON, [*with_dropout, *resume("dropout")]),
+    return result
+
+
+def resumed_commands(folder: Path) -> dict[str, Command]:
+    """Return the commands of runs that resume from the checkpoints of earlier runs."""
+
+    def resume(name: str) -> list[str]:
+        checkpoint = folder / "runs" / name / "checkpoints" / "step-00000003"
+        return ["--resume_from_checkpoint", str(checkpoint)]
+
+    return {
+        "resumed": Command(PYTHON, [*gpt_with_dropout(folder), *resume("dropout")]),
         "three processes, resumed": Command(
-            torchrun(3), [*twelve_rows, *resume("three processes")]
+            torchrun(3), [*gpt_on_three_processes(folder), *resume("three processes")]
         ),
     }
 
 
 def sharded(config: str) -> list[str]:
     """Return the launcher of a two-process run that shards its model in float32."""
-    return [
-        *(str(BIN / "accelerate"), "launch"),
-        *("--config_file", f"accelerate_configs/{config}.yaml"),
-        *("--num_processes", "2", "--mixed_precision", "no"),
-    ]
+    return accelerate(config, "--num_processes", "2", "--mixed_precision", "no")
 
 
 def measure(tree: Path, folder: Path) -> Digits:
@@ -162,8 +210,12 @@ def measure(tree: Path, folder: Path) -> Digits:
     digits = {}
     for name, command in commands(folder).items():
         run = folder / "runs" / name
-        words = [*command.launcher, *command.recipe, "--output_dir", str(run)]
-        ended = wait(begin(words, {**environment, **(command.environment or {})}, tree))
+        process = begin(
+            [*command.launcher, *command.recipe, "--output_dir", str(run)],
+            env={**environment, **(command.environment or {})},
+            tree=tree,
+        )
+        ended = wait(process)
         output = f"{ended.out[-2000:]}\n{ended.err[-2000:]}"
         assert ended.status == command.exit_status, f"{name}: status {ended.status}\n{output}"
         digits[name] = digits_of(run)
@@ -194,19 +246,21 @@ def digits_of(run: Path) -> dict[str, Any]:
 
 
 def tensors_digest(path: Path) -> str:
-    """Return the sha256 over the names, types, shapes and bytes of all tensors in a file, in order of their names."""
+    """Return the sha256 of all tensors in a file: their names, types, shapes and bytes, by name."""
     digest = hashlib.sha256()
     with safe_open(path, framework="pt") as file:
-        names = {RENAMED.get(name, name): name for name in file.keys()}  # noqa: SIM118 - it is no dictionary
-        for today, stored in sorted(names.items()):
-            tensor = file.get_tensor(stored)
-            digest.update(f"{today} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        stored_names = list(file.keys())
+        names = {RENAMED.get(name, name): name for name in stored_names}
+        for name, stored_name in sorted(names.items()):
+            tensor = file.get_tensor(stored_name)
+            data = tensor.contiguous().flatten().view(torch.uint8)
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
 
 def differences(before: Digits, after: Digits) -> list[str]:
-    """Return which digits of which runs differ, as ``run: metric``."""
+    """Return the metrics and checkpoints that differ, as ``run: metric``."""
     different = []
     for run in dict.fromkeys([*before, *after]):
         first = before.get(run, {})

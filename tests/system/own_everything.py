@@ -1,4 +1,4 @@
-"""Train a GPT with parts of its own: a loss, an optimizer, an average, a metric and two flags."""
+"""Train a GPT with a user's own loss, optimizer, weight average, metric and two flags."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ import llmtrain as lt
 
 @dataclass
 class OwnConfig(lt.Config):
-    """What this recipe adds."""
+    """The flags that this recipe adds."""
 
     group = "own"
 
@@ -28,7 +28,7 @@ class OwnConfig(lt.Config):
 
 @dataclass
 class Settings(gpt.Settings):
-    """The settings of the recipe for GPTs, and those of this one."""
+    """The settings of the recipe for GPTs, and the added flags."""
 
     own: OwnConfig = field(default_factory=OwnConfig)
 
@@ -60,28 +60,29 @@ class ZLoss(lt.Objective):
 
 
 def accuracy(model, batch):
-    """Return how often the likeliest token is the right one: a sum and its denominator."""
+    """Count the targets that are the likeliest token, and all targets."""
     targets = batch["labels"][:, 1:]
     is_right = model.logits(**batch).argmax(-1) == targets
-    return {"accuracy": (is_right.sum(), (targets != -100).sum())}
+    is_target = targets != -100
+    return {"accuracy": (is_right.sum(), is_target.sum())}
 
 
 def two_rates(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Return AdamW with a lower learning rate for the embeddings."""
     embeddings: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    layers: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        is_embedding = name.startswith("transformer.wt") or name.startswith("transformer.wp")
-        (embeddings if is_embedding else others).append(parameter)
+        if name.startswith(("transformer.wt", "transformer.wp")):
+            embeddings.append(parameter)
+        else:
+            layers.append(parameter)
+
     rate = settings.optim.learning_rate
+    embedding_rate = rate * settings.own.embedding_share
     return torch.optim.AdamW(
         [
-            {"params": others, "lr": rate, "name": "others"},
-            {
-                "params": embeddings,
-                "lr": rate * settings.own.embedding_share,
-                "name": "embeddings",
-            },
+            {"params": layers, "lr": rate, "name": "layers"},
+            {"params": embeddings, "lr": embedding_rate, "name": "embeddings"},
         ]
     )
 

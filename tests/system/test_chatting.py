@@ -1,18 +1,14 @@
-"""A model that was fine-tuned on conversations answers them, in transformers' own generation, and stops by itself."""
+"""A model that has learnt conversations by heart answers in transformers as it was trained to."""
 
 import json
 import re
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.data.test_published_templates import (
     TEMPLATES,
@@ -26,114 +22,149 @@ from tests.data.test_published_templates import (
 from tests.forked import run_forked
 from tests.launching import FINETUNE, PYTHON, long_form
 
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes with the extra dev")
+pytestmark = [
+    long_form,
+    pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes with the extra dev"),
+]
 
 PLACES = ["Oslo", "Bonn", "Rome", "Kyiv", "Lima", "Cairo", "Quito", "Delhi", "Paris", "Seoul"]
 SKIES = ["rain", "sun", "fog", "snow", "hail", "wind", "haze", "storm", "clouds", "frost"]
-# Of each template the architecture, its layers and flags. Experts learn by heart more slowly: one family has dense layers.
+
+# Longer than any turn. A model that makes so many tokens has not stopped by itself.
+MAX_NEW_TOKENS = 150
+
+
+class Family(NamedTuple):
+    """A model family that is trained with its published template.
+
+    Attributes:
+        architecture: its name in transformers.
+        overrides: fields of the configuration.
+        flags: further flags of the recipe.
+        takes_arguments_as_text: whether the template takes the arguments of a call as JSON text.
+    """
+
+    architecture: str
+    overrides: str
+    flags: str = ""
+    takes_arguments_as_text: bool = False
+
+
+# The key is the name of the template.
 FAMILIES = {
-    "gptoss": ("gpt_oss", "num_hidden_layers=2", "--max_steps 100 --router_aux_loss_coef 0"),
-    "deepseekv3": ("deepseek_v3", "num_hidden_layers=2,first_k_dense_replace=3", ""),
-    "lfm2_2_5": ("lfm2", "num_hidden_layers=2", ""),
+    "gptoss": Family(
+        "gpt_oss", "num_hidden_layers=2", flags="--max_steps 100 --router_aux_loss_coef 0"
+    ),
+    # Its layers are dense, because experts learn by heart more slowly.
+    "deepseekv3": Family(
+        "deepseek_v3",
+        "num_hidden_layers=2,first_k_dense_replace=3",
+        takes_arguments_as_text=True,
+    ),
+    "lfm2_2_5": Family("lfm2", "num_hidden_layers=2"),
 }
 
-
-def conversations() -> list[dict[str, Any]]:
-    """Several turns each, with reasoning and a call."""
-    made = []
-    for place, sky in zip(PLACES, SKIES, strict=True):
-        messages = [
-            user(f"Weather in {place}?"),
-            answer("", f"I ask for {place}.", place),
-            result(sky, place),
-            answer(f"There is {sky}.", f"It says {sky}."),
-            user("And my dog?"),
-            answer(f"It likes {sky} in {place}.", f"A dog of {place}."),
-        ]
-        made.append({"messages": messages, "tools": TOOLS})
-    return made
+FLAGS = (
+    "--block_size 640 --eval_fraction 0 --no_packing --global_batch_size 10 "
+    "--per_device_train_batch_size 10 --max_steps 160 --save_steps 1000 --optim muon "
+    "--learning_rate 1e-2 --warmup_steps 5 --report_to none"
+)
 
 
-def base_of(template: str, folder: Path) -> Path:
-    """A folder with a tokenizer, the family's template and its stops."""
-    text = [json.dumps(conversation) for conversation in conversations()] + [TEMPLATES[template]]
-    tokenizer = tokenizer_of(template, "bpe:600", text)
+def conversation(place: str, sky: str) -> dict[str, Any]:
+    """Return a conversation of several turns, with reasoning and a call."""
+    messages = [
+        user(f"Weather in {place}?"),
+        answer("", f"I ask for {place}.", place),
+        result(sky, place),
+        answer(f"There is {sky}.", f"It says {sky}."),
+        user("And my dog?"),
+        answer(f"It likes {sky} in {place}.", f"A dog of {place}."),
+    ]
+    return {"messages": messages, "tools": TOOLS}
+
+
+CONVERSATIONS = [conversation(place, sky) for place, sky in zip(PLACES, SKIES, strict=True)]
+
+
+def write_tokenizer(template: str, folder: Path) -> None:
+    """Write a tokenizer with a published template, and the stop tokens of its family."""
+    text = [json.dumps(conversation) for conversation in CONVERSATIONS]
+    tokenizer = tokenizer_of(template, "bpe:600", [*text, TEMPLATES[template]])
     tokenizer.save_pretrained(folder)
-    GenerationConfig(
-        eos_token_id=tokenizer.convert_tokens_to_ids(stops_of(template))
-    ).save_pretrained(folder)
-    return folder
+    stop_token_ids = tokenizer.convert_tokens_to_ids(stops_of(template))
+    GenerationConfig(eos_token_id=stop_token_ids).save_pretrained(folder)
 
 
-def answered(folder: Path, tokenizer: PreTrainedTokenizerFast, as_text: bool) -> int:
-    """Of how many conversations the model gives every turn, and stops by itself."""
-    model, right = AutoModelForCausalLM.from_pretrained(folder).eval(), 0
-    for conversation in conversations():
-        messages, good = conversation["messages"], True
-        for message in messages:  # as the template takes them
-            for call in message.get("tool_calls", []) if as_text else []:
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        for i, message in enumerate(messages):
+def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which the arguments of calls are JSON text."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def words_of(message: dict[str, Any]) -> list[str]:
+    """Return what the turn of a message must hold: its content, and the places of its calls."""
+    calls = json.dumps(message.get("tool_calls", []))
+    return [message["content"], *re.findall("|".join(PLACES), calls)]
+
+
+def wrong_answers(folder: Path, takes_arguments_as_text: bool) -> list[str]:
+    """Generate every answer of the conversations, and return the wrong ones.
+
+    An answer is right if it has the words that the model was trained on, and stops by itself.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    wrong = []
+    for conversation in CONVERSATIONS:
+        messages = conversation["messages"]
+        if takes_arguments_as_text:
+            messages = [with_arguments_as_text(message) for message in messages]
+
+        for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            how: dict[str, Any] = {
-                "add_generation_prompt": True,
-                "return_dict": True,
-                "return_tensors": "pt",
-            }
-            prompt = tokenizer.apply_chat_template(messages[:i], TOOLS, enable_thinking=True, **how)
+            prompt = tokenizer.apply_chat_template(
+                messages[:index],
+                TOOLS,
+                add_generation_prompt=True,
+                enable_thinking=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
             with torch.no_grad():
-                out = model.generate(**prompt, do_sample=False, max_new_tokens=150)
-            new = out[0, prompt["input_ids"].shape[1] :]
-            said = tokenizer.decode(new)
-            wanted = [
-                message["content"],
-                *re.findall("|".join(PLACES), json.dumps(message.get("tool_calls", []))),
-            ]
-            good &= len(new) < 150 and all(word in said for word in wanted)
-        right += good
-    return right
+                output = model.generate(**prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
+
+            new_tokens = output[0, prompt["input_ids"].shape[1] :]
+            text = tokenizer.decode(new_tokens)
+            has_stopped = len(new_tokens) < MAX_NEW_TOKENS
+            if not has_stopped or any(word not in text for word in words_of(message)):
+                wrong.append(text)
+    return wrong
 
 
-@long_form
 @pytest.mark.parametrize("template", FAMILIES)
 def test_a_model_that_learnt_conversations_by_heart_says_them_and_stops(
     template: str, tmp_path: Path
 ) -> None:
-    kind, layers, more = FAMILIES[template]
-    base = base_of(template, tmp_path / "base")
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, conversations())))
-    flags = [
-        "--from_config",
-        kind,
-        "--tokenizer",
-        str(base),
-        "--dataset",
-        str(tmp_path / "chats.jsonl"),
-    ]
-    flags += ["--config_overrides", f"hidden_size=96,intermediate_size=192,{layers}"]
-    flags += ["--block_size", "640", "--max_steps", "160", "--eval_fraction", "0", "--no_packing"]
-    flags += [
-        "--global_batch_size",
-        "10",
-        "--per_device_train_batch_size",
-        "10",
-        "--save_steps",
-        "1000",
-    ]
-    flags += [
-        "--optim",
-        "muon",
-        "--learning_rate",
-        "1e-2",
-        "--warmup_steps",
-        "5",
-        "--report_to",
-        "none",
-    ]
-    flags += more.split()
-    run_forked(
-        [*PYTHON, FINETUNE, *flags, "--output_dir", str(tmp_path / "run")], timeout=600
-    ).assert_ok()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert answered(tmp_path / "run" / "model", tokenizer, template == "deepseekv3") == 10
+    family = FAMILIES[template]
+    write_tokenizer(template, tmp_path / "base")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(map(json.dumps, CONVERSATIONS)))
+
+    flags = (
+        f"--from_config {family.architecture} --tokenizer {tmp_path}/base --dataset {chats} "
+        f"--config_overrides hidden_size=96,intermediate_size=192,{family.overrides} "
+        f"{FLAGS} {family.flags} --output_dir {tmp_path}/run"
+    )
+    run_forked([*PYTHON, FINETUNE, *shlex.split(flags)], timeout=600).assert_ok()
+
+    assert len(CONVERSATIONS) == 10
+    assert wrong_answers(tmp_path / "run" / "model", family.takes_arguments_as_text) == []

@@ -1,4 +1,4 @@
-"""A refactoring leaves every digit of short runs as it was: `make digits` compares this tree with an earlier commit."""
+"""`make digits` compares this tree with an earlier commit: a refactoring changes no digit."""
 
 import contextlib
 import itertools
@@ -25,7 +25,6 @@ REMOVED = {
     "pipeline": "pipeline stages were removed; FSDP2 shards a model",
 }
 
-
 # Rows or messages that changed on purpose, by the reason.
 CHANGED = {
     "a message about overlong records names one length, and no others": [
@@ -42,7 +41,7 @@ CHANGED = {
 
 @pytest.mark.skipif(BASE is None, reason="make digits runs it; a change of arithmetic must fail it")
 @pytest.mark.timeout(1800)
-def test_every_digit_is_that_of_the_earlier_commit(
+def test_every_run_has_the_digits_of_the_earlier_commit(
     tmp_path: Path, score: Callable[[str], None]
 ) -> None:
     with earlier_commit(tmp_path / "before") as tree:
@@ -56,22 +55,19 @@ def test_every_digit_is_that_of_the_earlier_commit(
 
 @pytest.mark.skipif(BASE is None, reason="make digits runs it; other rows must fail it")
 @pytest.mark.timeout(600)
-def test_every_row_is_that_of_the_earlier_commit(
+def test_every_data_set_has_the_rows_of_the_earlier_commit(
     tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    """Every format, template and packing, in one process and two; errors are compared, too."""
+    """Every format, template and packing is tried, in one process and in two, and errors too."""
     inputs = tmp_path / "inputs"
     data_digits.write_inputs(inputs)
     with earlier_commit(tmp_path / "before") as tree:
         before = data_digits.measure(tree, inputs, tmp_path / "before.json")
     after = data_digits.measure(ROOT, inputs, tmp_path / "now.json")
 
-    unexpected = [
-        difference
-        for difference in differences(before, after)
-        if difference not in itertools.chain(*CHANGED.values())
-    ]
-    assert unexpected == []
+    intended = list(itertools.chain.from_iterable(CHANGED.values()))
+    different = differences(before, after)
+    assert [name for name in different if name not in intended] == []
     score(f"digits: the rows of {len(after)} data sets equal those of {BASE}")
 
 
@@ -90,14 +86,22 @@ def earlier_commit(folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "worktree", "remove", "--force", str(folder)], check=True)
 
 
+# Prints the names of the runs that the module ``digits`` of a tree makes.
+LIST_RUNS = """
+import json
+import sys
+from pathlib import Path
+
+from tests.system.digits import commands
+
+print(json.dumps(list(commands(Path(sys.argv[1])))))
+"""
+
+
 def vanished_runs(earlier_tree: Path, folder: Path) -> list[str]:
-    """Return the names of runs that the module ``digits`` of an earlier tree makes and this one does not."""
-    program = (
-        "import json, sys; from pathlib import Path; from tests.system.digits import commands; "
-        "print(json.dumps(list(commands(Path(sys.argv[1])))))"
-    )
+    """Return the names of runs that an earlier tree makes, and this one does not."""
     listed = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
+        [sys.executable, "-c", LIST_RUNS, str(folder)],
         cwd=earlier_tree,
         env={**os.environ, "PYTHONPATH": str(earlier_tree)},
         check=True,
@@ -109,21 +113,22 @@ def vanished_runs(earlier_tree: Path, folder: Path) -> list[str]:
     return [name for name in earlier_names if name not in names and name not in REMOVED]
 
 
-def test_a_run_that_vanished_is_named(tmp_path: Path) -> None:
-    """An earlier tree has a run of its own, and one that was removed for a reason."""
+def test_a_run_that_vanished_is_named_unless_it_was_removed_for_a_reason(tmp_path: Path) -> None:
     package = tmp_path / "tests" / "system"
     package.mkdir(parents=True)
     (tmp_path / "tests" / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "digits.py").write_text(
-        "def commands(folder):\n    return {'adamw': 1, 'pipeline': 2, 'a run of its own': 3}\n"
+        "def commands(folder):\n    return {'adamw': 1, 'pipeline': 2, 'vanished': 3}\n"
     )
-    assert vanished_runs(tmp_path, tmp_path) == ["a run of its own"]
+
+    assert vanished_runs(tmp_path, tmp_path) == ["vanished"]
 
 
 def test_a_different_digit_is_named() -> None:
     before = {"a run": {"train/loss": {"1": 0.5}, "tokens": {"1": 8}}}
     after = {"a run": {"train/loss": {"1": 0.5000001}, "tokens": {"1": 8}}, "new": {"tokens": {}}}
+
     assert differences(before, before) == []
     assert differences(before, after) == ["a run: train/loss", "new: tokens"]
 
@@ -132,6 +137,7 @@ def test_a_different_bit_of_a_tensor_changes_its_digest(tmp_path: Path) -> None:
     weight = torch.linspace(0, 1, 6, dtype=torch.bfloat16).view(2, 3)
     changed = weight.clone()
     changed.view(torch.int16)[1, 2] ^= 1
+
     for name, tensor in {"weight": weight, "same": weight.clone(), "changed": changed}.items():
         save_file({"w": tensor, "scalar": torch.tensor(1.5)}, tmp_path / name)
 

@@ -1,9 +1,10 @@
-"""Multimodal checkpoints trained on text as whole runs: on one process, and on two with DDP and FSDP2.
+"""Whole runs that train multimodal checkpoints on text: on one process, and on two.
 
-What text does not reach is in the result, as it was in the base.
+The finished model has the weights that text does not reach, as they were in the base.
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,35 +32,50 @@ from tests.launching import (
 from tests.multimodal import CLASSES, PROCESSOR_FILES, write_checkpoint
 
 FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
-SETTINGS = ["--max_steps", "2", "--logging_steps", "1", "--global_batch_size", "4"]
-SETTINGS += ["--max_length", "64", "--learning_rate", "1e-2", "--report_to", "none"]
+FLAGS = (
+    "--max_steps 2 --logging_steps 1 --global_batch_size 4 --max_length 64 --learning_rate 1e-2 "
+    "--report_to none"
+)
+
+for_every_class = pytest.mark.parametrize("base", CLASSES, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data set of each recipe."""
     folder = tmp_path_factory.mktemp("data")
-    write_chats(folder / "chats.jsonl")
-    write_pairs(folder / "pairs.jsonl")
-    return folder
+    return {
+        FINETUNE: write_chats(folder / "chats.jsonl"),
+        PREFERENCE: write_pairs(folder / "pairs.jsonl"),
+    }
 
 
 @pytest.fixture
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tiny checkpoint of the class in ``request.param``."""
     return write_checkpoint(request.param, tmp_path / "base")
 
 
 @pytest.fixture
-def train(base: Path, data: Path, tmp_path: Path) -> Callable[..., Path]:
+def train(base: Path, data: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
     """Train the base, and return the run folder."""
 
-    def train(name: str, *flags: str, launcher: list[str] = PYTHON, recipe: str = FINETUNE) -> Path:
+    def train(
+        name: str, flags: str = "", launcher: list[str] = PYTHON, recipe: str = FINETUNE
+    ) -> Path:
         folder = tmp_path / name
-        records = data / ("pairs.jsonl" if recipe == PREFERENCE else "chats.jsonl")
-        command = [*launcher, recipe, "--model_name_or_path", str(base), "--dataset", str(records)]
-        run_forked([*command, *SETTINGS, *flags, "--output_dir", str(folder)]).assert_ok()
+        flags = (
+            f"--model_name_or_path {base} --dataset {data[recipe]} {FLAGS} {flags} "
+            f"--output_dir {folder}"
+        )
+        run_forked([*launcher, recipe, *shlex.split(flags)]).assert_ok()
         return folder
 
     return train
+
+
+def export(flags: str) -> None:
+    run_forked([*PYTHON, "llmtrain/__main__.py", "export", *shlex.split(flags)]).assert_ok()
 
 
 def interrupt_after_the_first_step(folder: Path) -> None:
@@ -70,23 +86,35 @@ def interrupt_after_the_first_step(folder: Path) -> None:
     (folder / "status.json").write_text(json.dumps({**status, "state": "running", "step": 1}))
 
 
-def check_result(folder: Path, base: Path) -> None:
-    """Check that a finished model has every tensor, and what text does not reach to the bit."""
+def is_of_images(name: str) -> bool:
+    return "vision" in name or "visual" in name
+
+
+def is_outside_text(name: str) -> bool:
+    """Return whether text does not reach a tensor. The class ignores those of ``mtp``."""
+    return is_of_images(name) or "projector" in name or name.startswith("mtp")
+
+
+def tensor_names(folder: Path) -> set[str]:
+    return {name for name, _ in read_tensors(folder)}
+
+
+def check_finished_model(folder: Path, base: Path) -> None:
+    """Check that the model of a run has all tensors of its base, and that only text changed some."""
     stored = dict(read_tensors(base))
     finished = dict(read_tensors(folder / "model"))
     assert finished.keys() == stored.keys()
     changed = {name for name in stored if not torch.equal(stored[name], finished[name])}
     assert changed
-    assert not any("vision" in name or "visual" in name for name in changed)
-    assert not any("projector" in name or name.startswith("mtp") for name in changed)
+    assert not any(is_outside_text(name) for name in changed)
 
-    own = transformers.AutoModelForImageTextToText.from_pretrained(base)
-    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+    base_model = transformers.AutoModelForImageTextToText.from_pretrained(base)
+    model, loading_info = transformers.AutoModelForImageTextToText.from_pretrained(
         folder / "model", output_loading_info=True
     )
-    assert type(again) is type(own)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
+    assert type(model) is type(base_model)
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
     for name in PROCESSOR_FILES:
         assert (folder / "model" / name).read_text() == (base / name).read_text()
 
@@ -95,64 +123,62 @@ def check_result(folder: Path, base: Path) -> None:
 def test_a_multimodal_model_is_trained_on_text_by_two_processes(
     train: Callable[..., Path], base: Path
 ) -> None:
-    check_result(train("run", launcher=torchrun(2)), base)
-
-
-def export(*arguments: str) -> None:
-    run_forked([*PYTHON, "llmtrain/__main__.py", "export", *arguments]).assert_ok()
+    check_finished_model(train("run", launcher=torchrun(2)), base)
 
 
 @long_form
-@pytest.mark.parametrize("base", CLASSES, indirect=True)
-def test_every_multimodal_class_is_the_same_run_on_any_layout(
+@for_every_class
+def test_every_class_makes_the_same_run_with_ddp_and_fsdp2_and_resumes_on_one_process(
     train: Callable[..., Path], base: Path, tmp_path: Path
 ) -> None:
     ddp = train("ddp", launcher=torchrun(2))
-    fsdp = train("fsdp", "--save_steps", "1", launcher=FSDP2)
-    for folder in (ddp, fsdp):
-        check_result(folder, base)
+    fsdp = train("fsdp", "--save_steps 1", launcher=FSDP2)
+    check_finished_model(ddp, base)
+    check_finished_model(fsdp, base)
     assert series(fsdp, "train/loss") == pytest.approx(series(ddp, "train/loss"), rel=1e-4)
 
-    # A checkpoint holds only what is trained, and refers to the base.
+    # A checkpoint has only the weights that are trained. Its export has those of the base, too.
     checkpoint = fsdp / "checkpoints/step-00000001/model"
-    held = {name for name, _ in read_tensors(checkpoint)}
-    assert not any("vision" in name or "visual" in name for name in held)
-    exported = tmp_path / "exported/model"
-    export(str(checkpoint), "--to", str(exported))
-    check_result(exported.parent, base)
+    assert not any(is_of_images(name) for name in tensor_names(checkpoint))
+    exported = tmp_path / "exported"
+    export(f"{checkpoint} --to {exported}/model")
+    check_finished_model(exported, base)
 
-    # A run that was interrupted goes on, here on one process.
-    finished = dict(read_tensors(fsdp / "model"))
+    expected = dict(read_tensors(fsdp / "model"))
     interrupt_after_the_first_step(fsdp)
-    train("fsdp", "--save_steps", "1")
-    check_result(fsdp, base)
+    train("fsdp", "--save_steps 1")
+    check_finished_model(fsdp, base)
     for name, tensor in read_tensors(fsdp / "model"):
-        torch.testing.assert_close(tensor, finished[name], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-2, atol=1e-3)
 
 
 @long_form
-@pytest.mark.parametrize("base", CLASSES, indirect=True)
-def test_every_multimodal_class_takes_an_adapter_and_preferences(
+@for_every_class
+def test_an_adapter_of_every_class_is_in_the_text_tower_and_can_be_merged(
     train: Callable[..., Path], base: Path, tmp_path: Path
 ) -> None:
-    adapter = train("adapter", "--lora_r", "2", launcher=torchrun(2))
-    names = {name for name, _ in read_tensors(adapter / "model")}
-    assert not any("vision" in name or "visual" in name for name in names)
-    merged = tmp_path / "merged/model"
-    export(str(adapter), "--merge", "--check", "--to", str(merged))
-    check_result(merged.parent, base)
+    adapter = train("adapter", "--lora_r 2", launcher=torchrun(2))
+    assert not any(is_of_images(name) for name in tensor_names(adapter / "model"))
 
-    check_result(train("preferred", recipe=PREFERENCE), base)
+    merged = tmp_path / "merged"
+    export(f"{adapter} --merge --check --to {merged}/model")
+    check_finished_model(merged, base)
+
+
+@long_form
+@for_every_class
+def test_every_class_is_trained_on_preferences(train: Callable[..., Path], base: Path) -> None:
+    check_finished_model(train("preference", recipe=PREFERENCE), base)
 
 
 @long_form
 @pytest.mark.parametrize("base", ["Qwen3_5"], indirect=True)
-def test_a_run_that_starts_from_a_checkpoint_has_all_of_the_base_and_writes_text(
+def test_a_run_from_a_checkpoint_has_all_tensors_of_the_base_and_generates_text(
     train: Callable[..., Path], base: Path
 ) -> None:
-    first = train("first", "--save_steps", "1")
-    checkpoint = str(first / "checkpoints/step-00000001")
-    second = train("second", "--model_name_or_path", checkpoint)
-    check_result(second, base)
+    first = train("first", "--save_steps 1")
+    second = train("second", f"--model_name_or_path {first}/checkpoints/step-00000001")
+    check_finished_model(second, base)
+
     flags = ["--prompt", "a", "--max_new_tokens", "2"]
     run([f"{BIN}/llmtrain", "generate", str(second), *flags]).assert_ok()

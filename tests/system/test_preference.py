@@ -128,14 +128,18 @@ def test_each_recipe_continues_with_the_model_of_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    lines = []
+    for line in pairs.read_text().splitlines():
+        pair = json.loads(line)
+        # The recipe reads no column of the name "not".
+        chat = {
+            "prompt": pair["prompt"],
+            "completion": pair["chosen"],
+            "not": pair["rejected"],
+        }
+        lines.append(json.dumps(chat) + "\n")
     chats = tmp_path / "chats.jsonl"
-    chats.write_text(
-        "".join(
-            json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n"
-            for row in rows
-        )
-    )
+    chats.write_text("".join(lines))
     text = tmp_path / "text.txt"
     text.write_text("\n".join(re.findall(r'"[a-e]+"', pairs.read_text())) * 3)
     common = (

@@ -539,7 +539,8 @@ def test_tensorboard_gets_the_log_of_the_extended_run(train, tmp_path: Path) -> 
             "--resume_from_checkpoint to start a new run.",
             id="model",
         ),
-        pytest.param({"data": "other"}, "resume with the same data, or start a", id="data"),
+        pytest.param({"data": "other"}, "{source} has different data: ", id="data"),
+        pytest.param({"data": "other"}, "; resume with the same data, or start a", id="resume"),
         pytest.param({"data": "other"}, "--model_name_or_path {source}.", id="remedy"),
     ],
 )
