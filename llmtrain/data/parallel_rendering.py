@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
@@ -196,8 +195,8 @@ def _start_worker() -> _Worker:
     """Start a process that renders what it gets through a connection."""
     environment = {
         **os.environ,
-        # It imports the same modules as this process. An empty path is the working directory.
-        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        # It imports the same modules as this process.
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "TOKENIZERS_PARALLELISM": "false",
     }
     connection, its_connection = multiprocessing.Pipe()
