@@ -132,15 +132,16 @@ def test_a_run_in_a_cached_mount_resumes_on_a_new_machine(
     # Without a pause, the run would delete its checkpoints sooner than rclone uploads them.
     (tmp_path / "pause").write_text("0.5")
 
-    def has_uploaded_a_checkpoint() -> bool:
+    def has_uploaded_two_checkpoints() -> bool:
         uploaded = checkpoints(bucket.objects / "gpt" / "checkpoints")
-        return any(find_fault(checkpoint) is None for checkpoint in uploaded)
+        intact = [checkpoint for checkpoint in uploaded if find_fault(checkpoint) is None]
+        return len(intact) >= 2
 
     with bucket.mount(MOUNT_CACHED):
         preempted = begin(endless, tree=tmp_path)
         try:
             wait_for_readings(preempted, run_folder, 12)
-            wait_until(has_uploaded_a_checkpoint, 30)
+            wait_until(has_uploaded_two_checkpoints, 30)
         finally:
             stop_group(preempted)
 
