@@ -186,7 +186,7 @@ def test_a_preempted_job_resumes_and_a_finished_one_makes_no_second_run(
 
 
 @long_form
-def test_a_job_that_was_stopped_before_its_end_fails_so_that_skypilot_starts_it_again(
+def test_a_job_that_stops_before_its_end_fails_so_that_skypilot_starts_it_again(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     variables["FLAGS"] += " --max_steps 100000 --max_hours 0.0005"
@@ -196,7 +196,7 @@ def test_a_job_that_was_stopped_before_its_end_fails_so_that_skypilot_starts_it_
 
 
 @long_form
-def test_two_machines_train_one_sharded_model_and_only_the_first_one_writes_to_the_bucket(
+def test_two_machines_train_a_sharded_model_and_only_the_first_writes_to_the_bucket(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     # hsdp.yaml has two replicas. With two processes, one replica leaves two shards.
