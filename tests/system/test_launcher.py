@@ -80,7 +80,7 @@ def test_with_plain_python_the_variables_count() -> None:
 # --- accelerate
 
 
-def test_the_precision_and_the_threads_that_accelerate_exports_by_default_are_no_settings() -> None:
+def test_the_defaults_that_accelerate_exports_are_no_settings() -> None:
     settings = NO_SETTINGS | {"processes": 1}
     assert launched([*LAUNCH_ONE, SCRIPT]) == WITH_LAUNCHER | settings
 
@@ -215,7 +215,7 @@ def test_a_stopped_run_has_its_exit_status_only_without_a_launcher(
     ("command", "status"),
     [pytest.param(torchrun(1), 0, id="torchrun"), pytest.param(PYTHON, 130, id="python")],
 )
-def test_behind_a_wrapper_script_a_stopped_run_still_has_its_status_without_a_launcher(
+def test_behind_a_wrapper_a_stopped_run_has_its_status_only_without_a_launcher(
     command: list[str], status: int, tmp_path: Path
 ) -> None:
     assert run([*behind_wrapper(command, tmp_path), "130"]).status == status
