@@ -172,7 +172,7 @@ def test_a_job_that_saves_before_its_time_limit_is_requeued(jobs_at_limit: JobsA
 
 
 @long_form
-def test_a_job_that_slurm_kills_at_its_time_limit_is_requeued_if_it_has_made_progress(
+def test_a_job_that_slurm_kills_at_its_limit_is_requeued_if_it_has_made_progress(
     jobs_at_limit: JobsAtLimit,
 ) -> None:
     job = jobs_at_limit.hangs
