@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -117,7 +118,7 @@ def sent_bytes_of_step(accelerator: Accelerator, comm_hook: str = "none") -> int
 def main() -> None:
     accelerator = start_accelerator()
     float32_bytes = sent_bytes_of_step(accelerator)
-    comparison = {"has_same_bits_if_watched": has_same_bits_if_watched(accelerator)}
+    comparison: dict[str, Any] = {"has_same_bits_if_watched": has_same_bits_if_watched(accelerator)}
     for comm_hook in ("bf16", "fp16"):
         comparison[comm_hook] = {
             "relative_error": relative_error(accelerator, comm_hook),
