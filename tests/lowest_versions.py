@@ -1,4 +1,7 @@
-"""The lowest versions that setup.cfg allows, as constraints for pip: ``python -m tests.lowest_versions``."""
+"""The lowest versions that setup.cfg allows.
+
+``python -m tests.lowest_versions`` prints them as constraints for pip.
+"""
 
 import configparser
 from pathlib import Path
@@ -9,9 +12,10 @@ SETUP = Path(__file__).resolve().parent.parent / "setup.cfg"
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """Return the packages that training needs, and those of some extras."""
+    """Return the packages that training needs, and those of the given extras."""
     setup = configparser.ConfigParser()
     setup.read(SETUP)
+
     lines = setup["options"]["install_requires"].splitlines()
     for extra in extras:
         lines += setup["options.extras_require"][extra].splitlines()
@@ -19,10 +23,10 @@ def requirements(*extras: str) -> list[Requirement]:
 
 
 def lowest(requirement: Requirement) -> str:
-    """Return a requirement of the lowest version that another requirement allows.
+    """Return the lowest version that a requirement allows, such as ``torch==2.11``.
 
     Raises:
-        ValueError: if it does not begin with ``>=``, and so allows versions that nobody has tried.
+        ValueError: if the requirement has no ``>=``, so that it allows versions that nobody tried.
     """
     bounds = [part.version for part in requirement.specifier if part.operator == ">="]
     if len(bounds) != 1:
@@ -31,5 +35,5 @@ def lowest(requirement: Requirement) -> str:
 
 
 if __name__ == "__main__":
-    for needed in requirements("lora", "lab"):
-        print(lowest(needed))
+    for requirement in requirements("lora", "lab"):
+        print(lowest(requirement))

@@ -1,7 +1,8 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all state in one folder.
+"""A real Slurm with two nodes on this machine: munged, slurmctld and two slurmd.
 
-It needs the Debian packages slurm-wlm and munge, and the rights of root. The nodes have addresses of
-the loopback interface as names, so that the processes of a run find each other by them.
+All its files are in one folder. It needs the Debian packages slurm-wlm and munge, and must be
+started as root. Each node is named after an address of the loopback interface, so that the
+processes of a run find each other by the names of their nodes.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ from tests.waiting import wait_until
 
 NODES = ("127.0.0.1", "127.0.0.2")
 SCRIPT = ROOT / "accelerate_configs" / "multi_node.slurm"
+DAEMONS = ("munged", "slurmctld", "slurmd")
+END_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIG = """\
 ClusterName=test
@@ -64,7 +67,8 @@ class Cluster:
 
     Attributes:
         folder: holds its configuration, its state and its logs.
-        daemons: the running daemons by name: munged, slurmctld, and each slurmd by its node.
+        daemons: the running daemons. The keys are "munged", "slurmctld", and for each slurmd the
+            name of its node.
     """
 
     folder: Path
@@ -81,7 +85,7 @@ class Cluster:
         }
 
     def call(self, *command: str, cwd: Path = ROOT) -> str:
-        """Run one of Slurm's commands, and return what it prints."""
+        """Run a command of Slurm, and return its output."""
         result = subprocess.run(
             command,
             cwd=cwd,
@@ -101,31 +105,36 @@ class Cluster:
         flags: Sequence[str] = (),
         setup: str = "",
     ) -> "Job":
-        """Submit multi_node.slurm, with the recipe slow_gpt.py, from a folder of a test.
+        """Submit multi_node.slurm from a folder. The recipe is slow_gpt.py.
 
         Args:
             folder: the folder in which the job runs.
             options: options of sbatch.
             flags: flags of the recipe.
-            setup: lines of the script that set up its environment.
+            setup: shell commands for the place at which users set up their environment.
         """
         for name in ("recipes", "accelerate_configs", "tests"):
             if not (folder / name).exists():
                 (folder / name).symlink_to(ROOT / name)
-        script = folder / SCRIPT.name
+
         text = SCRIPT.read_text()
         text = text.replace("RECIPE=recipes/gpt.py", "RECIPE=tests/system/slow_gpt.py")
-        script.write_text(text.replace("# module load cuda", setup))
-        output = self.call("sbatch", "--parsable", *options, str(script), *flags, cwd=folder)
-        return Job(self, folder, output.strip())
+        text = text.replace("# module load cuda", setup)
+        script = folder / SCRIPT.name
+        script.write_text(text)
+
+        command = ["sbatch", "--parsable", *options, str(script), *flags]
+        job_id = self.call(*command, cwd=folder).strip()
+        return Job(cluster=self, submitted_from=folder, id=job_id)
 
     def start_node(self, node: str) -> None:
-        self.daemons[node] = self._begin("slurmd", "-D", "-N", node)
+        self.daemons[node] = self._begin("slurmd", ["-D", "-N", node])
 
     def kill_node(self, node: str) -> None:
         """Kill everything that runs on a node, as a power cut does."""
         self.daemons[node].kill()
         self.daemons[node].wait()
+
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SLURMD_NODENAME") != node:
@@ -136,10 +145,10 @@ class Cluster:
                 process.kill()
 
     def processes(self) -> Iterator[psutil.Process]:
-        """Yield the processes of this cluster: its daemons, and all that they have started."""
+        """Yield the daemons of this cluster, and all processes that they have started."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # slurmstepd hides its environment, but keeps the folder in which slurmd runs.
+                # slurmstepd hides its environment, but runs in the folder of its slurmd.
                 if process.name().startswith("slurmstepd"):
                     is_ours = process.cwd() == str(self.folder)
                 else:
@@ -147,8 +156,8 @@ class Cluster:
                 if is_ours:
                     yield process
 
-    def _begin(self, name: str, *arguments: str) -> subprocess.Popen:
-        program = shutil.which(name, path=f"/usr/sbin:{os.environ['PATH']}")
+    def _begin(self, daemon: str, arguments: Sequence[str]) -> subprocess.Popen:
+        program = _path_of(daemon)
         assert program is not None
         with (self.folder / "daemons.log").open("ab") as log:
             return subprocess.Popen(
@@ -163,29 +172,30 @@ class Cluster:
     def _start(self) -> None:
         for name in ("munge", "state"):
             (self.folder / name).mkdir(mode=0o700)
-        key = self.folder / "munge" / "key"
-        key.write_bytes(random.randbytes(1024))
-        key.chmod(0o600)
         self._write_config()
-
-        munge_files = {
-            name: self.folder / "munge" / name for name in ("socket", "pid", "log", "seed")
-        }
-        self.daemons["munged"] = self._begin(
-            "munged",
-            "--foreground",
-            "--force",  # the folders above this one may be writable for a group
-            f"--key-file={key}",
-            f"--socket={munge_files['socket']}",
-            f"--pid-file={munge_files['pid']}",
-            f"--log-file={munge_files['log']}",
-            f"--seed-file={munge_files['seed']}",
-        )
-        wait_until(munge_files["socket"].exists)
-        self.daemons["slurmctld"] = self._begin("slurmctld", "-D", "-c")
+        self._start_munged()
+        self.daemons["slurmctld"] = self._begin("slurmctld", ["-D", "-c"])
         for node in NODES:
             self.start_node(node)
         wait_until(self.is_idle, 30)
+
+    def _start_munged(self) -> None:
+        folder = self.folder / "munge"
+        key = folder / "key"
+        key.write_bytes(random.randbytes(1024))
+        key.chmod(0o600)
+
+        options = [
+            "--foreground",
+            "--force",  # the folders above this one may be writable for a group
+            f"--key-file={key}",
+            f"--socket={folder}/socket",
+            f"--pid-file={folder}/pid",
+            f"--log-file={folder}/log",
+            f"--seed-file={folder}/seed",
+        ]
+        self.daemons["munged"] = self._begin("munged", options)
+        wait_until((folder / "socket").exists)
 
     def _write_config(self) -> None:
         with contextlib.ExitStack() as sockets:
@@ -194,18 +204,21 @@ class Cluster:
                 server = sockets.enter_context(socket.socket())
                 server.bind(("127.0.0.1", 0))
                 ports.append(server.getsockname()[1])
+
         config = CONFIG.format(
             folder=self.folder,
             host=socket.gethostname().partition(".")[0],
             ports=ports,
             nodes=NODES,
-            # The port of a run follows from the id of its job.
+            # The script derives the port of a run from the id of its job. Two runs of these tests
+            # must not meet there.
             first_job=random.SystemRandom().randrange(1, 10_000) * 20,
         )
         (self.folder / "slurm.conf").write_text(config)
-        gres = f"NodeName={','.join(NODES)} Name=gpu File={self.folder}/gpu[0-3]\n"
+
         for number in range(4):
             (self.folder / f"gpu{number}").touch()
+        gres = f"NodeName={','.join(NODES)} Name=gpu File={self.folder}/gpu[0-3]\n"
         (self.folder / "gres.conf").write_text(gres)
 
     def is_idle(self) -> bool:
@@ -217,19 +230,23 @@ class Cluster:
         return states == ["idle"] * len(NODES)
 
     def cancel_all(self) -> None:
-        """End all jobs, without time to save."""
+        """End all jobs at once, so that they have no time to save."""
+        kill_running_jobs = "scancel --user=root --state=RUNNING --signal=KILL --full"
+        cancel_jobs = "scancel --user=root"
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self.call("scancel", "--user=root", "--state=RUNNING", "--signal=KILL", "--full")
-            self.call("scancel", "--user=root")
+            self.call(*kill_running_jobs.split())
+            self.call(*cancel_jobs.split())
 
     def _end(self) -> None:
         """End all jobs and daemons."""
         self.cancel_all()
+
         for daemon in reversed(self.daemons.values()):
             daemon.terminate()
         for daemon in self.daemons.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(timeout=5)
+
         for process in [*self.processes()]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -237,7 +254,7 @@ class Cluster:
 
 @dataclass
 class Job:
-    """A job of :class:`Cluster`, submitted from a folder of a test."""
+    """A job that a test has submitted to a cluster from a folder of its own."""
 
     cluster: Cluster
     submitted_from: Path
@@ -254,49 +271,72 @@ class Job:
 
     def field(self, name: str) -> str:
         """Return a field of ``scontrol show job``, such as JobState or Restarts."""
-        words = self.cluster.call("scontrol", "show", "job", self.id).split()
-        return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
+        output = self.cluster.call("scontrol", "show", "job", self.id)
+        values = [
+            word.removeprefix(f"{name}=") for word in output.split() if word.startswith(f"{name}=")
+        ]
+        return values[0]
 
     def wait_for_state(self, state: str, seconds: float = 120) -> None:
-        """Wait until the job is in a state, such as PENDING, and fail if it has ended in another."""
-        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        """Wait until the job is in a state, such as PENDING.
+
+        Raises:
+            AssertionError: if the job ends in another state, or if the time is over.
+        """
 
         def has_arrived() -> bool:
             current = self.field("JobState")
-            assert current == state or current not in ends, f"{current}, not {state}\n{self.log}"
+            if current != state:
+                assert current not in END_STATES, f"{current}, not {state}\n{self.log}"
             return current == state
 
         wait_until(has_arrived, seconds)
 
     def wait_until_requeued(self, times: int = 1) -> None:
+        """Wait until the job is pending again, after a number of restarts in all."""
         wait_until(lambda: self.field("JobState") != "PENDING", 30)
         self.wait_for_state("PENDING")
         assert self.field("Restarts") == str(times)
 
     def end_soon(self, seconds: int) -> None:
-        """Move the time limit to the first full minute that is at least so many seconds away."""
-        hours, minutes, whole_seconds = map(int, self.field("RunTime").split(":"))
-        elapsed = 3600 * hours + 60 * minutes + whole_seconds
-        limit = math.ceil((elapsed + seconds) / 60)
-        self.cluster.call("scontrol", "update", f"JobId={self.id}", f"TimeLimit={limit}")
+        """Let the job reach its time limit in the given seconds, or up to a minute later.
+
+        Slurm counts the limit in full minutes.
+        """
+        hours, minutes, remaining_seconds = map(int, self.field("RunTime").split(":"))
+        elapsed = 3600 * hours + 60 * minutes + remaining_seconds
+        limit_minutes = math.ceil((elapsed + seconds) / 60)
+        self._update(TimeLimit=str(limit_minutes))
 
     def begin_now(self) -> None:
-        """Start a requeued job, which Slurm would let wait for two minutes."""
-        time.sleep(2)  # slurmd takes a start in the second of the last end for a part of that
-        self.cluster.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+        """Start a requeued job at once. Slurm would let it wait for two minutes."""
+        # slurmd mistakes a job that starts in the second of its last end for the ended one.
+        time.sleep(2)
+        self._update(StartTime="now")
+
+    def _update(self, **fields: str) -> None:
+        assignments = [f"{name}={value}" for name, value in fields.items()]
+        self.cluster.call("scontrol", "update", f"JobId={self.id}", *assignments)
+
+
+def _path_of(daemon: str) -> str | None:
+    """Return the path of a daemon's program, which may be in a folder for root alone."""
+    return shutil.which(daemon, path=f"/usr/sbin:{os.environ['PATH']}")
 
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    """Start Slurm with all its files in a folder, and end everything that it has started."""
-    path = f"/usr/sbin:{os.environ['PATH']}"
-    missing = [
-        name for name in ("munged", "slurmctld", "slurmd") if not shutil.which(name, path=path)
-    ]
+    """Start Slurm with all its files in a folder. At the end, end everything that it has started.
+
+    Raises:
+        UnavailableError: if this machine cannot run Slurm.
+    """
+    missing = [daemon for daemon in DAEMONS if _path_of(daemon) is None]
     if missing:
         raise UnavailableError(f"a real Slurm needs {missing[0]}: apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
-        raise UnavailableError("a real Slurm needs the rights of root")
+        raise UnavailableError("a real Slurm must be started as root")
+
     cluster = Cluster(folder)
     try:
         try:

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed import TCPStore
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
@@ -199,7 +202,7 @@ def test_a_requested_number_of_threads_is_used(threads: int) -> None:
     assert torch.get_num_threads() == threads
 
 
-# --- processes and devices
+# --- processes
 
 
 def pretend_launched(
@@ -279,6 +282,79 @@ def test_a_process_group_without_all_launched_processes_is_refused(
 
     with pytest.raises(UserError, match="each would train alone"):
         start.start_accelerator()
+
+
+# --- processes that the launcher has restarted
+
+
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """Make the store of a launcher with two processes, and set the variables of the first one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    set_variables(
+        monkeypatch,
+        RANK=0,
+        WORLD_SIZE=2,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=store.port,
+        TORCHELASTIC_USE_AGENT_STORE=True,
+    )
+    return store
+
+
+@pytest.fixture
+def joined_groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the arguments of the process groups that this process joins, without joining any."""
+    groups: list[dict[str, Any]] = []
+
+    def join_no_group(backend: str, **arguments: Any) -> None:
+        groups.append({"backend": backend, **arguments})
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", join_no_group)
+    return groups
+
+
+def test_a_restarted_process_finds_no_addresses_of_earlier_attempts(
+    agent_store: TCPStore,
+    joined_groups: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent_store.set("address of rank 1", "of the first start")
+
+    for attempt in (1, 2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        start._join_group_after_restart("gloo", timedelta(seconds=20))
+
+        assert len(joined_groups) == attempt
+        group = joined_groups[-1]
+        assert (group["backend"], group["rank"], group["world_size"]) == ("gloo", 0, 2)
+        assert not group["store"].check(["address of rank 1"])
+        group["store"].set("address of rank 1", f"of attempt {attempt}")
+
+
+@pytest.mark.usefixtures("agent_store")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"TORCHELASTIC_RESTART_COUNT": 0}, id="first start"),
+        pytest.param({"TORCHELASTIC_RESTART_COUNT": 1, "WORLD_SIZE": 1}, id="one process"),
+        pytest.param(
+            {"TORCHELASTIC_RESTART_COUNT": 1, "TORCHELASTIC_USE_AGENT_STORE": False},
+            id="store of rank 0",
+        ),
+    ],
+)
+def test_accelerate_joins_the_group_if_no_old_addresses_can_be_found(
+    variables: dict[str, object],
+    joined_groups: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_variables(monkeypatch, **variables)
+    start._join_group_after_restart("gloo", timedelta(seconds=20))
+    assert joined_groups == []
+
+
+# --- devices
 
 
 def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:

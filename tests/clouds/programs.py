@@ -1,4 +1,4 @@
-"""Runs programs of other environments, in which a cloud's file is read by its own schema."""
+"""Run programs of other environments, in which a cloud's own schema reads its file."""
 
 import os
 import subprocess
@@ -8,11 +8,18 @@ from tests.launching import Ended
 
 
 def run_program(command: list[str | Path], text: str = "", home: Path | None = None) -> Ended:
-    """Run a program of such an environment, which sees neither this checkout nor its packages."""
+    """Run a program of another environment. It finds neither this checkout nor its packages.
+
+    Args:
+        command: the program and its arguments.
+        text: its standard input.
+        home: its home folder; by default that of this process.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if home is not None:
         environment["HOME"] = str(home)
-    ended = subprocess.run(
+
+    result = subprocess.run(
         command,
         input=text,
         env=environment,
@@ -21,4 +28,4 @@ def run_program(command: list[str | Path], text: str = "", home: Path | None = N
         timeout=120,
         check=False,
     )
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
+    return Ended(result.returncode, result.stdout, result.stderr)

@@ -1,4 +1,4 @@
-"""What tests of several machines stand on."""
+"""Fixtures for tests that need several machines."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,7 @@ from tests.machines import UnavailableError, two_machines
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[str]]:
+    """Yield the names of two machines that reach each other."""
     try:
         with two_machines() as names:
             yield names

@@ -1,17 +1,17 @@
-"""Run on three ranks by test_exchange.py: gradients that are watched, and compressed.
+"""Run on three ranks by test_exchange.py: gradients whose exchange is watched, or compressed.
 
-It writes what it finds as JSON.
+Rank 0 writes a comparison with the usual exchange as JSON.
 """
 
-import contextlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed import GradBucket
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
@@ -24,73 +24,108 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
+VOCABULARY = 300
+ROWS_PER_RANK = 2
+TARGETS_PER_ROW = 16
+
 
 def batches_of(engine: Engine, step: int) -> list[Batch]:
+    """Return the micro-batch of this rank in a step."""
     generator = torch.Generator().manual_seed(100 * step + engine.ranks.rank)
-    ids = torch.randint(300, (2, 17), generator=generator)
+    shape = (ROWS_PER_RANK, TARGETS_PER_ROW + 1)
+    ids = torch.randint(VOCABULARY, shape, generator=generator)
     return [{"input_ids": ids, "labels": ids}]
 
 
-def fresh(accelerator: Accelerator, hook: str = "none") -> tuple[ReplicatedEngine, Any]:
-    """Return an engine of a new model, and the optimizer."""
+def new_engine(
+    accelerator: Accelerator, comm_hook: str = "none"
+) -> tuple[ReplicatedEngine, AcceleratedOptimizer]:
+    """Return an engine with a new model of several buckets, and the optimizer."""
     accelerator.ddp_handler = DDPHandler(bucket_mib=0.2)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16), 300, seed=1)
+    config = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=TARGETS_PER_ROW)
+    model = GPT(config, VOCABULARY, seed=1)
     optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(model, optimizer)
-    return ReplicatedEngine(Ranks(accelerator), model, comm_hook=hook), optimizer
+    return ReplicatedEngine(Ranks(accelerator), model, comm_hook=comm_hook), optimizer
 
 
-def flat(tensors: Any) -> torch.Tensor:
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def weights_after(accelerator: Accelerator, watched: bool) -> torch.Tensor:
-    """Return the weights after a few steps."""
-    engine, optimizer = fresh(accelerator)
+# --- watched
 
-    def only_average(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+
+def train(engine: Engine, optimizer: AcceleratedOptimizer) -> torch.Tensor:
+    """Make three steps, and return the weights."""
+    for step in range(3):
+        train_step(engine, optimizer, batches_of(engine, step), max_grad_norm=1.0)
+    return flatten(engine.model.parameters())
+
+
+def only_average(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+    return average(bucket)
+
+
+def has_same_bits_if_watched(accelerator: Accelerator) -> bool:
+    """Return whether steps whose exchange is watched make the same weights."""
+    engine, optimizer = new_engine(accelerator)
+    weights = train(engine, optimizer)
+
+    watched_engine, watched_optimizer = new_engine(accelerator)
+    with watched_engine.watching_buckets(only_average):
+        weights_if_watched = train(watched_engine, watched_optimizer)
+
+    return torch.equal(weights, weights_if_watched)
+
+
+# --- compressed
+
+
+def gradient(engine: Engine) -> torch.Tensor:
+    """Return the averaged gradient of one step, and leave the weights as they are."""
+    rows = ROWS_PER_RANK * engine.ranks.world_size
+    targets = rows * TARGETS_PER_ROW
+    totals = StepTotals(torch.tensor([targets, targets, 0]))
+    engine.model.zero_grad()
+    engine.forward_backward(batches_of(engine, step=0), totals)
+    return flatten(parameter.grad for parameter in engine.model.parameters())
+
+
+def relative_error(accelerator: Accelerator, comm_hook: str) -> float:
+    """Return how far a compressed gradient is from the one that is sent in float32."""
+    exact_engine, _ = new_engine(accelerator)
+    exact = gradient(exact_engine)
+    compressed_engine, _ = new_engine(accelerator, comm_hook)
+    compressed = gradient(compressed_engine)
+    return float((compressed - exact).norm() / exact.norm())
+
+
+def sent_bytes_of_step(accelerator: Accelerator, comm_hook: str = "none") -> int:
+    """Return the bytes of all buckets of one step."""
+    engine, _ = new_engine(accelerator, comm_hook)
+    bytes_of_buckets: list[int] = []
+
+    def note_bytes(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+        bytes_of_buckets.append(sent_bytes)
         return average(bucket)
 
-    with engine.watching_buckets(only_average) if watched else contextlib.nullcontext():
-        for step in range(3):
-            train_step(engine, optimizer, batches_of(engine, step), max_grad_norm=1.0)
-    return flat(engine.model.parameters())
-
-
-def gradient(engine: Engine, step: int) -> torch.Tensor:
-    """Return the gradient of one step's rows, the same on each rank; the weights stay."""
-    engine.model.zero_grad()
-    engine.forward_backward(batches_of(engine, step), StepTotals(torch.tensor([96, 96, 0])))
-    return flat(p.grad for p in engine.model.parameters())
+    with engine.watching_buckets(note_bytes):
+        gradient(engine)
+    return sum(bytes_of_buckets)
 
 
 def main() -> None:
     accelerator = start_accelerator()
-    exact, _ = fresh(accelerator)
-    expected = gradient(exact, 0)
-    found: dict[str, Any] = {
-        "watched": torch.equal(weights_after(accelerator, True), weights_after(accelerator, False))
-    }
-    for hook in ("bf16", "fp16"):
-        compressed, _ = fresh(accelerator, hook)
-        found[hook] = float((gradient(compressed, 0) - expected).norm() / expected.norm())
-        found[f"{hook} bytes"] = sum(bytes_of(accelerator, hook)) / sum(bytes_of(accelerator))
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-
-
-def bytes_of(accelerator: Accelerator, hook: str = "none") -> list[int]:
-    """Return the bytes of each bucket of one step."""
-    engine, _ = fresh(accelerator, hook)
-    sent: list[int] = []
-
-    def note_bytes(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
-        sent.append(sent_bytes)
-        return average(bucket)
-
-    with engine.watching_buckets(note_bytes):
-        gradient(engine, 0)
-    return sent
+    float32_bytes = sent_bytes_of_step(accelerator)
+    comparison: dict[str, Any] = {"has_same_bits_if_watched": has_same_bits_if_watched(accelerator)}
+    for comm_hook in ("bf16", "fp16"):
+        comparison[comm_hook] = {
+            "relative_error": relative_error(accelerator, comm_hook),
+            "share_of_bytes": sent_bytes_of_step(accelerator, comm_hook) / float32_bytes,
+        }
+    if accelerator.is_main_process:
+        Path(sys.argv[1]).write_text(json.dumps(comparison))
 
 
 if __name__ == "__main__":

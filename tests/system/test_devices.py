@@ -1,4 +1,4 @@
-"""What a GPU computes, tried without one, under a torch that was built for GPUs."""
+"""The code for GPUs on tensors without values, under a torch for GPUs and without a GPU."""
 
 import os
 import sys
@@ -7,42 +7,60 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, long_form, run
+from tests.launching import ROOT, Ended, long_form, run
 
-WANTED = [
-    "torch==2.11.0",
-    "transformers==5.17.0",
-    "accelerate==1.15.0",
-    "peft",
-    "pyarrow",
-    "psutil",
-    "filelock",
-]
-WANTED += ["jinja2", "plotille", "tqdm"]
+# The packages of a machine with GPUs, without datasets, wandb and trl.
+PACKAGES = (
+    "torch==2.11.0 transformers==5.17.0 accelerate==1.15.0 "
+    "peft pyarrow psutil filelock jinja2 plotille tqdm"
+)
+# The functions of fake_cuda.py that call the package, in their order there.
+PATHS = "forward_of_gpt forward_of_llama losses counts optimizers restores fingerprints finite"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch for GPUs needs Linux")
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with the packages of a machine with GPUs, and without datasets, wandb, trl."""
-    if named := os.environ.get("LLMTRAIN_GPU_PYTHON"):  # one that is there already
-        return named
-    folder = tmp_path_factory.mktemp("gpu")
+    """Return a Python that has a torch for GPUs.
+
+    LLMTRAIN_GPU_PYTHON can name one. Otherwise the packages are installed into a new environment.
+    """
+    path = os.environ.get("LLMTRAIN_GPU_PYTHON") or install_packages(tmp_path_factory.mktemp("gpu"))
+    version = run([path, "-c", "import torch; print(torch.__version__)"]).assert_ok().out
+    if "+cpu" in version:
+        pytest.skip(f"torch {version.strip()} is one for CPUs")
+    return path
+
+
+def install_packages(folder: Path) -> str:
     venv.create(folder, with_pip=True)
-    installed = run([str(folder / "bin" / "pip"), "install", "-q", *WANTED], timeout=900)
-    if installed.status:
-        pytest.skip(f"its packages cannot be installed here: {installed.err[-200:]}")
+    pip = [str(folder / "bin" / "pip"), "install", "-q", *PACKAGES.split()]
+    installation = run(pip, timeout=900)
+    if installation.status != 0:
+        pytest.skip(f"the packages cannot be installed here: {installation.err[-200:]}")
     return str(folder / "bin" / "python")
 
 
+def run_fake_cuda(python: str, *arguments: str) -> Ended:
+    command = [python, "tests/system/fake_cuda.py", *arguments]
+    return run(command, {"PYTHONPATH": str(ROOT)})
+
+
 @long_form
-@pytest.mark.skipif(sys.platform != "linux", reason="torch for GPUs is of Linux")
-def test_paths_of_a_gpu_hold_on_shapes_alone_and_the_planted_faults_show(python: str) -> None:
-    script = [python, str(Path("tests/system/fake_cuda.py"))]
-    told = run(script, {"PYTHONPATH": str(ROOT)}).assert_ok().out.split()
-    if "+cpu" in run([python, "-c", "import torch; print(torch.__version__)"]).out:
-        pytest.skip("this torch is one for CPUs")
-    assert len(told) == 9
-    for fault, said in {"3": "same device", "7": "bytes for"}.items():
-        planted = run([*script, fault], {"PYTHONPATH": str(ROOT)})
-        assert planted.status
-        assert said in planted.err
+def test_the_code_for_gpus_runs_on_shapes_alone(python: str) -> None:
+    assert run_fake_cuda(python).assert_ok().out.split() == PATHS.split()
+
+
+@long_form
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param("3", "same device", id="tensors of two devices"),
+        pytest.param("7", "bytes for", id="too much memory"),
+    ],
+)
+def test_a_planted_fault_is_an_error(python: str, fault: str, message: str) -> None:
+    ended = run_fake_cuda(python, fault)
+    assert ended.status != 0
+    assert message in ended.err

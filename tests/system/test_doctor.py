@@ -40,8 +40,12 @@ class Report(NamedTuple):
     def first(self, subject: str) -> dict[str, str]:
         return self.findings[subject][0]
 
-    def bad_texts(self) -> list[str]:
-        findings = itertools.chain.from_iterable(self.findings.values())
+    def bad_texts(self, subject: str | None = None) -> list[str]:
+        """Return the texts of the bad findings about a subject, or about all of them."""
+        if subject is None:
+            findings = [*itertools.chain.from_iterable(self.findings.values())]
+        else:
+            findings = self.findings[subject]
         return [finding["text"] for finding in findings if finding["level"] == "bad"]
 
 
@@ -250,6 +254,36 @@ def test_each_of_several_processes_reads_the_memory_of_its_own_gpu(
     assert len(merged) == len(findings_of_one_process) + 1
 
 
+def test_a_finding_of_all_machines_is_reported_once_and_any_other_with_its_machine() -> None:
+    same_versions = Finding("good", "versions", "torch 2.11")
+    first_memory = Finding("good", "memory", "64 GiB")
+    second_memory = Finding("doubtful", "memory", "8 GiB")
+    findings_by_process = [
+        (Process(0, "node-a", machine=0), [same_versions, first_memory]),
+        (Process(1, "node-b", machine=1), [same_versions, second_memory]),
+    ]
+
+    merged = _merge_findings(findings_by_process)
+
+    assert merged == [
+        same_versions,
+        Finding("good", "memory", "node-a (machine 0): 64 GiB"),
+        Finding("doubtful", "memory", "node-b (machine 1): 8 GiB"),
+    ]
+
+
+def test_only_findings_about_devices_are_taken_from_the_later_processes_of_a_machine() -> None:
+    wandb = Finding("good", "wandb", "answers in 0.1 s")
+    slower_wandb = Finding("good", "wandb", "answers in 0.2 s")
+    full_gpu = Finding("doubtful", "devices", "GPU 1 has 12% of its memory free")
+    findings_by_process = [
+        (Process(0, "node-a", machine=0), [wandb]),
+        (Process(1, "node-a", machine=0), [slower_wandb, full_gpu]),
+    ]
+
+    assert _merge_findings(findings_by_process) == [wandb, full_gpu]
+
+
 def join_nobody(backend: str, timeout: float) -> JoinResult:
     """Report the backend instead of joining a process group."""
     return JoinResult([Finding("bad", "meeting", backend)], is_complete=False)
@@ -286,7 +320,8 @@ def test_processes_join_with_the_backend_that_a_run_would_use(
 
     assert report.first("meeting")["text"] == backend
     too_many = "5 processes were started on a machine with 4 GPUs"
-    assert any(too_many in text for text in report.bad_texts()) is not has_gpus_for_all
+    is_refused = any(too_many in text for text in report.bad_texts("launch"))
+    assert is_refused is not has_gpus_for_all
 
 
 def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks send of their gradients: exactly as DDP does, also when watched, or compressed to 16 bits."""
+"""How ranks exchange gradients: watching changes no bit, and 16 bits round and send half the bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -7,49 +7,56 @@ import pytest
 
 from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
-from tests.launching import GPT, TINY, read_json, torchrun
+from tests.launching import GPT, TINY, Ended, read_json, torchrun
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("exchange") / "found.json"
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the comparison that exchange_ranks.py writes."""
+    path = tmp_path_factory.mktemp("exchange") / "comparison.json"
     run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
     return read_json(path)
 
 
-def test_a_run_that_is_watched_has_the_same_bits(found: Any) -> None:
-    assert found["watched"]
+def test_a_run_whose_exchange_is_watched_has_the_same_bits(comparison: Any) -> None:
+    assert comparison["has_same_bits_if_watched"]
 
 
-def test_sixteen_bits_round_and_no_more(found: Any) -> None:
-    assert 1e-5 < found["bf16"] < 1e-2
-    assert 1e-6 < found["fp16"] < 2e-3
+@pytest.mark.parametrize(
+    ("comm_hook", "smallest", "largest"),
+    [pytest.param("bf16", 1e-5, 1e-2, id="bf16"), pytest.param("fp16", 1e-6, 2e-3, id="fp16")],
+)
+def test_sixteen_bits_round_and_no_more(
+    comm_hook: str, smallest: float, largest: float, comparison: Any
+) -> None:
+    assert smallest < comparison[comm_hook]["relative_error"] < largest
 
 
-def test_sixteen_bits_are_half_the_bytes(found: Any) -> None:
-    assert found["bf16 bytes"] == found["fp16 bytes"] == 0.5
+@pytest.mark.parametrize("comm_hook", ["bf16", "fp16"])
+def test_sixteen_bits_are_half_the_bytes(comm_hook: str, comparison: Any) -> None:
+    assert comparison[comm_hook]["share_of_bytes"] == 0.5
 
 
 def test_a_compressed_run_resumes_in_the_bits_of_one_that_was_not_interrupted(
     text_file: Path, tmp_path: Path
 ) -> None:
-    flags = [
-        *TINY,
-        *("--ddp_comm_hook", "bf16"),
-        *("--max_steps", "9"),
-        *("--save_steps", "4"),
-        *("--eval_fraction", "0"),
-        *("--dataset", str(text_file)),
-    ]
-    straight = tmp_path / "straight"
-    resumed = tmp_path / "resumed"
-    first = run_forked([*torchrun(2), GPT, *flags, "--output_dir", str(straight)]).assert_ok()
+    def train(flags: str) -> Ended:
+        words = (
+            f"--ddp_comm_hook bf16 --max_steps 9 --save_steps 4 --eval_fraction 0 "
+            f"--dataset {text_file} {flags}"
+        )
+        return run_forked([*torchrun(2), GPT, *TINY, *words.split()]).assert_ok()
+
+    uninterrupted = tmp_path / "uninterrupted"
+    first = train(f"--output_dir {uninterrupted}")
     assert "exchange  approximate: gradients are added up in bfloat16" in first.out
-    middle = straight / "checkpoints" / "step-00000008"
-    more = ["--resume_from_checkpoint", str(middle), "--output_dir", str(resumed)]
-    second = run_forked([*torchrun(2), GPT, *flags, *more]).assert_ok()
+
+    resumed = tmp_path / "resumed"
+    checkpoint = uninterrupted / "checkpoints" / "step-00000008"
+    second = train(f"--resume_from_checkpoint {checkpoint} --output_dir {resumed}")
     assert "changed" not in second.out
-    digests = [
-        tensors_digest(folder / "checkpoints" / "step-00000009") for folder in (straight, resumed)
-    ]
-    assert digests[0] == digests[1]
+
+    last_checkpoint = Path("checkpoints") / "step-00000009"
+    assert tensors_digest(resumed / last_checkpoint) == tensors_digest(
+        uninterrupted / last_checkpoint
+    )

@@ -1,11 +1,17 @@
-"""The first hour of a new user: epochs over a text with a validation file, stopped and extended."""
+"""The first hour of a new user: a run over epochs, with a validation file, stopped and extended."""
 
+import math
+import shlex
 import signal
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 from tests.launching import (
     GPT,
     PYTHON,
+    Ended,
     begin,
     metrics,
     read_json,
@@ -15,31 +21,43 @@ from tests.launching import (
     wait_for_readings,
 )
 
-SMALL = [
-    *("--n_layer", "1", "--n_head", "2", "--n_embd", "16", "--block_size", "32"),
-    *("--tokenizer", "byte", "--global_batch_size", "8", "--per_device_train_batch_size", "8"),
-    *("--logging_steps", "1", "--eval_steps", "0.25", "--report_to", "none"),
-]
-EPOCH = 150  # steps
+SMALL = shlex.split(
+    "--n_layer 1 --n_head 2 --n_embd 16 --block_size 32 --tokenizer byte "
+    "--global_batch_size 8 --per_device_train_batch_size 8 "
+    "--logging_steps 1 --eval_steps 0.25 --report_to none"
+)
+ROWS_PER_STEP = 8
+STEPS_PER_EPOCH = 150
+BYTES_PER_ROW = 33  # 32 positions and the target of the last one
 
 
-def write_texts(folder: Path) -> list[str]:
-    """Write a text of 150 steps of 8 rows of 33 bytes, and a validation file; return their flags."""
-    size = EPOCH * 8 * 33
-    lines = "".join(f"{number} times {number} is {number**2}.\n" for number in range(2500))
-    train, validation = folder / "train.txt", folder / "validation.txt"
-    train.write_text(lines[:size])
-    validation.write_text(lines[size : size + 3000])
-    return ["--dataset", str(train), "--eval_dataset", str(validation)]
+class FirstHour(NamedTuple):
+    """Three starts of a run.
+
+    Attributes:
+        folder: the folder of the first two starts.
+        stopped: the first start, which Ctrl-C ended.
+        status_after_stop: the status of `llmtrain runs --finished` after it.
+        finished: the second start, which finished two epochs.
+        status_after_end: the status of `llmtrain runs --finished` after it.
+        extended_folder: the folder of the third start, which added a third epoch.
+    """
+
+    folder: Path
+    stopped: Ended
+    status_after_stop: int
+    finished: Ended
+    status_after_end: int
+    extended_folder: Path
 
 
-def test_two_epochs_with_a_validation_file_are_stopped_finished_and_extended(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    data = write_texts(tmp_path)
-    command = [*PYTHON, GPT, *SMALL, *data, "--output_dir", str(folder)]
+@pytest.fixture(scope="module")
+def first_hour(tmp_path_factory: pytest.TempPathFactory) -> FirstHour:
+    base = tmp_path_factory.mktemp("first_hour")
+    folder = base / "run"
+    command = [*PYTHON, GPT, *SMALL, *write_texts(base), "--output_dir", str(folder)]
     two_epochs = [*command, "--num_train_epochs", "2"]
+    runs_finished = [*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]
 
     process = begin(two_epochs)
     try:
@@ -47,25 +65,69 @@ def test_two_epochs_with_a_validation_file_are_stopped_finished_and_extended(
         process.send_signal(signal.SIGINT)
     finally:
         stopped = wait(process)
-    assert stopped.status == 130
-    assert "resume with the same command" in stopped.out
-    assert run([*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]).status == 1
+    status_after_stop = run(runs_finished).status
 
     finished = run(two_epochs).assert_ok()
-    steps = max(series(folder, "train/loss"))
-    rows = read_json(folder / "run.json")["train_rows"]
-    assert steps == 2 * -(-rows // 8)
-    assert f"steps     {steps} steps = 2 epochs of {rows:,} rows, 8 rows per step" in finished.out
-    assert len(read_json(folder / "run.json")["starts"]) == 2
-    assert metrics(folder)[-1]["epoch"] == 2
-    quarter = -(-steps // 4)
-    assert list(series(folder, "eval/loss")) == [*range(0, steps, quarter), steps]
-    assert run([*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]).status == 0
+    status_after_end = run(runs_finished).status
 
-    longer = ["--num_train_epochs", "3", "--resume_from_checkpoint", str(folder)]
-    run([*command, *longer]).assert_ok()
-    extended = tmp_path / "run-2"
-    losses = series(folder, "train/loss")
-    assert {step: series(extended, "train/loss")[step] for step in losses} == losses
-    assert max(series(extended, "train/loss")) == 3 * steps // 2
-    assert metrics(extended)[-1]["epoch"] == 3
+    three_epochs = f"--num_train_epochs 3 --resume_from_checkpoint {folder}"
+    run([*command, *three_epochs.split()]).assert_ok()
+
+    return FirstHour(
+        folder=folder,
+        stopped=stopped,
+        status_after_stop=status_after_stop,
+        finished=finished,
+        status_after_end=status_after_end,
+        extended_folder=base / "run-2",
+    )
+
+
+def write_texts(folder: Path) -> list[str]:
+    """Write a text of 150 steps and a validation file, and return their flags."""
+    size = STEPS_PER_EPOCH * ROWS_PER_STEP * BYTES_PER_ROW
+    text = "".join(f"{number} times {number} is {number**2}.\n" for number in range(2500))
+    train = folder / "train.txt"
+    train.write_text(text[:size])
+    validation = folder / "validation.txt"
+    validation.write_text(text[size : size + 3000])
+    return ["--dataset", str(train), "--eval_dataset", str(validation)]
+
+
+def test_ctrl_c_stops_a_run_and_tells_how_to_resume_it(first_hour: FirstHour) -> None:
+    assert first_hour.stopped.status == 130
+    assert "resume with the same command" in first_hour.stopped.out
+    assert first_hour.status_after_stop == 1
+
+
+def test_the_same_command_finishes_the_run(first_hour: FirstHour) -> None:
+    assert len(read_json(first_hour.folder / "run.json")["starts"]) == 2
+    assert first_hour.status_after_end == 0
+
+
+def test_two_epochs_make_a_step_for_each_batch_of_their_rows(first_hour: FirstHour) -> None:
+    rows = read_json(first_hour.folder / "run.json")["train_rows"]
+    steps = 2 * math.ceil(rows / ROWS_PER_STEP)
+
+    assert max(series(first_hour.folder, "train/loss")) == steps
+    assert metrics(first_hour.folder)[-1]["epoch"] == 2
+    line = f"steps     {steps} steps = 2 epochs of {rows:,} rows, 8 rows per step"
+    assert line in first_hour.finished.out
+
+
+def test_the_run_is_evaluated_after_each_quarter_of_its_steps(first_hour: FirstHour) -> None:
+    steps = max(series(first_hour.folder, "train/loss"))
+    quarter = math.ceil(steps / 4)
+    expected_steps = [*range(0, steps, quarter), steps]
+    assert list(series(first_hour.folder, "eval/loss")) == expected_steps
+
+
+def test_an_extended_run_has_the_losses_of_the_first_one_and_another_epoch(
+    first_hour: FirstHour,
+) -> None:
+    losses = series(first_hour.folder, "train/loss")
+    extended_losses = series(first_hour.extended_folder, "train/loss")
+
+    assert {step: extended_losses[step] for step in losses} == losses
+    assert max(extended_losses) == 3 * max(losses) // 2
+    assert metrics(first_hour.extended_folder)[-1]["epoch"] == 3

@@ -1,132 +1,227 @@
-"""What the user told the launcher is told apart from its defaults, however a run is started."""
+"""A run knows its launcher, and tells the settings of the user from the defaults of the launcher."""
 
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.launching import BIN, PYTHON, begin, run, stop_group, torchrun
+from tests.waiting import wait_until
 
 SCRIPT = "tests/system/launched.py"
-NOTHING = {"precision": None, "threads": None, "on_cpu": False, "processes": None}
-COMMANDS = ["python", "accelerate", "torchrun"]
-PLAIN_ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "1"]
+LAUNCH = [str(BIN / "accelerate"), "launch"]
+LAUNCH_ONE = [*LAUNCH, "--num_processes", "1"]
+
+WITHOUT_LAUNCHER = {"by_launcher": False, "has_launcher": False}
+WITH_LAUNCHER = {"by_launcher": True, "has_launcher": True}
+NO_SETTINGS = {"precision": None, "threads": None, "on_cpu": False, "processes": None}
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return where accelerate looks for its default config; the user has set no variable."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    settings = ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
-    for name in (*settings, "MASTER_ADDR", "WORLD_SIZE"):
+@pytest.fixture(autouse=True)
+def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder in which accelerate looks for its default config.
+
+    The variables that users set are removed.
+    """
+    for name in (
+        "OMP_NUM_THREADS",
+        "ACCELERATE_MIXED_PRECISION",
+        "ACCELERATE_USE_CPU",
+        "MASTER_ADDR",
+        "WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     folder = tmp_path / "accelerate"
     folder.mkdir()
     return folder
 
 
-def wrapper(path: Path, command: list[str]) -> list[str]:
-    """Write a script that starts a command, so that the launcher is no longer the parent."""
-    path.write_text("import subprocess, sys\nsys.exit(subprocess.call(sys.argv[1:]))\n")
-    return [*command, str(path), sys.executable, SCRIPT]
+def launched(command: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
+    """Start launched.py, and return the launcher and the settings that it prints."""
+    output = run(command, env).assert_ok().out
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    settings: dict[str, Any] = json.loads(lines[0])
+    return settings
 
 
-def chosen(command: list[str], env: dict[str, str] | None = None) -> dict[str, object]:
-    """Start the script, and return what it found."""
-    out = run(command, env).assert_ok().out
-    found: dict[str, object] = json.loads(next(li for li in out.splitlines() if li[:1] == "{"))
-    return found
+def behind_wrapper(command: list[str], folder: Path) -> list[str]:
+    """Return a command whose launcher starts a wrapper script, which starts launched.py.
+
+    The launcher is then no longer the parent of the run.
+    """
+    wrapper = folder / "wrapper.py"
+    wrapper.write_text("import subprocess, sys\nsys.exit(subprocess.call(sys.argv[1:]))\n")
+    return [*command, str(wrapper), sys.executable, SCRIPT]
 
 
-def test_plain_python_has_no_launcher_and_reads_variables(home: Path) -> None:
-    command = [*PYTHON, SCRIPT]
-    nobody = {"by_launcher": False, "has_launcher": False}
-    assert chosen(command) == nobody | NOTHING
-    variables = {"ACCELERATE_MIXED_PRECISION": "bf16", "OMP_NUM_THREADS": "3"}
+# --- plain python
+
+
+def test_plain_python_has_no_launcher_and_no_settings() -> None:
+    assert launched([*PYTHON, SCRIPT]) == WITHOUT_LAUNCHER | NO_SETTINGS
+
+
+def test_with_plain_python_the_variables_count() -> None:
+    variables = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "OMP_NUM_THREADS": "3",
+        "ACCELERATE_USE_CPU": "true",
+    }
     settings = {"precision": "bf16", "threads": 3, "on_cpu": True, "processes": None}
-    assert chosen(command, variables | {"ACCELERATE_USE_CPU": "true"}) == nobody | settings
+    assert launched([*PYTHON, SCRIPT], variables) == WITHOUT_LAUNCHER | settings
 
 
-def test_accelerate_without_a_config_exports_defaults_that_nobody_chose(home: Path) -> None:
-    launcher = {"by_launcher": True, "has_launcher": True}
-    assert chosen([*PLAIN_ACCELERATE, SCRIPT]) == launcher | NOTHING | {"processes": 1}
-    flags = ["--mixed-precision=no", "--num_cpu_threads_per_process", "2", "--cpu"]
+# --- accelerate
+
+
+def test_the_defaults_that_accelerate_exports_are_no_settings() -> None:
+    settings = NO_SETTINGS | {"processes": 1}
+    assert launched([*LAUNCH_ONE, SCRIPT]) == WITH_LAUNCHER | settings
+
+
+def test_flags_of_accelerate_are_settings_even_if_they_have_the_default_value() -> None:
+    flags = "--mixed-precision=no --num_cpu_threads_per_process 2 --cpu"
     settings = {"precision": "no", "threads": 2, "on_cpu": True, "processes": 1}
-    assert chosen([*PLAIN_ACCELERATE, *flags, SCRIPT, "--cpu"]) == launcher | settings
-    assert chosen([*PLAIN_ACCELERATE, SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
+    command = [*LAUNCH_ONE, *flags.split(), SCRIPT, "--cpu"]
+    assert launched(command) == WITH_LAUNCHER | settings
 
 
-@pytest.mark.parametrize("is_default", [False, True], ids=["--config_file", "default config"])
-def test_a_flag_of_accelerate_comes_before_its_config(is_default: bool, home: Path) -> None:
-    path = home / ("default_config.yaml" if is_default else "mine.yaml")
-    path.write_text(
-        "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
-    )
-    command = [str(BIN / "accelerate"), "launch"]
-    if not is_default:
-        command += ["--config_file", str(path)]
-
-    settings = {"precision": "no", "threads": None, "on_cpu": True, "processes": 1}
-    launcher = {"by_launcher": True, "has_launcher": True}
-    assert chosen([*command, SCRIPT]) == launcher | settings
-    flags = ["--mixed_precision", "bf16", "--num_cpu_threads_per_process", "5"]
-    changed = {"precision": "bf16", "threads": 5}
-    assert chosen([*command, *flags, SCRIPT]) == launcher | settings | changed
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(LAUNCH_ONE, id="accelerate"), pytest.param(torchrun(2), id="torchrun")],
+)
+def test_a_number_of_threads_that_was_exported_before_the_launcher_is_a_setting(
+    launcher: list[str],
+) -> None:
+    assert launched([*launcher, SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
 
 
-def test_torchrun_chooses_nothing(home: Path) -> None:
-    launcher = {"by_launcher": True, "has_launcher": True}
-    assert chosen([*torchrun(2), SCRIPT]) == launcher | NOTHING
-    assert chosen([*torchrun(2), SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
+CONFIG = """
+distributed_type: 'NO'
+num_processes: 1
+mixed_precision: 'no'
+use_cpu: true
+"""
 
 
-def test_behind_a_wrapper_script_the_variables_count(home: Path, tmp_path: Path) -> None:
-    flags = ["--mixed_precision", "bf16", "--num_cpu_threads_per_process", "2"]
-    found = chosen(wrapper(tmp_path / "wrapper.py", [*PLAIN_ACCELERATE, *flags]))
-    assert (found["by_launcher"], found["precision"], found["threads"]) == (False, "bf16", 2)
-    found = chosen(wrapper(tmp_path / "wrapper.py", torchrun(2)))
-    assert (found["by_launcher"], found["has_launcher"]) == (False, True)
+@pytest.fixture(params=["named config", "default config"])
+def launch_with_config(request: pytest.FixtureRequest, config_folder: Path) -> list[str]:
+    """Write CONFIG, and return the beginning of a command that reads it."""
+    if request.param == "default config":
+        (config_folder / "default_config.yaml").write_text(CONFIG)
+        return LAUNCH
+
+    path = config_folder / "another.yaml"
+    path.write_text(CONFIG)
+    return [*LAUNCH, "--config_file", str(path)]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+SETTINGS_OF_CONFIG = {"precision": "no", "threads": None, "on_cpu": True, "processes": 1}
+
+
+def test_a_config_of_accelerate_has_settings(launch_with_config: list[str]) -> None:
+    assert launched([*launch_with_config, SCRIPT]) == WITH_LAUNCHER | SETTINGS_OF_CONFIG
+
+
+def test_a_flag_of_accelerate_comes_before_its_config(launch_with_config: list[str]) -> None:
+    flags = "--mixed_precision bf16 --num_cpu_threads_per_process 5"
+    settings = SETTINGS_OF_CONFIG | {"precision": "bf16", "threads": 5}
+    assert launched([*launch_with_config, *flags.split(), SCRIPT]) == WITH_LAUNCHER | settings
+
+
+@pytest.mark.parametrize(
+    ("is_wrapped", "number"),
+    [pytest.param(False, "2", id="direct"), pytest.param(True, "several", id="wrapper script")],
+)
 def test_two_processes_requested_and_one_started_is_one_line(
-    wrapped: bool, home: Path, tmp_path: Path
+    is_wrapped: bool, number: str, tmp_path: Path
 ) -> None:
-    launcher = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"]
-    command = wrapper(tmp_path / "wrapper.py", launcher) if wrapped else [*launcher, SCRIPT]
+    launcher = [*LAUNCH, "--cpu", "--num_processes", "2"]
+    command = [*launcher, SCRIPT]
+    if is_wrapped:
+        command = behind_wrapper(launcher, tmp_path)
+
     ended = run(command)
+
     assert ended.status != 0
-    number = "several" if wrapped else "2"
-    says = f"error: {number} processes were requested, but accelerate started one"
-    assert ended.err.count(says) == 1
+    message = f"error: {number} processes were requested, but accelerate started one"
+    assert ended.err.count(message) == 1
 
 
-@pytest.mark.parametrize("command", [PYTHON, PLAIN_ACCELERATE, torchrun(1)], ids=COMMANDS)
-def test_one_process_may_have_an_address(command: list[str], home: Path) -> None:
-    exported = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert chosen([*command, SCRIPT], exported)["precision"] == "bf16"
+# --- torchrun
 
 
-@pytest.mark.parametrize("command", [PYTHON, PLAIN_ACCELERATE, torchrun(1)], ids=COMMANDS)
+def test_the_threads_that_torchrun_exports_by_default_are_no_setting() -> None:
+    assert launched([*torchrun(2), SCRIPT]) == WITH_LAUNCHER | NO_SETTINGS
+
+
+# --- a wrapper script
+
+
+def test_behind_a_wrapper_script_the_variables_of_accelerate_count(tmp_path: Path) -> None:
+    flags = "--mixed_precision bf16 --num_cpu_threads_per_process 2"
+    settings = launched(behind_wrapper([*LAUNCH_ONE, *flags.split()], tmp_path))
+    assert settings["by_launcher"] is False
+    assert settings["precision"] == "bf16"
+    assert settings["threads"] == 2
+
+
+def test_behind_a_wrapper_script_torchrun_is_a_launcher_but_not_the_parent(tmp_path: Path) -> None:
+    settings = launched(behind_wrapper(torchrun(2), tmp_path))
+    assert settings["by_launcher"] is False
+    assert settings["has_launcher"] is True
+
+
+# --- one process
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(PYTHON, id="python"),
+        pytest.param(LAUNCH_ONE, id="accelerate"),
+        pytest.param(torchrun(1), id="torchrun"),
+    ],
+)
+def test_one_process_may_have_an_address(command: list[str]) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert launched([*command, SCRIPT], variables)["precision"] == "bf16"
+
+
+# --- the exit status of a stopped run, which launched.py gets as its argument
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        pytest.param(PYTHON, 130, id="python"),
+        pytest.param(LAUNCH_ONE, 0, id="accelerate"),
+        pytest.param(torchrun(1), 0, id="torchrun"),
+    ],
+)
 def test_a_stopped_run_has_its_exit_status_only_without_a_launcher(
-    command: list[str], home: Path
+    command: list[str], status: int
 ) -> None:
-    assert run([*command, SCRIPT, "130"]).status == (130 if command is PYTHON else 0)
+    assert run([*command, SCRIPT, "130"]).status == status
 
 
-def test_behind_a_wrapper_script_torchrun_still_counts_as_a_launcher(
-    home: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [pytest.param(torchrun(1), 0, id="torchrun"), pytest.param(PYTHON, 130, id="python")],
+)
+def test_behind_a_wrapper_a_stopped_run_has_its_status_only_without_a_launcher(
+    command: list[str], status: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "wrapper.py"
-    assert run([*wrapper(path, torchrun(1)), "130"]).status == 0
-    assert run([*wrapper(path, PYTHON), "130"]).status == 130
+    assert run([*behind_wrapper(command, tmp_path), "130"]).status == status
 
+
+# --- the end of the launcher
 
 SLEEPER = """
 import sys, time
@@ -142,22 +237,22 @@ launch(main)
 
 
 @pytest.mark.parametrize(
-    "launcher", [PLAIN_ACCELERATE, torchrun(1)], ids=["accelerate", "torchrun"]
+    "launcher",
+    [pytest.param(LAUNCH_ONE, id="accelerate"), pytest.param(torchrun(1), id="torchrun")],
 )
-def test_a_process_dies_with_its_launcher(launcher: list[str], home: Path, tmp_path: Path) -> None:
+def test_a_process_dies_with_its_launcher(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
     started = tmp_path / "started"
-    process: subprocess.Popen[bytes] = begin([*launcher, str(script), str(started)])
+
+    process = begin([*launcher, str(script), str(started)])
     try:
-        deadline = time.monotonic() + 60
-        while not started.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(started.exists, 60)
         workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
         os.kill(process.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=30)
-        assert workers
-        assert not alive
     finally:
         stop_group(process)
+
+    assert not alive

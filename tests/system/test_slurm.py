@@ -1,8 +1,9 @@
-"""The batch script, on a real Slurm of two nodes on this machine."""
+"""The batch script, on a real Slurm with two nodes on this machine."""
 
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -10,7 +11,6 @@ from tests.launching import TINY, long_form, metrics, read_json
 from tests.slurm import NODES, SCRIPT, Cluster, Job, UnavailableError, slurm_cluster
 from tests.waiting import wait_until
 
-FLAGS = [*TINY, "--logging_steps", "1"]
 LONGER_THAN_THE_TEST = "1000"
 
 
@@ -25,6 +25,7 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    """Return the running cluster. At the end of the test, its jobs are cancelled."""
     yield running_cluster
     running_cluster.cancel_all()
 
@@ -33,28 +34,40 @@ def submit(
     cluster: Cluster,
     folder: Path,
     text_file: Path,
-    options: list[str],
+    options: str,
     *,
     steps: int = 60,
     save_steps: int = 1000,
     pause: str = "0.3",
 ) -> Job:
+    """Submit a small run.
+
+    Args:
+        cluster: the Slurm that runs it.
+        folder: the folder from which the job is submitted.
+        text_file: the text to train on.
+        options: options of sbatch.
+        steps: the value of ``--max_steps``.
+        save_steps: the value of ``--save_steps``.
+        pause: seconds that the run waits after each step.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "pause").write_text(pause)
-    flags = ["--max_steps", str(steps), "--save_steps", str(save_steps)]
-    return cluster.submit(folder, options, [*FLAGS, *flags, "--dataset", str(text_file)])
+    flags = f"--logging_steps 1 --max_steps {steps} --save_steps {save_steps} --dataset {text_file}"
+    return cluster.submit(folder, options.split(), [*TINY, *flags.split()])
 
 
 def wait_for_steps(job: Job, count: int) -> None:
     path = job.run_folder / "metrics.jsonl"
 
-    def are_made() -> bool:
+    def has_made_steps() -> bool:
         return path.exists() and len(metrics(job.run_folder)) >= count
 
-    wait_until(are_made, 90)
+    wait_until(has_made_steps, 90)
 
 
 def checkpoints(job: Job) -> list[int]:
+    """Return the steps of the saved checkpoints."""
     paths = (job.run_folder / "checkpoints").glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
@@ -67,25 +80,26 @@ def status(job: Job) -> dict:
 def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
     cluster: Cluster, text_file: Path, tmp_path: Path
 ) -> None:
-    job = submit(cluster, tmp_path, text_file, ["--nodes=2"], steps=100, save_steps=2)
+    job = submit(cluster, tmp_path, text_file, "--nodes=2", steps=100, save_steps=2)
+
+    # Like --signal=B:USR1@120, this sends the signal to the script only.
     wait_for_steps(job, 3)
-    # To the script alone, as --signal=B:USR1@120 does.
     cluster.call("scancel", "--batch", "--signal=USR1", job.id)
     job.wait_until_requeued()
-
-    step = status(job)["step"]
+    preempted_step = status(job)["step"]
     assert status(job)["state"] == "preempted"
-    assert checkpoints(job)[-1] == step
-    assert f"asked to stop by SIGUSR1: step {step} is saved" in job.log
-    assert f"requeue after step-{step:08d}" in job.log
+    assert checkpoints(job)[-1] == preempted_step
+    assert f"asked to stop by SIGUSR1: step {preempted_step} is saved" in job.log
+    assert f"requeue after step-{preempted_step:08d}" in job.log
     assert "Traceback" not in job.log
     assert "srun: error" not in job.log
 
     job.begin_now()
-    wait_for_steps(job, step + 6)
+    wait_for_steps(job, preempted_step + 6)
     cluster.kill_node(NODES[1])
     job.wait_until_requeued(times=2)
-    step_after_death = checkpoints(job)[-1]
+    last_step_before_death = checkpoints(job)[-1]
+    assert last_step_before_death > preempted_step
 
     cluster.start_node(NODES[1])
     wait_until(cluster.is_idle, 60)
@@ -93,51 +107,100 @@ def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
     job.begin_now()
     job.wait_for_state("COMPLETED")
     record = read_json(job.run_folder / "run.json")
-    assert [start["step"] for start in record["starts"]] == [0, step, step_after_death]
-    assert step < step_after_death
+    resumed_steps = [start["step"] for start in record["starts"]]
+    assert resumed_steps == [0, preempted_step, last_step_before_death]
     assert record["processes"] == 2
     assert status(job)["state"] == "finished"
 
 
-@long_form
-def test_a_job_is_requeued_at_its_time_limit_if_it_has_made_progress(
-    cluster: Cluster, text_file: Path, tmp_path: Path
-) -> None:
-    options = ["--nodes=1", "--time=30", "--signal=B:USR1@15"]
-    saves = submit(cluster, tmp_path / "saves", text_file, options, steps=5000)
-    hangs = submit(cluster, tmp_path / "hangs", text_file, options, steps=5000, save_steps=1)
-    makes_nothing = submit(
-        cluster, tmp_path / "nothing", text_file, options, pause=LONGER_THAN_THE_TEST
+# --- the time limit
+
+
+class JobsAtLimit(NamedTuple):
+    """Jobs that have reached their time limit.
+
+    Attributes:
+        saves: made steps until it was asked to save.
+        hangs: saved a checkpoint, and then made no further step.
+        makes_nothing: saved no checkpoint, and made no step.
+    """
+
+    saves: Job
+    hangs: Job
+    makes_nothing: Job
+
+
+@pytest.fixture(scope="module")
+def jobs_at_limit(
+    running_cluster: Cluster, text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> JobsAtLimit:
+    """Submit three jobs, wait until their time limit ends them, and then cancel them."""
+    folder = tmp_path_factory.mktemp("limit")
+    options = "--nodes=1 --time=30 --signal=B:USR1@15"
+    jobs = JobsAtLimit(
+        saves=submit(running_cluster, folder / "saves", text_file, options, steps=5000),
+        hangs=submit(
+            running_cluster, folder / "hangs", text_file, options, steps=5000, save_steps=1
+        ),
+        makes_nothing=submit(
+            running_cluster, folder / "nothing", text_file, options, pause=LONGER_THAN_THE_TEST
+        ),
     )
 
-    wait_for_steps(saves, 1)
-    wait_until(lambda: checkpoints(hangs) != [], 90)
-    # Like the third job, it no longer finishes its step when it is asked to save: Slurm kills both.
-    (hangs.submitted_from / "pause").write_text(LONGER_THAN_THE_TEST)
-    for job in (saves, hangs, makes_nothing):
+    wait_for_steps(jobs.saves, 1)
+    wait_until(lambda: checkpoints(jobs.hangs) != [], 90)
+    # It cannot finish its next step in time to save, so Slurm kills it, and the third job too.
+    (jobs.hangs.submitted_from / "pause").write_text(LONGER_THAN_THE_TEST)
+    for job in jobs:
         job.end_soon(seconds=20)
 
-    saves.wait_until_requeued()
-    assert status(saves)["state"] == "preempted"
-    assert checkpoints(saves) == [status(saves)["step"]]
-    assert f"requeue after step-{status(saves)['step']:08d}" in saves.log
+    jobs.saves.wait_until_requeued()
+    jobs.hangs.wait_until_requeued()
+    jobs.makes_nothing.wait_for_state("TIMEOUT")
+    running_cluster.cancel_all()
+    return jobs
 
-    hangs.wait_until_requeued()
-    # Slurm kills it. If USR1 came some seconds before TERM, TERM stops it first.
-    how_it_ended = (status(hangs)["state"], status(hangs)["reason"])
-    assert how_it_ended in (("running", ""), ("failed", "stopped at once by a second signal"))
-    assert f"requeue after step-{checkpoints(hangs)[-1]:08d}" in hangs.log
-    assert "DUE TO TIME LIMIT" in hangs.log
 
-    makes_nothing.wait_for_state("TIMEOUT")
-    assert "not requeued: the run has saved no checkpoint" in makes_nothing.log
+@long_form
+def test_a_job_that_saves_before_its_time_limit_is_requeued(jobs_at_limit: JobsAtLimit) -> None:
+    job = jobs_at_limit.saves
+    step = status(job)["step"]
+    assert job.field("Restarts") == "1"
+    assert status(job)["state"] == "preempted"
+    assert checkpoints(job) == [step]
+    assert f"requeue after step-{step:08d}" in job.log
+
+
+@long_form
+def test_a_job_that_slurm_kills_at_its_limit_is_requeued_if_it_has_made_progress(
+    jobs_at_limit: JobsAtLimit,
+) -> None:
+    job = jobs_at_limit.hangs
+    assert job.field("Restarts") == "1"
+    assert f"requeue after step-{checkpoints(job)[-1]:08d}" in job.log
+    assert "DUE TO TIME LIMIT" in job.log
+
+    # If USR1 came some seconds before TERM, TERM stops the run. Otherwise Slurm kills it.
+    state_and_reason = (status(job)["state"], status(job)["reason"])
+    stopped_by_term = ("failed", "stopped at once by a second signal")
+    assert state_and_reason in [("running", ""), stopped_by_term]
+
+
+@long_form
+def test_a_job_without_a_checkpoint_is_not_requeued(jobs_at_limit: JobsAtLimit) -> None:
+    job = jobs_at_limit.makes_nothing
+    assert job.field("JobState") == "TIMEOUT"
+    assert "not requeued: the run has saved no checkpoint" in job.log
+
+
+# --- processes
 
 
 @long_form
 def test_two_tasks_on_a_node_are_two_processes_and_scancel_saves_and_ends_the_job(
     cluster: Cluster, text_file: Path, tmp_path: Path
 ) -> None:
-    job = submit(cluster, tmp_path, text_file, ["--nodes=1", "--ntasks-per-node=2"])
+    job = submit(cluster, tmp_path, text_file, "--nodes=1 --ntasks-per-node=2")
     wait_for_steps(job, 3)
     cluster.call("scancel", job.id)
     job.wait_for_state("CANCELLED")
@@ -150,42 +213,71 @@ def test_two_tasks_on_a_node_are_two_processes_and_scancel_saves_and_ends_the_jo
     assert job.field("Restarts") == "0"
 
 
-ACCELERATE = """#!/bin/bash
+# Takes the place of accelerate, and prints the words that it gets.
+PRINT_WORDS = """#!/bin/bash
 echo "accelerate $*"
 """
+# As on a cluster that does not track GPUs, on which Slurm sets no such variable.
+WITHOUT_GPU_COUNT = "unset SLURM_GPUS_ON_NODE; "
 
 
 @long_form
+@pytest.mark.parametrize(
+    ("options", "setup", "processes"),
+    [
+        pytest.param("--gpus-per-node=2", "", 4, id="allocated GPUs"),
+        pytest.param("--gpus-per-node=4", "GPUS=3", 6, id="number set by the user"),
+        pytest.param(
+            "--ntasks-per-node=3 --gpus-per-node=2", "", 4, id="allocated GPUs instead of tasks"
+        ),
+        pytest.param("--ntasks-per-node=2", "", 4, id="tasks"),
+        pytest.param(
+            "",
+            f"{WITHOUT_GPU_COUNT}export CUDA_VISIBLE_DEVICES=0,1,2",
+            6,
+            id="visible GPUs by number",
+        ),
+        pytest.param(
+            "",
+            f"{WITHOUT_GPU_COUNT}export CUDA_VISIBLE_DEVICES=GPU-8a2f1c7e,MIG-0b1d",
+            4,
+            id="visible GPUs by name",
+        ),
+        pytest.param(
+            "",
+            f"{WITHOUT_GPU_COUNT}export CUDA_VISIBLE_DEVICES=NoDevFiles",
+            2,
+            id="no visible GPU",
+        ),
+        pytest.param("", "", 2, id="one task"),
+    ],
+)
 def test_each_machine_starts_a_process_for_each_gpu_or_task(
-    cluster: Cluster, tmp_path: Path
+    options: str, setup: str, processes: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    (tmp_path / "accelerate").write_text(ACCELERATE)
-    (tmp_path / "accelerate").chmod(0o755)
-    no_gres = "unset SLURM_GPUS_ON_NODE; export CUDA_VISIBLE_DEVICES="
-    cases = [
-        (["--gpus-per-node=2"], "", 4),
-        (["--gpus-per-node=4"], "GPUS=3", 6),
-        (["--ntasks-per-node=3", "--gpus-per-node=2"], "", 4),
-        (["--ntasks-per-node=2"], "", 4),
-        ([], f"{no_gres}0,1,2", 6),
-        ([], f"{no_gres}GPU-8a2f1c7e,MIG-0b1d", 4),
-        ([], f"{no_gres}NoDevFiles", 2),
-        ([], "", 2),
-    ]
-    jobs = []
-    for options, setup, _ in cases:
-        lines = f"PATH={tmp_path}:$PATH; {setup}"
-        jobs.append(cluster.submit(tmp_path, ["--nodes=2", *options], setup=lines))
-    for job, case in zip(jobs, cases, strict=True):
-        job.wait_for_state("COMPLETED")
-        starts = [line for line in job.log.splitlines() if line.startswith("accelerate launch")]
-        assert len(starts) == 2, (case, job.log)
-        for start in starts:
-            assert f"--num_machines 2 --num_processes {case[2]} " in start, case
+    accelerate = tmp_path / "accelerate"
+    accelerate.write_text(PRINT_WORDS)
+    accelerate.chmod(0o755)
+
+    job = cluster.submit(
+        tmp_path, ["--nodes=2", *options.split()], setup=f"PATH={tmp_path}:$PATH; {setup}"
+    )
+    job.wait_for_state("COMPLETED")
+
+    commands = [line for line in job.log.splitlines() if line.startswith("accelerate launch")]
+    assert len(commands) == 2, job.log
+    for command in commands:
+        assert f"--num_machines 2 --num_processes {processes} " in command
 
 
-def test_the_batch_script_asks_to_be_told_before_the_end() -> None:
+# --- the script itself
+
+
+def test_the_batch_script_is_bash() -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=10)
-    directives = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH")]
-    for start in ("#SBATCH --signal=B:USR1@", "#SBATCH --requeue", "#SBATCH --time="):
-        assert any(line.startswith(start) for line in directives), start
+
+
+@pytest.mark.parametrize("option", ["--signal=B:USR1@", "--requeue", "--time="])
+def test_the_batch_script_sets_the_options_that_let_a_run_save_and_resume(option: str) -> None:
+    lines = SCRIPT.read_text().splitlines()
+    assert any(line.startswith(f"#SBATCH {option}") for line in lines)

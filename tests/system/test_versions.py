@@ -12,16 +12,18 @@ from tests.environments import environment_with
 from tests.launching import ROOT, long_form, run
 from tests.lowest_versions import lowest, requirements
 
+PAGE = ROOT / "docs" / "reference" / "versions.md"
+# Two modules are left out: __main__ would start the command, and lm_eval needs an extra.
 IMPORT_EVERYTHING = """
 import importlib, pkgutil
 import llmtrain, recipes
 
 for package in (llmtrain, recipes):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name not in ("llmtrain.__main__", "llmtrain.models.lm_eval"):  # which needs an extra
+        if module.name not in ("llmtrain.__main__", "llmtrain.models.lm_eval"):
             importlib.import_module(module.name)
 """
-# Data is read, a step is right, checkpoints hold, an adapter is trained and merged, a stopped run resumes.
+# They read data, make steps, save checkpoints, train and merge an adapter, and resume a killed run.
 SUBSET = [
     "tests/data/test_readers.py",
     "tests/training/test_step.py",
@@ -31,9 +33,12 @@ SUBSET = [
 ]
 
 
+# --- setup.cfg
+
+
 def test_every_package_that_a_user_needs_has_a_lowest_version() -> None:
-    for needed in requirements("lora", "lab"):
-        assert re.fullmatch(r"[\w-]+==[\d.]+", lowest(needed))
+    for requirement in requirements("lora", "lab"):
+        assert re.fullmatch(r"[\w-]+==[\d.]+", lowest(requirement))
 
 
 def test_a_package_without_a_lowest_version_is_noticed() -> None:
@@ -41,48 +46,70 @@ def test_a_package_without_a_lowest_version_is_noticed() -> None:
         lowest(Requirement("tqdm"))
 
 
+# --- the page of versions
+
+
 def test_the_page_of_versions_has_those_of_setup_cfg() -> None:
-    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
-    on_page = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", page, re.MULTILINE))
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", PAGE.read_text(), re.MULTILINE)
+    versions_on_page = dict(rows)
 
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    allowed = {"Python": setup["options"]["python_requires"].removeprefix(">=")}
-    for needed in requirements("lora", "lab"):
-        allowed[needed.name] = lowest(needed).partition("==")[2]
+    lowest_versions = {"Python": setup["options"]["python_requires"].removeprefix(">=")}
+    for requirement in requirements("lora", "lab"):
+        lowest_versions[requirement.name] = lowest(requirement).partition("==")[2]
 
-    assert on_page == {name: allowed[name] for name in on_page}
-    assert {"Python", "torch", "transformers", "accelerate", "datasets", "peft"} <= on_page.keys()
+    assert {"Python", "torch", "transformers", "accelerate", "datasets", "peft"} <= {
+        *versions_on_page
+    }
+    assert versions_on_page.items() <= lowest_versions.items()
 
 
 def test_the_page_of_versions_has_the_pythons_of_the_workflow() -> None:
-    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
-    (row,) = re.findall(r"^\| Python .*", page, re.MULTILINE)
+    (row,) = re.findall(r"^\| Python .*", PAGE.read_text(), re.MULTILINE)
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    matrices = [job.get("strategy", {}).get("matrix", {}) for job in workflow["jobs"].values()]
-    pythons = {python for matrix in matrices for python in matrix.get("python", [])}
-    assert pythons
-    assert set(re.findall(r"3\.\d+", row)) == pythons
+    tested_pythons = set()
+    for job in workflow["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        tested_pythons.update(matrix.get("python", []))
+
+    assert tested_pythons
+    assert set(re.findall(r"3\.\d+", row)) == tested_pythons
+
+
+# --- an environment with the lowest versions
 
 
 @long_form
 @pytest.mark.timeout(1200)
 def test_the_lowest_versions_work() -> None:
-    wanted = [lowest(needed) for needed in requirements("lora", "lab") if needed.name != "torch"]
-    # Older builds of torch for CPUs are not in every index. CI tests the lowest one; here it is this one.
+    # Older builds of torch for CPUs are not in every index. CI tests the lowest torch; this test
+    # takes the version of this environment.
     torch = f"torch=={version('torch').partition('+')[0]}"
-    tools = [str(needed) for needed in requirements("test") if needed not in requirements()]
-    folder = environment_with("lowest", [torch, *wanted, *tools])
+    others = [
+        lowest(requirement)
+        for requirement in requirements("lora", "lab")
+        if requirement.name != "torch"
+    ]
+    without_extras = requirements()
+    tools = [
+        str(requirement)
+        for requirement in requirements("test")
+        if requirement not in without_extras
+    ]
+    folder = environment_with("lowest", [torch, *others, *tools])
     python = str(folder / "bin" / "python")
 
     # The packages are not compiled. Their bytecode is kept beside them for the next process.
     environment = {
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
-        "PYTHONWARNINGS": "",  # which would be those of older packages among themselves
+        "PYTHONWARNINGS": "",  # older packages warn of each other
         "LLMTRAIN_LONG": "",
     }
     run([python, "-c", IMPORT_EVERYTHING], environment, timeout=300).assert_ok()
-    pytest_command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-W", "default"]
-    tests = run([*pytest_command, *SUBSET], environment, timeout=600).assert_ok()
+
+    options = "-p no:cacheprovider -n 2 -W default"
+    command = [python, "-m", "pytest", *options.split(), *SUBSET]
+    tests = run(command, environment, timeout=600).assert_ok()
     assert re.search(r"\d+ passed", tests.out)
