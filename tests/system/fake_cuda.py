@@ -191,7 +191,7 @@ def all_at_once(values: torch.Tensor) -> torch.Tensor:
 
 
 def on_the_host(model: nn.Module, ranks: Any) -> None:
-    torch.stack([torch.zeros(()) if p.is_meta else p.sum() for p in model.parameters()])
+    torch.stack([torch.zeros(()), *(p.sum() for p in model.parameters())])
 
 
 FAULTS: dict[str, Any] = {
