@@ -9,7 +9,7 @@ import pytest
 from llmtrain.record.resume import choose_folder
 
 STARTS = 5
-ROUNDS = 20
+ROUNDS = 4
 
 fork = multiprocessing.get_context("fork")
 

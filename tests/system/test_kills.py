@@ -32,7 +32,7 @@ from tests.launching import (
 from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
-MAX_STEPS = 150 if KILLS > 1 else 60  # a single kill needs fewer steps
+MAX_STEPS = 150 if KILLS > 1 else 30  # a single kill needs fewer steps
 SAVE_STEPS = 3
 FLAGS = [
     *TINY,
