@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from llmtrain.observe.heartbeat import Beat, Heartbeat, describe_missing
 from llmtrain.phases import Phases
+from tests.waiting import wait_until
 
 
 def beat(
@@ -117,7 +118,9 @@ class HeartbeatOfTwo(Heartbeat):
 
 
 def test_the_thread_that_sends_beats_ends_with_the_run(tmp_path: Path) -> None:
-    with HeartbeatOfTwo(tmp_path).context():
+    heartbeat = HeartbeatOfTwo(tmp_path)
+    with heartbeat.context():
+        wait_until(lambda: 0 in heartbeat._beats())
         [thread] = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
         assert thread.is_alive()
 

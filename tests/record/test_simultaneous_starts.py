@@ -16,11 +16,11 @@ fork = multiprocessing.get_context("fork")
 
 def choose_and_hold(output_dir: Path, name: str, begin: Barrier, end: Barrier) -> None:
     """Choose a folder when all other starts do, record it, and hold it until all have chosen."""
-    begin.wait(timeout=60)
+    begin.wait(timeout=30)
     with choose_folder(str(output_dir), "auto", {"data": name}) as point:
         record = point.folder / f"chosen-by-{name}"
         record.touch()
-        end.wait(timeout=60)
+        end.wait(timeout=30)
 
 
 def chosen_folders(output_dir: Path) -> dict[str, str]:
@@ -28,13 +28,15 @@ def chosen_folders(output_dir: Path) -> dict[str, str]:
     begin = fork.Barrier(STARTS)
     end = fork.Barrier(STARTS)
     starts = [
-        fork.Process(target=choose_and_hold, args=(output_dir, str(number), begin, end))
+        fork.Process(
+            target=choose_and_hold, args=(output_dir, str(number), begin, end), daemon=True
+        )
         for number in range(STARTS)
     ]
     for start in starts:
         start.start()
     for start in starts:
-        start.join(timeout=60)
+        start.join(timeout=40)
 
     assert [start.exitcode for start in starts] == [0] * STARTS
     records = output_dir.parent.glob("*/chosen-by-*")

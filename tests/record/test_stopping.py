@@ -147,6 +147,7 @@ def test_a_run_ends_after_two_evaluations_without_an_improvement(
         if patience.is_over:
             break
 
+    assert patience.is_over
     assert step == stop_step
     assert patience.reason == reason
 

@@ -5,6 +5,7 @@ The environments have the packages of `pip install 'llmtrain[EXTRA]'` and no oth
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -141,9 +142,12 @@ def test_metrics_are_logged_with_the_extra_tensorboard_alone(tmp_path: Path) -> 
 
 @long_form
 def test_a_report_is_written_with_the_extra_lab_alone(finished_run: Path, tmp_path: Path) -> None:
-    Environment(tmp_path, "lab").llmtrain(f"report {finished_run}").assert_ok()
+    run_folder = tmp_path / "run"
+    shutil.copytree(finished_run, run_folder)
 
-    assert "<html" in (finished_run / "report.html").read_text()
+    Environment(tmp_path, "lab").llmtrain(f"report {run_folder}").assert_ok()
+
+    assert "<html" in (run_folder / "report.html").read_text()
 
 
 @long_form
@@ -161,17 +165,18 @@ def test_a_gguf_file_is_written_with_the_extra_gguf_alone(
 @long_form
 def test_a_model_is_scored_with_the_extra_eval_alone(finished_run: Path, tmp_path: Path) -> None:
     environment = Environment(tmp_path, "eval")
+    run_folder = tmp_path / "run"
+    shutil.copytree(finished_run, run_folder)
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"text": "The model"}))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "next_word.yaml").write_text(TASK.format(questions=questions))
 
-    command = f"eval {finished_run} --tasks next_word --include_path {tmp_path / 'tasks'}"
+    command = f"eval {run_folder} --tasks next_word --include_path {tmp_path / 'tasks'}"
     environment.llmtrain(command).assert_ok()
 
-    [score] = [
-        json.loads(line) for line in (finished_run / "scores.jsonl").read_text().splitlines()
-    ]
+    [line] = (run_folder / "scores.jsonl").read_text().splitlines()
+    score = json.loads(line)
     assert score["task"] == "next_word"
     assert score["metric"] == "bits_per_byte"
     assert 0 < score["value"] < 100

@@ -1,5 +1,6 @@
 """A resumed run goes on with the state of its optimizer and of the user's parts."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -439,9 +440,12 @@ def test_the_count_of_steps_is_on_the_device_that_this_implementation_needs(
     structure, tensors = saved_state.flatten()
     tensors_of_files = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
 
+    structure_before = copy.deepcopy(structure)
+
     resumed, resumed_state = make(is_capturable)
     resumed_state.restore(structure, tensors_of_files.items())
 
+    assert structure == structure_before
     [state] = resumed.state.values()
     assert state["step"].device.type == step_devices[is_capturable]
     assert state["exp_avg"].device.type == GPU
