@@ -294,9 +294,12 @@ class Job:
 
     def wait_until_requeued(self, times: int = 1) -> None:
         """Wait until the job is pending again, after a number of restarts in all."""
-        wait_until(lambda: self.field("JobState") != "PENDING", 30)
+        wait_until(lambda: self.field("Restarts") == str(times), 150)
         self.wait_for_state("PENDING")
-        assert self.field("Restarts") == str(times)
+
+    def hold(self) -> None:
+        """Keep a pending job from starting."""
+        self.cluster.call("scontrol", "hold", self.id)
 
     def end_soon(self, seconds: int) -> None:
         """Let the job reach its time limit in the given seconds, or up to a minute later.

@@ -34,7 +34,9 @@ MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
 _NAME = re.compile(r"step-(\d{8,})")
 # Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
-_NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors", f"optimizer/{STRUCTURE}")
+_NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
+# Earlier versions of llmtrain wrote checkpoints without this file, which was no damage.
+_STRUCTURE_OF_OPTIMIZER = f"optimizer/{STRUCTURE}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -80,7 +82,8 @@ def newest_valid(
     Raises:
         AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
             would hide the loss.
-        UserError: if the newest is in a newer format: an older one would silently repeat its steps.
+        UserError: if the newest is in a newer or an earlier format: an older one would silently
+            repeat its steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -115,7 +118,7 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     followed, and names in the manifest never lead out of the folder.
 
     Raises:
-        UserError: if the checkpoint is in a newer format, which is no damage.
+        UserError: if the checkpoint is in a newer or an earlier format, which is no damage.
     """
     try:
         return next(_faults(path, fingerprint), None)
@@ -145,6 +148,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"{name} is missing"
     for name in sorted(present - {MANIFEST} - hashes.keys()):
         yield f"{name} is not in the manifest"
+    _check_not_earlier(path, hashes)
 
     with ThreadPoolExecutor() as readers:
         contents = readers.map(lambda name: read_hashed(path / name), hashes)
@@ -160,6 +164,23 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"it holds step {state['step']}"
     if fingerprint is not None and fingerprint != state.get("fingerprint_sha256"):
         yield "it belongs to another run"
+
+
+def _check_not_earlier(path: Path, names: Collection[str]) -> None:
+    """Check that an earlier llmtrain has not written a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        names: the files that its manifest names.
+
+    Raises:
+        UserError: if an earlier llmtrain has written it.
+    """
+    if _STRUCTURE_OF_OPTIMIZER not in names:
+        raise UserError(
+            f"{path} was written by an earlier llmtrain, without {_STRUCTURE_OF_OPTIMIZER}: finish "
+            "the run with that version, or start a new run."
+        )
 
 
 def read_state(path: Path) -> JsonObject:

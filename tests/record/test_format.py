@@ -1,8 +1,9 @@
-"""Files in a newer format are refused with one line, and nothing in their folder changes."""
+"""Files in a newer or an earlier format are refused with one line, and no file changes."""
 
 import hashlib
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,3 +207,58 @@ def test_a_manifest_with_an_unknown_version_is_damage(version: object, run: Path
 @pytest.mark.parametrize("name", ["state.json", "MANIFEST.json"])
 def test_the_files_of_a_checkpoint_have_the_format_version(name: str, run: Path) -> None:
     assert json.loads((run / CHECKPOINT / name).read_text())["format_version"] == 1
+
+
+# --- a run that an earlier version has written
+
+
+@pytest.fixture
+def earlier_run(tmp_path: Path) -> Path:
+    """An unfinished run of commit 78add705, with a checkpoint after step 2 of 4."""
+    with tarfile.open(Path(__file__).with_name("run_of_an_earlier_version.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("names", ["run", "checkpoint"])
+def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_called_damaged(
+    names: str, earlier_run: Path
+) -> None:
+    checkpoint = earlier_run / "checkpoints" / "step-00000002"
+    named = {"run": earlier_run, "checkpoint": checkpoint}[names]
+    before = contents(earlier_run)
+
+    with pytest.raises(UserError) as error:
+        start(earlier_run.with_name("new"), str(named))
+
+    assert str(error.value) == (
+        f"{checkpoint} was written by an earlier llmtrain, without optimizer/structure.json: "
+        "finish the run with that version, or start a new run."
+    )
+    assert contents(earlier_run) == before
+
+
+def test_an_unfinished_run_of_an_earlier_version_is_refused_and_unchanged(
+    earlier_run: Path,
+) -> None:
+    fingerprint = json.loads((earlier_run / "run.json").read_text())["fingerprint"]
+    before = contents(earlier_run)
+
+    with (
+        pytest.raises(UserError, match="was written by an earlier llmtrain"),
+        choose_folder(str(earlier_run), "auto", fingerprint),
+    ):
+        pass
+
+    assert contents(earlier_run) == before
+
+
+@pytest.mark.parametrize(
+    "command", ["runs RUN", "report RUN", "export RUN/checkpoints/step-00000002"]
+)
+def test_commands_read_a_run_of_an_earlier_version(
+    command: str, earlier_run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    status, _, err = ended(capsys, *command.replace("RUN", str(earlier_run)).split())
+
+    assert (status, err) == (0, "")

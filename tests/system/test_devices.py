@@ -2,18 +2,25 @@
 
 import os
 import sys
-import venv
-from pathlib import Path
 
 import pytest
 
+from tests.environments import environment_with
 from tests.launching import ROOT, Ended, long_form, run
 
 # The packages of a machine with GPUs, without datasets, wandb and trl.
-PACKAGES = (
-    "torch==2.11.0 transformers==5.17.0 accelerate==1.15.0 "
-    "peft pyarrow psutil filelock jinja2 plotille tqdm"
-)
+PACKAGES = [
+    "torch==2.11.0",
+    "transformers==5.17.0",
+    "accelerate==1.15.0",
+    "peft",
+    "pyarrow",
+    "psutil",
+    "filelock",
+    "jinja2",
+    "plotille",
+    "tqdm",
+]
 # The functions of fake_cuda.py that call the package, in their order there.
 PATHS = "forward_of_gpt forward_of_llama losses counts optimizers restores fingerprints finite"
 
@@ -21,25 +28,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch for GPUs 
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def python() -> str:
     """Return a Python that has a torch for GPUs.
 
     LLMTRAIN_GPU_PYTHON can name one. Otherwise the packages are installed into a new environment.
     """
-    path = os.environ.get("LLMTRAIN_GPU_PYTHON") or install_packages(tmp_path_factory.mktemp("gpu"))
+    path = os.environ.get("LLMTRAIN_GPU_PYTHON")
+    if path is None:
+        path = str(environment_with("gpu", PACKAGES) / "bin" / "python")
     version = run([path, "-c", "import torch; print(torch.__version__)"]).assert_ok().out
     if "+cpu" in version:
         pytest.skip(f"torch {version.strip()} is one for CPUs")
     return path
-
-
-def install_packages(folder: Path) -> str:
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "pip"), "install", "-q", *PACKAGES.split()]
-    installation = run(pip, timeout=900)
-    if installation.status != 0:
-        pytest.skip(f"the packages cannot be installed here: {installation.err[-200:]}")
-    return str(folder / "bin" / "python")
 
 
 def run_fake_cuda(python: str, *arguments: str) -> Ended:

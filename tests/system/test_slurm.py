@@ -133,8 +133,8 @@ class JobsAtLimit(NamedTuple):
 @pytest.fixture(scope="module")
 def jobs_at_limit(
     running_cluster: Cluster, text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> JobsAtLimit:
-    """Submit three jobs, wait until their time limit ends them, and then cancel them."""
+) -> Iterator[JobsAtLimit]:
+    """Submit three jobs, and wait until their time limit has ended them."""
     folder = tmp_path_factory.mktemp("limit")
     options = "--nodes=1 --time=30 --signal=B:USR1@15"
     jobs = JobsAtLimit(
@@ -147,18 +147,21 @@ def jobs_at_limit(
         ),
     )
 
-    wait_for_steps(jobs.saves, 1)
-    wait_until(lambda: checkpoints(jobs.hangs) != [], 90)
-    # It cannot finish its next step in time to save, so Slurm kills it, and the third job too.
-    (jobs.hangs.submitted_from / "pause").write_text(LONGER_THAN_THE_TEST)
-    for job in jobs:
-        job.end_soon(seconds=20)
+    try:
+        wait_for_steps(jobs.saves, 1)
+        wait_until(lambda: checkpoints(jobs.hangs) != [], 90)
+        # It cannot finish its next step in time to save, so Slurm kills it, and the third job too.
+        (jobs.hangs.submitted_from / "pause").write_text(LONGER_THAN_THE_TEST)
+        for job in jobs:
+            job.end_soon(seconds=20)
 
-    jobs.saves.wait_until_requeued()
-    jobs.hangs.wait_until_requeued()
-    jobs.makes_nothing.wait_for_state("TIMEOUT")
-    running_cluster.cancel_all()
-    return jobs
+        for job in (jobs.saves, jobs.hangs):
+            job.wait_until_requeued()
+            job.hold()
+        jobs.makes_nothing.wait_for_state("TIMEOUT")
+        yield jobs
+    finally:
+        running_cluster.cancel_all()
 
 
 @long_form
