@@ -42,6 +42,7 @@ def test_a_run_has_the_same_bits_after_five_kills_on_changing_layouts(flags: lis
     assert ended.out.splitlines()[-1] == "passed: the same run"
 
 
+@long_form
 def test_an_average_that_is_not_restored_fails_the_verification(flags: list[str]) -> None:
     verify_flags = shlex.split("--steps 6 --layouts 1")
 

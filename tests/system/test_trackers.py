@@ -169,6 +169,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield server
 
 
+@long_form
 def test_wandb_has_each_value_of_a_killed_run_of_two_processes_once(
     server: Server, text_file: Path, tmp_path: Path
 ) -> None:
