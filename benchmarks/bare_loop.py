@@ -15,9 +15,11 @@ def bare_step(
     target_tokens = ids[:, 1:].numel()
     loss: torch.Tensor = model(ids, ids) / target_tokens
     loss.backward()
+
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+
     return loss
 
 

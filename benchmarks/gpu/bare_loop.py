@@ -39,6 +39,7 @@ class BareLoop:
         self.device = next(model.parameters()).device
         self.dtype = dtype
         self.positions = batches[0][:, 1:].numel()
+
         if backend is not None and compiles_all:
             self.call = torch.compile(model, dynamic=False, backend=backend)
         elif backend is not None:
@@ -54,6 +55,7 @@ class BareLoop:
         context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.dtype is not None:
             context = torch.autocast(self.device.type, self.dtype)
+
         with context:
             nll = self.call(ids, ids)
         return nll / self.positions
@@ -81,14 +83,18 @@ class BareStep(Variant):
     def step(self) -> None:
         self.phases.begin("data")
         ids = self.loop.next_batch()
+
         self.phases.begin("forward")
         loss = self.loop.forward(ids)
+
         self.phases.begin("backward")
         loss.backward()
+
         self.phases.begin("norm")
         norm = self.loop.clip()
         if self.reads_norm:
             float(norm)
+
         self.phases.begin("optimizer")
         self.loop.optimizer.step()
         self.loop.optimizer.zero_grad()
@@ -110,6 +116,7 @@ class GraphedStep(Variant):
         self.loop = loop
         self.weight_bytes = bytes_of(loop.model)
         self.ids = loop.next_batch().clone()
+
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -131,6 +138,7 @@ class GraphedStep(Variant):
     def step(self) -> None:
         self.phases.begin("data")
         self.ids.copy_(self.loop.next_batch())
+
         self.phases.begin("graph")
         self.graph.replay()
 

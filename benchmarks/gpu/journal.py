@@ -42,6 +42,7 @@ class Journal:
         """Print a line of figures, and keep it for the table."""
         entry: Figures = {"section": section, "name": name, "card": self.card, **figures}
         self.entries.append(entry)
+
         line = json.dumps(_rounded(entry))
         print(line, flush=True)
         with self.file.open("a") as file:

@@ -100,15 +100,19 @@ class _BreakAt(lt.Callback):
 def train(folder: Path, options: ShortRun) -> None:
     """Train as ``recipes/gpt.py`` does, on random tokens."""
     _share_the_card()
+
     size = options.size
     settings = _settings(folder, options)
     rows = text_rows(vocabulary=size.width, block=size.block, count=_ROWS)
+
     accelerator = lt.start(settings)
     objective = _BreaksOnce()
     bundle = lt.place(accelerator, build_gpt, settings, rows, objective=objective)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+
     is_last_rank = accelerator.process_index == accelerator.num_processes - 1
     callbacks = [_KillAt(options.kill_at), _BreakAt(objective, options.breaks_at, is_last_rank)]
+
     with lt.open_run(accelerator, settings, rows, bundle, optimizer, callbacks=callbacks) as run:
         lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
 
