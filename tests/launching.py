@@ -99,7 +99,7 @@ class Ended:
         return self
 
 
-def begin(
+def start_process(
     command: list[str], env: dict[str, str] | None = None, tree: Path = ROOT
 ) -> subprocess.Popen:
     """Start a command in a process group of its own, with ``tree`` as its working directory."""
@@ -131,7 +131,7 @@ def wait(process: subprocess.Popen, timeout: float = 240) -> Ended:
 
 def run(command: list[str], env: dict[str, str] | None = None, timeout: float = 240) -> Ended:
     """Start a command and wait for it to end."""
-    return wait(begin(command, env), timeout)
+    return wait(start_process(command, env), timeout)
 
 
 def stop_group(process: subprocess.Popen) -> None:
@@ -158,7 +158,7 @@ def series(folder: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in metrics(folder) if key in line}
 
 
-def wait_for_readings(process: subprocess.Popen, folder: Path, count: int) -> None:
+def wait_for_log_entries(process: subprocess.Popen, folder: Path, count: int) -> None:
     """Wait until a run has written ``count`` lines to metrics.jsonl."""
     deadline = time.monotonic() + 90
     while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < count:

@@ -23,7 +23,7 @@ from llmtrain.lessons import LESSONS
 from tests.launching import ROOT
 
 
-def ended(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
+def run_cli(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
     """Run a command in this process, and return its exit status, output and errors."""
     status = 0
     try:
@@ -35,14 +35,14 @@ def ended(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
 
 def output_of(capsys: pytest.CaptureFixture, command: str) -> str:
     """Run a command that must succeed, and return its output."""
-    status, out, err = ended(capsys, *shlex.split(command))
+    status, out, err = run_cli(capsys, *shlex.split(command))
     assert (status, err) == (0, "")
     return out
 
 
 def error_of(capsys: pytest.CaptureFixture, command: str) -> str:
     """Run a command that must fail with an error of one line, and return that line."""
-    status, out, err = ended(capsys, *shlex.split(command))
+    status, out, err = run_cli(capsys, *shlex.split(command))
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
@@ -178,7 +178,7 @@ def test_debugging_shows_the_traceback_before_the_error(
     folder = tmp_path / "absent"
     monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
 
-    status, out, err = ended(capsys, "runs", str(folder))
+    status, out, err = run_cli(capsys, "runs", str(folder))
 
     assert (status, out) == (2, "")
     assert "Traceback" in err
@@ -195,7 +195,7 @@ def test_debugging_shows_the_traceback_of_a_recipe_that_fails(
     assert "in choose" not in error_of(capsys, command)
 
     monkeypatch.setenv("LLMTRAIN_DEBUG", "1")
-    status, _, err = ended(capsys, *shlex.split(command))
+    status, _, err = run_cli(capsys, *shlex.split(command))
 
     assert status == 2
     assert "in choose" in err

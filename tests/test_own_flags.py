@@ -15,7 +15,7 @@ import llmtrain as lt
 from llmtrain.config.flags import configs_of, resolved, settings_fingerprint
 from recipes import finetune, gpt
 from tests.launching import PYTHON, ROOT, read_json, run
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 PAGE = ROOT / "docs" / "guides" / "own-flags.md"
 
@@ -393,7 +393,7 @@ def test_the_flag_of_the_page_is_in_the_record_the_fingerprint_and_the_diff(
     assert record["settings"]["z_loss"] == expected
     assert record["fingerprint"]["own_settings"] == {"z_loss": 0.1}
 
-    _, out, _ = ended(capsys, "diff", str(default), str(changed))
+    _, out, _ = run_cli(capsys, "diff", str(default), str(changed))
     causes = re.findall(r"^cause +(.*)$", out, re.MULTILINE)
     assert causes == ["--z_loss 0.0001 and 0.1"]
 

@@ -20,7 +20,7 @@ from llmtrain.record.resume import lock_of
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from tests.record.test_checkpoint import DAMAGE, Files, flip
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 PREEMPTED = {
     "state": "preempted",
@@ -81,7 +81,7 @@ class Check(NamedTuple):
 
 
 def check(capsys: pytest.CaptureFixture[str], path: Path) -> Check:
-    status, out, err = ended(capsys, "runs", "check", str(path))
+    status, out, err = run_cli(capsys, "runs", "check", str(path))
     assert not err
 
     lines = {}
@@ -138,7 +138,7 @@ def test_json_has_the_content_of_the_lines(run: Path, capsys: pytest.CaptureFixt
     DAMAGE["a truncated file"](run / "checkpoints/step-00000030")
     lines = check(capsys, run).lines
 
-    status, out, _ = ended(capsys, "runs", "check", str(run), "--json")
+    status, out, _ = run_cli(capsys, "runs", "check", str(run), "--json")
 
     report = json.loads(out)
     assert status == 1
@@ -383,7 +383,7 @@ def test_a_run_that_cannot_be_read_is_an_error_of_one_line(
 
     monkeypatch.setattr(runs, "_check", deny)
 
-    status, _, err = ended(capsys, "runs", "check", str(run))
+    status, _, err = run_cli(capsys, "runs", "check", str(run))
 
     assert status == 2
     assert err == f"error: {run} could not be read: Permission denied.\n"
@@ -394,7 +394,7 @@ def test_a_run_that_cannot_be_read_is_an_error_of_one_line(
 
 def list_runs(capsys: pytest.CaptureFixture[str], flags: str) -> list[list[str]]:
     """Return the columns of `llmtrain runs`, without the heading."""
-    status, out, err = ended(capsys, "runs", *shlex.split(flags))
+    status, out, err = run_cli(capsys, "runs", *shlex.split(flags))
     assert (status, err) == (0, "")
     return [line.split() for line in out.splitlines()[1:]]
 
@@ -439,7 +439,7 @@ def test_a_run_whose_process_has_the_lock_is_listed_as_running(
 def test_the_list_as_json_has_null_for_a_loss_that_is_missing(
     two_runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, out, _ = ended(capsys, "runs", str(two_runs), "--json")
+    _, out, _ = run_cli(capsys, "runs", str(two_runs), "--json")
 
     new, old = json.loads(out)
     assert (new["state"], new["loss"], new["eval_loss"]) == ("killed", 2.5, 3.25)
@@ -485,8 +485,8 @@ def test_the_exit_status_tells_whether_a_run_is_finished(
 ) -> None:
     run = make_run(tmp_path / "run", PREEMPTED | {"state": state})
 
-    text_status, text, err = ended(capsys, "runs", "--finished", str(run))
-    json_status, json_text, _ = ended(capsys, "runs", "--finished", str(run), "--json")
+    text_status, text, err = run_cli(capsys, "runs", "--finished", str(run))
+    json_status, json_text, _ = run_cli(capsys, "runs", "--finished", str(run), "--json")
 
     assert (text_status, err) == (status, "")
     assert text.count("\n") == 1
@@ -505,7 +505,7 @@ def test_a_replay_of_an_inherited_step_names_the_run_that_made_it(
     extends = {"run": "runs/run", "step": 20, "start_times": []}
     write_json(run / "run.json", {"format_version": 1, "extends": extends})
 
-    status, _, err = ended(capsys, "replay", str(run), "--step", "20")
+    status, _, err = run_cli(capsys, "replay", str(run), "--step", "20")
 
     assert status == 2
     assert "llmtrain replay runs/run --step 20" in err
@@ -536,7 +536,7 @@ def test_a_mistake_is_an_error_of_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
 
-    status, out, err = ended(capsys, "runs", *shlex.split(flags.format(folder=tmp_path)))
+    status, out, err = run_cli(capsys, "runs", *shlex.split(flags.format(folder=tmp_path)))
 
     assert (status, out) == (2, "")
     assert err.count("\n") == 1

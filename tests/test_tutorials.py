@@ -32,11 +32,11 @@ from tests.launching import (
     GPT,
     PREFERENCE,
     ROOT,
-    begin,
     long_form,
     read_json,
+    start_process,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
     write_chats,
     write_pairs,
     write_text,
@@ -200,14 +200,14 @@ def run_command(command: Command, folder: Path) -> str:
         text = shlex.join([*shlex.split(text), *NARROW])
 
     is_simple = not set("|;&<>") & set(text)
-    process = begin(
+    process = start_process(
         ["bash", "-ec", f"cd {folder}; {'exec ' if is_simple else ''}{text} < /dev/null"],
         environment,
     )
     if command.is_interrupted:
         words = shlex.split(text)
         run_folder = folder / words[words.index("--output_dir") + 1]
-        wait_for_readings(process, run_folder, 3)
+        wait_for_log_entries(process, run_folder, 3)
         process.send_signal(signal.SIGINT)
 
     ended = wait(process, timeout=300)

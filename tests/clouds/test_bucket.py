@@ -16,12 +16,12 @@ from tests.launching import (
     PYTHON,
     ROOT,
     TINY,
-    begin,
     long_form,
     read_json,
+    start_process,
     stop_group,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.waiting import wait_until
 
@@ -138,16 +138,16 @@ def test_a_run_in_a_cached_mount_resumes_on_a_new_machine(
         return len(intact) >= 2
 
     with bucket.mount(MOUNT_CACHED):
-        preempted = begin(endless, tree=tmp_path)
+        preempted = start_process(endless, tree=tmp_path)
         try:
-            wait_for_readings(preempted, run_folder, 12)
+            wait_for_log_entries(preempted, run_folder, 12)
             wait_until(has_uploaded_two_checkpoints, 30)
         finally:
             stop_group(preempted)
 
     # The length of a run is a part of its fingerprint, so a time limit ends the second start.
     with bucket.mount(MOUNT_CACHED):
-        wait(begin([*endless, "--max_hours", "0.002"], tree=tmp_path)).assert_ok()
+        wait(start_process([*endless, "--max_hours", "0.002"], tree=tmp_path)).assert_ok()
 
         first, second = read_json(run_folder / "run.json")["starts"]
         assert first["step"] == 0
@@ -162,6 +162,6 @@ def test_a_mount_without_a_cache_ends_a_run_at_its_first_log_entry(
 ) -> None:
     (tmp_path / "pause").write_text("0")
     with bucket.mount(MOUNT):
-        ended = wait(begin(recipe(bucket, text_file), tree=tmp_path))
+        ended = wait(start_process(recipe(bucket, text_file), tree=tmp_path))
         assert ended.status == 2
         assert "metrics.jsonl: Operation not permitted" in ended.err

@@ -22,12 +22,12 @@ from tests.launching import (
     ROOT,
     TINY,
     Ended,
-    begin,
     long_form,
     read_json,
     run,
+    start_process,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
     write_text,
 )
 
@@ -182,9 +182,9 @@ def test_docker_stop_lets_a_run_in_one_process_save(text_file: Path, tmp_path: P
     endless = "--max_steps 100000 --save_steps 100000"
     flags = f"{endless} --dataset {text_file} --output_dir {folder}"
     command = [*launch, GPT, *TINY, *flags.split()]
-    process = begin(command, {"PATH": f"{BIN}:{os.environ['PATH']}"})
+    process = start_process(command, {"PATH": f"{BIN}:{os.environ['PATH']}"})
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         os.killpg(process.pid, signal.SIGTERM)
         status = process.wait(timeout=60)
     finally:

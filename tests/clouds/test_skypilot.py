@@ -15,13 +15,13 @@ from tests.launching import (
     BIN,
     ROOT,
     TINY,
-    begin,
     long_form,
     read_json,
     run,
+    start_process,
     stop_group,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.machines import ADDRESS, UnavailableError, on_machine, two_machines
 
@@ -168,9 +168,9 @@ def test_a_preempted_job_resumes_and_a_finished_one_makes_no_second_run(
     variables["FLAGS"] += " --save_steps 5"
     folder = tmp_path / "bucket" / "gpt"
 
-    preempted = begin(job(tmp_path), env=variables)
+    preempted = start_process(job(tmp_path), env=variables)
     try:
-        wait_for_readings(preempted, folder, 12)
+        wait_for_log_entries(preempted, folder, 12)
     finally:
         stop_group(preempted)
     run(job(tmp_path), env=variables).assert_ok()
@@ -224,7 +224,7 @@ def test_two_machines_train_a_sharded_model_and_only_the_first_writes_to_the_buc
                 "SKYPILOT_NODE_RANK": str(rank),
                 "SKYPILOT_NODE_IPS": "\n".join(ADDRESS[name] for name in machines),
             }
-            process = begin(on_machine(machine, job(clone)), env=variables_of_node)
+            process = start_process(on_machine(machine, job(clone)), env=variables_of_node)
             cleanup.callback(stop_group, process)
             processes.append(process)
         for process in processes:

@@ -15,12 +15,12 @@ from tests.launching import (
     BIN,
     ROOT,
     TINY,
-    begin,
     long_form,
     read_json,
     run,
+    start_process,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 
 # Reads objects, by name, with the API's classes, and prints them by name. The classes drop keys that
@@ -188,9 +188,9 @@ def test_a_pod_that_is_evicted_saves_fails_and_the_next_one_resumes(
         "PATH": f"{BIN}:/usr/bin:/bin",
     }
 
-    evicted = begin(command, env=variables)
+    evicted = start_process(command, env=variables)
     try:
-        wait_for_readings(evicted, folder, 3)
+        wait_for_log_entries(evicted, folder, 3)
         evicted.send_signal(signal.SIGTERM)  # to the script only
     finally:
         ended = wait(evicted)

@@ -14,7 +14,7 @@ from llmtrain.files import digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.history import History
 from llmtrain.record.resume import choose_folder
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 from tests.test_runs import save
 
 FINGERPRINT = {"seed": 0}
@@ -110,7 +110,7 @@ def test_commands_refuse_a_run_of_a_newer_format(
     before = contents(run)
     monkeypatch.chdir(run)
 
-    status, out, err = ended(capsys, *command.split())
+    status, out, err = run_cli(capsys, *command.split())
 
     assert status == 2
     assert out == ""
@@ -128,7 +128,7 @@ def test_a_run_without_a_format_version_is_refused_in_one_line(
     (run / "run.json").write_text(json.dumps(record))
     monkeypatch.chdir(run)
 
-    status, out, err = ended(capsys, *command.split())
+    status, out, err = run_cli(capsys, *command.split())
 
     assert status == 2
     assert out == ""
@@ -143,7 +143,7 @@ def test_a_run_of_a_newer_format_does_not_hide_the_other_runs_of_a_list(
     shutil.copytree(run, newer)
     write_newer_version(newer / "run.json")
 
-    status, out, err = ended(capsys, "runs", str(run.parent))
+    status, out, err = run_cli(capsys, "runs", str(run.parent))
 
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == ["run", str(run)]
@@ -259,6 +259,6 @@ def test_an_unfinished_run_of_an_earlier_version_is_refused_and_unchanged(
 def test_commands_read_a_run_of_an_earlier_version(
     command: str, earlier_run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, _, err = ended(capsys, *command.replace("RUN", str(earlier_run)).split())
+    status, _, err = run_cli(capsys, *command.replace("RUN", str(earlier_run)).split())
 
     assert (status, err) == (0, "")

@@ -25,9 +25,9 @@ from tests.launching import (
     SMALL_LLAMA,
     TINY,
     accelerate,
-    begin,
     metrics,
     read_json,
+    start_process,
     torchrun,
     wait,
     write_chats,
@@ -210,7 +210,7 @@ def measure(tree: Path, folder: Path) -> Digits:
     digits = {}
     for name, command in commands(folder).items():
         run = folder / "runs" / name
-        process = begin(
+        process = start_process(
             [*command.launcher, *command.recipe, "--output_dir", str(run)],
             env={**environment, **(command.environment or {})},
             tree=tree,

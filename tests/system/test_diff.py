@@ -13,7 +13,7 @@ from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
 from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, series
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 SCRIPT = "tests/system/differing_runs.py"
 FLAGS = [
@@ -159,7 +159,7 @@ def test_the_command_prints_the_losses_and_the_cause(
     reference = runs / "reference"
     other = runs / "learning rate"
 
-    status, out, err = ended(capsys, "diff", str(reference), str(other))
+    status, out, err = run_cli(capsys, "diff", str(reference), str(other))
 
     assert (status, err) == (1, "")
     assert out.startswith("loss      ")
@@ -177,7 +177,7 @@ def test_the_command_prints_the_losses_and_the_cause(
 
 def test_the_command_prints_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(runs / "reference"), str(runs / "learning rate")]
-    status, out, _ = ended(capsys, "diff", *paths, "--json")
+    status, out, _ = run_cli(capsys, "diff", *paths, "--json")
     assert status == 1
     assert json.loads(out)["first"]["link"] == "learning_rate"
 
@@ -186,10 +186,10 @@ def test_the_status_is_0_for_equal_runs_and_2_for_a_folder_without_a_run(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reference = str(runs / "reference")
-    status, _, _ = ended(capsys, "diff", reference, reference)
+    status, _, _ = run_cli(capsys, "diff", reference, reference)
     assert status == 0
 
-    status, _, err = ended(capsys, "diff", reference, str(runs))
+    status, _, err = run_cli(capsys, "diff", reference, str(runs))
     assert status == 2
     assert err.count("\n") == 1
 
@@ -198,6 +198,6 @@ def test_runs_without_a_common_log_entry_are_not_called_equal(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "status.json").write_text("{}")
-    status, out, _ = ended(capsys, "diff", str(runs / "reference"), str(tmp_path))
+    status, out, _ = run_cli(capsys, "diff", str(runs / "reference"), str(tmp_path))
     assert status == 1
     assert "nothing can be compared" in out

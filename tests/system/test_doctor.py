@@ -15,9 +15,9 @@ from llmtrain.lab.commands.doctor import _merge_findings
 from llmtrain.lab.doctor import local_checks
 from llmtrain.lab.doctor.group_checks import JoinResult, Process, join_group
 from llmtrain.lab.doctor.local_checks import Finding
-from tests.launching import PYTHON, ROOT, Ended, accelerate, begin, long_form, run, wait
+from tests.launching import PYTHON, ROOT, Ended, accelerate, long_form, run, start_process, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 SUBJECTS = {
     "versions",
@@ -51,7 +51,7 @@ class Report(NamedTuple):
 
 def examine(capsys: pytest.CaptureFixture[str], flags: str = "") -> Report:
     """Examine this machine with one process."""
-    status, out, err = ended(capsys, "doctor", "--json", *shlex.split(flags))
+    status, out, err = run_cli(capsys, "doctor", "--json", *shlex.split(flags))
     assert not err
 
     findings: dict[str, list[dict[str, str]]] = {}
@@ -83,7 +83,7 @@ def test_a_machine_that_can_train_has_no_bad_finding(
 def test_without_json_each_finding_is_one_line_that_begins_with_its_level(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, _ = ended(capsys, "doctor", "--output_dir", str(tmp_path))
+    status, out, _ = run_cli(capsys, "doctor", "--output_dir", str(tmp_path))
 
     assert status == 0
     lines = out.splitlines()
@@ -382,7 +382,7 @@ def examine_two_machines(
             f"--main_process_ip {ADDRESS[FIRST]} --wait 10 --output_dir {output_dir}"
         )
         words = on_machine(machine, [*PYTHON, *shlex.split(doctor)])
-        processes.append(begin(words, env))
+        processes.append(start_process(words, env))
     return [wait(process) for process in processes]
 
 
@@ -447,7 +447,7 @@ def test_a_machine_that_does_not_reach_the_first_is_named_on_both(
 def test_an_incomplete_description_of_the_machines_is_an_error_of_one_line(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, err = ended(capsys, "doctor", *shlex.split(flags))
+    status, out, err = run_cli(capsys, "doctor", *shlex.split(flags))
 
     assert (status, out) == (2, "")
     assert err.count("\n") == 1

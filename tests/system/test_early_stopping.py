@@ -17,12 +17,12 @@ from tests.launching import (
     SIX_STEPS,
     TINY,
     Ended,
-    begin,
     read_json,
     series,
+    start_process,
     torchrun,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
     write_chats,
 )
 
@@ -61,9 +61,9 @@ def reference(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def interrupt(command: list[str], folder: Path, signal_number: int, log_entries: int) -> Ended:
     """Start a run, and send it a signal when it has written some log entries."""
-    process = begin(command)
+    process = start_process(command)
     try:
-        wait_for_readings(process, folder, log_entries)
+        wait_for_log_entries(process, folder, log_entries)
         process.send_signal(signal_number)
     finally:
         ended = wait(process)

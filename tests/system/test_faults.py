@@ -20,16 +20,16 @@ from tests.launching import (
     TINY,
     Ended,
     accelerate,
-    begin,
     long_form,
     metrics,
     read_json,
     run,
     series,
+    start_process,
     stop_group,
     torchrun,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.system.digits import sharded
 
@@ -63,9 +63,9 @@ def disturb(folder: Path, text_file: Path, number: int, *flags: str) -> tuple[En
         str(folder),
         *flags,
     ]
-    process = begin(command)
+    process = start_process(command)
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         victim = ranks_of(process.pid)[1].pid
         os.kill(victim, number)
         seconds = seconds_until_it_failed(folder)
@@ -132,9 +132,9 @@ def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
             "--output_dir",
             str(folder),
         ]
-        process = begin(command)
+        process = start_process(command)
         try:
-            wait_for_readings(process, folder, 3)
+            wait_for_log_entries(process, folder, 3)
             victim = ranks_of(process.pid)[1].pid
             took = seconds_until_it_failed(folder)
             for worker in ranks_of(
@@ -222,11 +222,11 @@ def test_a_signal_to_a_rank_makes_a_durable_checkpoint(
     seconds = []
     for i in range(TIMES):
         folder = tmp_path / str(i)
-        process = begin(
+        process = start_process(
             [*torchrun(2), GPT, *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)]
         )
         try:
-            wait_for_readings(process, folder, 3)
+            wait_for_log_entries(process, folder, 3)
             os.kill(ranks_of(process.pid)[i % 2].pid, number)
             began = time.monotonic()
             while not checkpoints(folder / "checkpoints"):
@@ -260,11 +260,11 @@ def test_a_second_signal_leaves_at_once(text_file: Path, tmp_path: Path) -> None
         "Engine.forward_backward = slow\nif __name__ == '__main__': launch(gpt.main)\n"
     )
     folder = tmp_path / "run"
-    process = begin(
+    process = start_process(
         [*PYTHON, str(slow), *ENDLESS, "--dataset", str(text_file), "--output_dir", str(folder)]
     )
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         process.send_signal(signal.SIGTERM)
         time.sleep(3.5)  # repeats within 3 s are the launcher's
         assert process.poll() is None, "the first one waits for the step"
@@ -306,9 +306,9 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
         "--save_steps",
         "5",
     ]
-    process = begin([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
+    process = start_process([*command, "--dataset", str(text_file), "--output_dir", str(folder)])
     try:
-        wait_for_readings(process, folder, 12)
+        wait_for_log_entries(process, folder, 12)
         ranks_of(process.pid)[1].kill()
     finally:
         ended = wait(process)
@@ -454,9 +454,9 @@ def test_a_full_disk_stops_with_one_line_and_loses_nothing(text_file: Path, tmp_
         str(text_file),
     ]
     command += ["--output_dir", str(folder)]
-    process = begin([*command, "--max_steps", "1000000"])
+    process = start_process([*command, "--max_steps", "1000000"])
     try:
-        wait_for_readings(process, folder, 15)
+        wait_for_log_entries(process, folder, 15)
     finally:
         stop_group(process)
         wait(process)

@@ -12,13 +12,13 @@ from tests.launching import (
     GPT,
     PYTHON,
     Ended,
-    begin,
     metrics,
     read_json,
     run,
     series,
+    start_process,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 
 SMALL = shlex.split(
@@ -59,9 +59,9 @@ def first_hour(tmp_path_factory: pytest.TempPathFactory) -> FirstHour:
     two_epochs = [*command, "--num_train_epochs", "2"]
     runs_finished = [*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]
 
-    process = begin(two_epochs)
+    process = start_process(two_epochs)
     try:
-        wait_for_readings(process, folder, 20)
+        wait_for_log_entries(process, folder, 20)
         process.send_signal(signal.SIGINT)
     finally:
         stopped = wait(process)

@@ -20,12 +20,12 @@ from tests.launching import (
     PYTHON,
     TINY,
     accelerate,
-    begin,
     bound,
     long_form,
     metrics,
     read_json,
     series,
+    start_process,
     stop_group,
     torchrun,
 )
@@ -175,7 +175,7 @@ class Campaign:
     def start_and_kill(self, folder: Path) -> None:
         """Start or resume a run. Kill it, or let it finish if there have been enough kills."""
         launcher = self.launchers[self.starts % len(self.launchers)]
-        process = begin([*launcher, GPT, *self.flags, "--output_dir", str(folder)])
+        process = start_process([*launcher, GPT, *self.flags, "--output_dir", str(folder)])
         self.starts += 1
         try:
             if len(self.kills) < KILLS:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launching import BIN, PYTHON, begin, run, stop_group, torchrun
+from tests.launching import BIN, PYTHON, run, start_process, stop_group, torchrun
 from tests.waiting import wait_until
 
 SCRIPT = "tests/system/launched.py"
@@ -245,7 +245,7 @@ def test_a_process_dies_with_its_launcher(launcher: list[str], tmp_path: Path) -
     script.write_text(SLEEPER)
     started = tmp_path / "started"
 
-    process = begin([*launcher, str(script), str(started)])
+    process = start_process([*launcher, str(script), str(started)])
     try:
         wait_until(started.exists, 60)
         workers = psutil.Process(process.pid).children(recursive=True)

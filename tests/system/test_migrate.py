@@ -13,7 +13,7 @@ import pytest
 from transformers import TrainingArguments
 
 from recipes import finetune
-from tests.launching import BIN, PYTHON, ROOT, begin, long_form, series, torchrun, wait
+from tests.launching import BIN, PYTHON, ROOT, long_form, series, start_process, torchrun, wait
 
 PAGE = ROOT / "docs" / "guides" / "migrate.md"
 WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
@@ -37,7 +37,7 @@ def start(launcher: list[str], name: str, folder: Path, flags: str = "") -> Prin
     """Start a file of docs/migrate in a folder. All files of a folder share one base model."""
     script = ROOT / "docs" / "migrate" / f"{name}.py"
     command = [*launcher, str(script), *flags.split()]
-    process = begin(command, {"ACCELERATE_USE_CPU": "true"}, tree=folder)
+    process = start_process(command, {"ACCELERATE_USE_CPU": "true"}, tree=folder)
     ended = wait(process).assert_ok()
     assert "failed" not in ended.err
     return Printed(ended.out, losses_in(ended.out))

@@ -11,7 +11,7 @@ import pytest
 from llmtrain.lab.commands import replay
 from tests.forked import run_forked
 from tests.launching import GPT, PYTHON, TINY, long_form, metrics, read_json, torchrun
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 FLAGS = [*TINY, *shlex.split("--max_steps 12 --save_steps 5 --dropout 0.1 --log_rows")]
 
@@ -34,7 +34,7 @@ def changeable(trained: Path, tmp_path: Path) -> Path:
 
 
 def replayed(capsys: pytest.CaptureFixture[str], folder: Path, step: int) -> dict[str, Any]:
-    status, out, err = ended(capsys, "replay", str(folder), "--step", str(step), "--json")
+    status, out, err = run_cli(capsys, "replay", str(folder), "--step", str(step), "--json")
     assert status == 0, err
     return json.loads(out)
 
@@ -108,7 +108,7 @@ def test_a_step_with_another_gradient_norm_is_not_called_the_same(
     (changeable / "metrics.jsonl").write_text("".join(lines))
 
     command = f"replay {changeable} --step 3 --rows 2"
-    status, out, _ = ended(capsys, *shlex.split(command))
+    status, out, _ = run_cli(capsys, *shlex.split(command))
 
     assert status == 0
     assert "step      3, repeated from step 0" in out
@@ -121,7 +121,7 @@ def test_a_step_with_another_gradient_norm_is_not_called_the_same(
 
 
 def replay_error(capsys: pytest.CaptureFixture[str], folder: Path, step: int) -> str:
-    status, _, err = ended(capsys, "replay", str(folder), "--step", str(step))
+    status, _, err = run_cli(capsys, "replay", str(folder), "--step", str(step))
     assert status == 2
     assert err.count("\n") == 1
     return err

@@ -22,15 +22,15 @@ from tests.launching import (
     TINY,
     Ended,
     accelerate,
-    begin,
     long_form,
     read_json,
     run,
     series,
+    start_process,
     stop_group,
     torchrun,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 
 MAX_STEPS = 60
@@ -56,9 +56,9 @@ def interrupt(command: list[str], folder: Path, signal_number: int, log_entries:
 
     SIGKILL is sent to all its processes.
     """
-    process = begin(command)
+    process = start_process(command)
     try:
-        wait_for_readings(process, folder, log_entries)
+        wait_for_log_entries(process, folder, log_entries)
         if signal_number == signal.SIGKILL:
             stop_group(process)
         else:
@@ -195,9 +195,9 @@ def test_a_finished_run_can_be_extended_and_the_new_learning_rate_is_printed(
 @long_form
 def test_workers_end_and_save_if_their_launcher_is_killed(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = begin([*accelerate("cpu_ddp"), GPT, *ENDLESS, *flags_of(text_file, folder)])
+    process = start_process([*accelerate("cpu_ddp"), GPT, *ENDLESS, *flags_of(text_file, folder)])
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) >= 2
 
@@ -250,9 +250,9 @@ def test_a_signal_to_launcher_and_worker_twice_still_saves(
 ) -> None:
     """systemd, batch systems and Ctrl-C in a terminal send a signal to all processes."""
     folder = tmp_path / "run"
-    process = begin([*accelerate("cpu"), GPT, *ENDLESS, *flags_of(text_file, folder)])
+    process = start_process([*accelerate("cpu"), GPT, *ENDLESS, *flags_of(text_file, folder)])
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         [worker] = psutil.Process(process.pid).children(recursive=True)
         for pid in (process.pid, worker.pid, process.pid, worker.pid):
             with contextlib.suppress(ProcessLookupError):
@@ -273,9 +273,9 @@ def test_a_launcher_reports_success_after_a_signal_to_its_worker(
     launcher: list[str], text_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = begin([*launcher, GPT, *ENDLESS, *flags_of(text_file, folder)])
+    process = start_process([*launcher, GPT, *ENDLESS, *flags_of(text_file, folder)])
     try:
-        wait_for_readings(process, folder, 3)
+        wait_for_log_entries(process, folder, 3)
         os.kill(read_json(folder / "status.json")["pid"], signal.SIGTERM)
     finally:
         ended = wait(process)

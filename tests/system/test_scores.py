@@ -29,9 +29,9 @@ from tests.launching import (
     SIX_STEPS,
     TINY,
     accelerate,
-    begin,
     long_form,
     run,
+    start_process,
     stop_group,
     wait,
     write_chats,
@@ -243,7 +243,7 @@ def test_the_report_shows_a_score_without_a_value(trained: Trained) -> None:
 def test_outside_a_repository_git_prints_nothing(trained: Trained, tmp_path: Path) -> None:
     command = eval_command(trained.run, trained.tasks, "choice")
 
-    ended = wait(begin(command, tree=tmp_path)).assert_ok()
+    ended = wait(start_process(command, tree=tmp_path)).assert_ok()
 
     assert "acc" in ended.out
     assert "fatal" not in ended.err
@@ -335,7 +335,9 @@ def test_a_killed_evaluation_continues_with_the_answers_it_has(
     kept_answers = tmp_path / "answers"
     own_cache = {"LLMTRAIN_CACHE": str(tmp_path)}  # other tests leave answers in the shared one
 
-    killed = begin(eval_command(trained.run, trained.tasks, "many --batch_size 1"), own_cache)
+    killed = start_process(
+        eval_command(trained.run, trained.tasks, "many --batch_size 1"), own_cache
+    )
     deadline = time.monotonic() + 120
     while answers_in(kept_answers) < 100:
         assert killed.poll() is None, killed.communicate()

@@ -18,14 +18,14 @@ from tests.launching import (
     ROOT,
     TINY,
     accelerate,
-    begin,
     long_form,
     metrics,
     read_json,
     run,
+    start_process,
     stop_group,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.wandb_file import read_records
 
@@ -65,7 +65,7 @@ def test_runs_that_start_at_once_get_separate_folders(text_file: Path, tmp_path:
             f"--dataset {text_file} --output_dir {tmp_path}/sweep --learning_rate={learning_rate}"
         )
         variables = agent_variables(tmp_path, run_id, learning_rate=learning_rate)
-        processes.append(begin([*PYTHON, GPT, *FLAGS, *flags], variables))
+        processes.append(start_process([*PYTHON, GPT, *FLAGS, *flags], variables))
     try:
         ended = [wait(process, 240) for process in processes]
     finally:
@@ -95,9 +95,9 @@ def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) 
     )
     command = [*PYTHON, GPT, *FLAGS, *flags]
 
-    process = begin(command, agent_variables(tmp_path, "first"))
+    process = start_process(command, agent_variables(tmp_path, "first"))
     try:
-        wait_for_readings(process, folder, 12)
+        wait_for_log_entries(process, folder, 12)
     finally:
         stop_group(process)
     run(command, agent_variables(tmp_path, "second")).assert_ok()

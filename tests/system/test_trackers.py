@@ -16,13 +16,13 @@ from tests.launching import (
     PYTHON,
     TINY,
     accelerate,
-    begin,
     long_form,
     metrics,
     read_json,
     run,
+    start_process,
     stop_group,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.wandb_file import read_history
 from tests.wandb_server import Server, serving
@@ -69,9 +69,9 @@ def kill_and_resume(
     """
     run_flags = shlex.split(f"--dataset {dataset} --output_dir {folder} {flags}")
     command = [*launcher, GPT, *FLAGS, *run_flags]
-    process = begin(command, env)
+    process = start_process(command, env)
     try:
-        wait_for_readings(process, folder, 25)
+        wait_for_log_entries(process, folder, 25)
         time.sleep(0.5)
     finally:
         stop_group(process)

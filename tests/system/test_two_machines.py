@@ -13,13 +13,13 @@ from tests.launching import (
     TINY,
     Ended,
     accelerate,
-    begin,
     long_form,
     read_json,
     series,
+    start_process,
     stop_group,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
 )
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 
@@ -35,7 +35,7 @@ def start_on(
         )
         launcher = accelerate(config, *shlex.split(launcher_flags))
         words = on_machine(machine, [*launcher, GPT, *flags])
-        processes.append(begin(words, env={"GLOO_SOCKET_IFNAME": "cable0"}))
+        processes.append(start_process(words, env={"GLOO_SOCKET_IFNAME": "cable0"}))
     return processes
 
 
@@ -104,7 +104,7 @@ def test_a_machine_that_is_cut_off_is_named(
 
     processes = start_on(machines, [*flags_of(text_file, folder), *endless])
     try:
-        wait_for_readings(processes[0], folder, 3)
+        wait_for_log_entries(processes[0], folder, 3)
         command(*cable_of_second, "down")
         processes[0].wait(timeout=90)
     finally:

@@ -23,7 +23,7 @@ from tests.launching import (
     run,
     torchrun,
 )
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 RANKS = 2
 STEPS = [3, 4, 5]
@@ -138,7 +138,7 @@ def test_the_results_are_made_again_from_the_folder_of_a_run(
     for name in ("table.txt", "summary.json", "trace.json", "timeline.html"):
         (folder / "xray" / name).unlink()
 
-    status, out, err = ended(capsys, "xray", str(folder), "--json")
+    status, out, err = run_cli(capsys, "xray", str(folder), "--json")
 
     assert (status, err) == (0, "")
     assert json.loads(out) == xray.summary
@@ -161,7 +161,7 @@ def test_the_command_prints_the_summary_as_json(
     xray: XRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [*xray.command, "--output_dir", str(tmp_path / "run")]
-    status, out, err = ended(capsys, *command, "--json")
+    status, out, err = run_cli(capsys, *command, "--json")
     assert (status, err) == (0, "")
     assert json.loads(out) == xray.summary
 
@@ -175,7 +175,7 @@ def test_without_flags_of_the_recipe_the_run_is_in_the_default_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    status, out, err = ended(capsys, "xray", str(ROOT / GPT), "--steps", "3:5", "--json")
+    status, out, err = run_cli(capsys, "xray", str(ROOT / GPT), "--steps", "3:5", "--json")
 
     assert (status, err) == (0, "")
     assert json.loads(out) == xray.summary

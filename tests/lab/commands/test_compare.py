@@ -11,7 +11,7 @@ import pytest
 from llmtrain.lab.compare import compare_groups
 from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run, write_setting
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 TRUE_DIFFERENCE = -0.04
 FIVE_SEEDS = range(5)
@@ -22,7 +22,7 @@ def compare(capsys: pytest.CaptureFixture):
     """A function that returns the lines that the command prints."""
 
     def compare(*folders: Path) -> list[str]:
-        status, out, err = ended(capsys, "compare", *(str(folder) for folder in folders))
+        status, out, err = run_cli(capsys, "compare", *(str(folder) for folder in folders))
         assert status == 0
         assert err == ""
         return out.splitlines()
@@ -35,7 +35,7 @@ def compare_as_json(capsys: pytest.CaptureFixture):
     """A function that returns what the command prints for programs."""
 
     def compare_as_json(folder: Path) -> dict[str, Any]:
-        status, out, err = ended(capsys, "compare", "--json", str(folder))
+        status, out, err = run_cli(capsys, "compare", "--json", str(folder))
         assert status == 0
         assert err == ""
         return json.loads(out)
@@ -284,7 +284,7 @@ def test_settings_with_the_same_losses_make_no_difference(tmp_path: Path, compar
 def test_a_folder_without_runs_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, out, err = ended(capsys, "compare", str(tmp_path))
+    status, out, err = run_cli(capsys, "compare", str(tmp_path))
 
     assert status == 2
     assert out == ""

@@ -22,15 +22,15 @@ from tests.launching import (
     GPT,
     PYTHON,
     TINY,
-    begin,
     long_form,
     read_json,
     run,
+    start_process,
     wait,
-    wait_for_readings,
+    wait_for_log_entries,
     write_text,
 )
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 LLMTRAIN = [*PYTHON, "-m", "llmtrain"]
 LOSSES: dict[int, float | None] = {0: 5.0, 40: 2.0}
@@ -140,7 +140,7 @@ def test_seeds_count_from_that_of_the_recipe_and_finished_ones_are_skipped(
 ) -> None:
     write_finished_run(tmp_path / "gpt-seed-4", 4)
 
-    status, out, err = ended(capsys, "repeat", "3", GPT)
+    status, out, err = run_cli(capsys, "repeat", "3", GPT)
 
     assert status == 0
     assert err == ""
@@ -153,10 +153,10 @@ def test_seeds_count_from_that_of_the_recipe_and_finished_ones_are_skipped(
 def test_more_seeds_can_be_added_later(
     started_seeds: list[int], capsys: pytest.CaptureFixture
 ) -> None:
-    ended(capsys, "repeat", "3", GPT)
+    run_cli(capsys, "repeat", "3", GPT)
     started_seeds.clear()
 
-    status, out, _ = ended(capsys, "repeat", "4", GPT, "--json")
+    status, out, _ = run_cli(capsys, "repeat", "4", GPT, "--json")
 
     assert status == 0
     assert started_seeds == [6]
@@ -199,7 +199,7 @@ def test_a_finished_run_must_have_the_settings_of_the_recipe(
     mark_as_set_by_user(folder, [*recorded])
     print_settings(printed)
 
-    status, _, err = ended(capsys, "repeat", "1", GPT)
+    status, _, err = run_cli(capsys, "repeat", "1", GPT)
 
     assert started_seeds == []
     if difference is None:
@@ -216,7 +216,7 @@ def test_another_default_is_not_another_setting(
     """A default may follow from other settings."""
     write_finished_run(tmp_path / "gpt-seed-3", 3, learning_rate=2e-5)
 
-    status, _, _ = ended(capsys, "repeat", "1", GPT)
+    status, _, _ = run_cli(capsys, "repeat", "1", GPT)
 
     assert status == 0
     assert started_seeds == []
@@ -253,7 +253,7 @@ def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
 
     replace_runs(stop)
 
-    status, out, err = ended(capsys, "repeat", "2", GPT)
+    status, out, err = run_cli(capsys, "repeat", "2", GPT)
 
     assert status == expected_status
     assert f"seed 3 has not finished in {tmp_path}/gpt-seed-3: {state} at step 40" in err
@@ -280,7 +280,7 @@ def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
 
     replace_runs(stop)
 
-    status, _, err = ended(capsys, "repeat", "1", GPT)
+    status, _, err = run_cli(capsys, "repeat", "1", GPT)
 
     assert status == 128 + signal.SIGINT
     assert "preempted at step 40" in err
@@ -302,7 +302,7 @@ def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
 def test_a_mistake_in_the_command_is_an_error_of_one_line(
     arguments: str, message: str, print_settings: Callable, capsys: pytest.CaptureFixture
 ) -> None:
-    status, out, err = ended(capsys, "repeat", *arguments.split())
+    status, out, err = run_cli(capsys, "repeat", *arguments.split())
 
     assert status == 2
     assert out == ""
@@ -316,7 +316,7 @@ def test_a_folder_that_is_no_run_is_an_error_of_one_line(
     (tmp_path / "gpt-seed-3").mkdir()
     (tmp_path / "gpt-seed-3" / "notes.txt").write_text("mine")
 
-    status, _, err = ended(capsys, "repeat", "1", GPT)
+    status, _, err = run_cli(capsys, "repeat", "1", GPT)
 
     assert status == 2
     assert "gpt-seed-3 is not a run folder" in err
@@ -399,8 +399,8 @@ def test_seeds_run_stop_resume_and_are_compared(tmp_path: Path) -> None:
     command = [*LLMTRAIN, "repeat", "3", GPT, *flags, "--output_dir", str(tmp_path / "gpt")]
     folders = [tmp_path / f"gpt-seed-{seed}" for seed in range(3)]
 
-    process = begin(command)
-    wait_for_readings(process, folders[0], 5)
+    process = start_process(command)
+    wait_for_log_entries(process, folders[0], 5)
     process.send_signal(signal.SIGTERM)
     stopped = wait(process)
     assert stopped.status == 128 + signal.SIGTERM
@@ -438,8 +438,8 @@ def test_a_signal_reaches_the_run_behind_a_launcher(launcher: str, tmp_path: Pat
     flags = [*TINY, "--dataset", str(text), "--max_steps", "2000"]
     output = ["--output_dir", str(tmp_path / "gpt")]
 
-    process = begin([*LLMTRAIN, "repeat", "2", *launcher.split(), GPT, *flags, *output])
-    wait_for_readings(process, tmp_path / "gpt-seed-0", 5)
+    process = start_process([*LLMTRAIN, "repeat", "2", *launcher.split(), GPT, *flags, *output])
+    wait_for_log_entries(process, tmp_path / "gpt-seed-0", 5)
     process.send_signal(signal.SIGINT)
     stopped = wait(process)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import GPT, ROOT
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 RECORDING = {
     "processes": 1,
@@ -47,7 +47,7 @@ def test_the_last_output_dir_counts_as_it_does_for_the_recipe(
 
     monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", run_command)
 
-    status, _, err = ended(capsys, "xray", str(ROOT / GPT), *flags.split())
+    status, _, err = run_cli(capsys, "xray", str(ROOT / GPT), *flags.split())
 
     assert status == 0
     assert err == ""
@@ -64,7 +64,7 @@ def test_the_error_without_a_recording_says_how_to_make_one(
         (tmp_path / "xray").mkdir()
         (tmp_path / "xray" / "recording.json").write_text(content)
 
-    status, _, err = ended(capsys, "xray", str(tmp_path))
+    status, _, err = run_cli(capsys, "xray", str(tmp_path))
 
     assert status == 2
     assert "has no readable recording of steps: start the run with --xray_steps A:B" in err
@@ -74,7 +74,7 @@ def test_the_error_without_a_recording_says_how_to_make_one(
 def test_a_run_folder_takes_no_flags_of_a_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, _, err = ended(capsys, "xray", str(tmp_path), "--n_layer", "2")
+    status, _, err = run_cli(capsys, "xray", str(tmp_path), "--n_layer", "2")
 
     assert status == 2
     assert "--n_layer is for a recipe" in err

@@ -17,7 +17,7 @@ from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
 from tests.recorded_settings import EFFECTS, recorded
-from tests.test_cli import ended
+from tests.test_cli import run_cli
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -413,7 +413,7 @@ def test_every_phase_has_its_own_color(run: Path) -> None:
 def test_the_command_writes_one_file_that_loads_nothing(
     run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, out, err = ended(capsys, "report", str(run))
+    status, out, err = run_cli(capsys, "report", str(run))
 
     assert status == 0
     assert err == ""
@@ -428,7 +428,7 @@ def test_the_command_writes_one_file_that_loads_nothing(
 def test_the_command_prints_json_for_programs_and_writes_nothing(
     run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, out, _ = ended(capsys, "report", str(run), "--json")
+    status, out, _ = run_cli(capsys, "report", str(run), "--json")
 
     assert status == 0
     assert json.loads(out)["runs"]["run"]["best_loss"] == 2.5
@@ -438,7 +438,7 @@ def test_the_command_prints_json_for_programs_and_writes_nothing(
 def test_a_folder_without_a_run_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, _, err = ended(capsys, "report", str(tmp_path))
+    status, _, err = run_cli(capsys, "report", str(tmp_path))
 
     assert status == 2
     assert "is not a run folder" in err
@@ -449,7 +449,7 @@ def test_a_page_that_cannot_be_written_is_an_error_of_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     page = tmp_path / "absent" / "page.html"
-    status, _, err = ended(capsys, "report", str(run), "--output", str(page))
+    status, _, err = run_cli(capsys, "report", str(run), "--output", str(page))
 
     assert status == 2
     assert "could not be written" in err
