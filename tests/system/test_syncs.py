@@ -1,96 +1,131 @@
-"""Between readings an update waits for its device once, whatever is trained and however it is spread."""
+"""Between log entries, a step waits for its device once, however the model is trained."""
 
-import json
+import shlex
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.forked import run_forked
 from tests.launching import (
+    BYTE_DATA,
     FINETUNE,
     GPT,
     PYTHON,
-    SMALL_LLAMA,
+    SIX_STEPS,
     TINY,
     accelerate,
     long_form,
+    read_json,
     torchrun,
     write_chats,
 )
 
-UPDATES = 5
-FLAGS = ["--max_steps", "6", "--logging_steps", "100", "--eval_steps", "0", "--save_steps", "100"]
-FLAGS += ["--report_to", "none", "--global_batch_size", "8", "--per_device_train_batch_size", "2"]
+FLAGS = shlex.split(
+    "--max_steps 6 --logging_steps 100 --eval_steps 0 --save_steps 100 --report_to none "
+    "--global_batch_size 8 --per_device_train_batch_size 2"
+)
+# The first step prepares the others, and the last one saves.
+COUNTED_STEPS = 4
+
 FSDP2 = accelerate("fsdp2", "--num_processes", "2", "--mixed_precision", "no")
-LLAMA = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA[2:]]
-RUNS = {
-    "gpt": (PYTHON, [GPT, *TINY, "--dropout", "0.1"]),
-    "gpt on 2": (torchrun(2), [GPT, *TINY]),
-    "packed": (PYTHON, LLAMA),
-    "packed on 2": (torchrun(2), LLAMA),
-    "packed, sharded": (FSDP2, LLAMA),
-    "a row each": (PYTHON, [*LLAMA, "--no_packing"]),
-    "LoRA": (PYTHON, [FINETUNE, "--lora_r", "2", *SMALL_LLAMA[2:]]),
-}
+ON_TWO = torchrun(2)
 
 
-COMPILED = {
-    "gpt": (PYTHON, [GPT, *TINY, "--dropout", "0.1"]),
-    "gpt, sharded": (FSDP2, [GPT, *TINY, "--dropout", "0.1"]),
-    "packed, sharded": (FSDP2, LLAMA),
-}
+class Training(NamedTuple):
+    """A launcher, and the recipe with its flags."""
+
+    launcher: list[str]
+    recipe: str
+    flags: list[str]
+
+    @classmethod
+    def of_gpt(cls, launcher: list[str], flags: str = "") -> "Training":
+        return cls(launcher, GPT, [*TINY, *flags.split()])
+
+    @classmethod
+    def of_llama(cls, launcher: list[str], flags: str = "") -> "Training":
+        data_flags = [*BYTE_DATA, *SIX_STEPS]
+        return cls(launcher, FINETUNE, ["--from_config", "llama", *data_flags, *flags.split()])
 
 
-def updates_of(
-    launcher: list[str], recipe: str, flags: list[str], tmp_path: Path, text_file: Path
-) -> list[dict]:
-    """What syncs_ranks.py has found in each update but the first and the last, which get ready, and save."""
-    data = text_file if recipe == GPT else write_chats(tmp_path / "chats.jsonl")
-    flags = [*flags, *FLAGS, "--dataset", str(data)]
-    if "--lora_r" in flags:
-        base = [
-            *LLAMA[1:],
-            *FLAGS,
-            "--max_steps",
-            "1",
-            "--warmup_steps",
-            "0",
-            "--dataset",
-            str(data),
-            "--output_dir",
-            str(tmp_path / "base"),
-        ]
-        run_forked([*PYTHON, FINETUNE, *base]).assert_ok()
-        flags += ["--model_name_or_path", str(tmp_path / "base" / "model")]
-    found = tmp_path / "found.json"
-    flags += ["--output_dir", str(tmp_path / "run")]
-    run_forked([*launcher, "tests/system/syncs_ranks.py", str(found), recipe, *flags]).assert_ok()
-    _, *updates, _ = json.loads(found.read_text())
-    return updates
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to train an adapter for."""
+    folder = tmp_path_factory.mktemp("base")
+    chats = write_chats(folder / "chats.jsonl")
+    training = Training.of_llama(PYTHON)
+    flags = shlex.split(
+        f"--max_steps 1 --warmup_steps 0 --dataset {chats} --output_dir {folder / 'run'}"
+    )
+    run_forked([*PYTHON, FINETUNE, *training.flags, *FLAGS, *flags]).assert_ok()
+    return folder / "run" / "model"
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_an_update_waits_once(run: str, tmp_path: Path, text_file: Path) -> None:
-    launcher, (recipe, *flags) = RUNS[run]
-    updates = updates_of(launcher, recipe, flags, tmp_path, text_file)
-    assert len(updates) == UPDATES - 1
+def counts_by_step(training: Training, tmp_path: Path, text_file: Path) -> list[dict[str, Any]]:
+    """Train for six steps. Return what `syncs_ranks.py` has counted in all but the first and last."""
+    if training.recipe == GPT:
+        dataset = text_file
+    else:
+        dataset = write_chats(tmp_path / "chats.jsonl")
+    counts_file = tmp_path / "counts.json"
+    data_flags = shlex.split(f"--dataset {dataset} --output_dir {tmp_path / 'run'}")
+    program = ["tests/system/syncs_ranks.py", str(counts_file), training.recipe]
+
+    run_forked([*training.launcher, *program, *training.flags, *FLAGS, *data_flags]).assert_ok()
+
+    _, *counted_steps, _ = read_json(counts_file)
+    assert len(counted_steps) == COUNTED_STEPS
+    return counted_steps
+
+
+def assert_each_step_waits_once(steps: list[dict[str, Any]]) -> None:
+    """Assert that each step reads the numbers of the step before it, and waits nowhere else."""
     # The numbers of the first step are read in that step, by the check of states.
-    assert updates[0]["waits"] == {}
-    for update in updates[1:]:
-        assert sum(update["waits"].values()) == 1, update["waits"]
-        assert next(iter(update["waits"])).startswith("tolist in device_numbers.py")
+    assert steps[0]["waits"] == {}
+    for step in steps[1:]:
+        [(place, count)] = step["waits"].items()
+        assert place.startswith("tolist in device_numbers.py")
+        assert count == 1
 
 
 @pytest.mark.parametrize(
-    "run",
-    ["gpt", pytest.param("gpt, sharded", marks=long_form), "packed, sharded"],
+    "training",
+    [
+        pytest.param(Training.of_gpt(PYTHON, "--dropout 0.1"), id="gpt"),
+        pytest.param(Training.of_gpt(ON_TWO), id="gpt on 2"),
+        pytest.param(Training.of_llama(PYTHON), id="packed"),
+        pytest.param(Training.of_llama(ON_TWO), id="packed on 2"),
+        pytest.param(Training.of_llama(FSDP2), id="packed, sharded"),
+        pytest.param(Training.of_llama(PYTHON, "--no_packing"), id="not packed"),
+    ],
 )
-def test_nothing_is_compiled_after_the_first_update(
-    run: str, tmp_path: Path, text_file: Path
+def test_a_step_waits_once(training: Training, tmp_path: Path, text_file: Path) -> None:
+    assert_each_step_waits_once(counts_by_step(training, tmp_path, text_file))
+
+
+def test_a_step_of_an_adapter_waits_once(base: Path, tmp_path: Path, text_file: Path) -> None:
+    flags = ["--lora_r", "2", "--model_name_or_path", str(base), *BYTE_DATA, *SIX_STEPS]
+    training = Training(PYTHON, FINETUNE, flags)
+
+    assert_each_step_waits_once(counts_by_step(training, tmp_path, text_file))
+
+
+@pytest.mark.parametrize(
+    ("training", "kinds_of_blocks"),
+    [
+        pytest.param(Training.of_gpt(PYTHON, "--dropout 0.1"), 2, id="gpt"),
+        pytest.param(
+            Training.of_gpt(FSDP2, "--dropout 0.1"), 2, id="gpt, sharded", marks=long_form
+        ),
+        pytest.param(Training.of_llama(FSDP2), 1, id="packed, sharded"),
+    ],
+)
+def test_nothing_is_compiled_after_the_first_step(
+    training: Training, kinds_of_blocks: int, tmp_path: Path, text_file: Path
 ) -> None:
-    launcher, (recipe, *flags) = COMPILED[run]
-    updates = updates_of(
-        launcher, recipe, [*flags, "--torch_compile", "always"], tmp_path, text_file
-    )
-    kinds = 2 if recipe == GPT else 1  # of blocks
-    assert [update["graphs"] for update in updates] == [kinds] * (UPDATES - 1)
+    compiled = training._replace(flags=[*training.flags, "--torch_compile", "always"])
+
+    steps = counts_by_step(compiled, tmp_path, text_file)
+
+    assert [step["graphs"] for step in steps] == [kinds_of_blocks] * COUNTED_STEPS
