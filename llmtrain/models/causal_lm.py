@@ -26,12 +26,16 @@ from llmtrain.models.short_convolution import keep_documents_apart
 from llmtrain.models.trainable import TrainableModel, at_targets, put_in_front
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     class _Base(TrainableModel, PreTrainedModel):  # type: ignore[no-untyped-call]
         """For type checkers. At run time, :func:`make_causal_lm` adds the model's own class."""
 else:
     _Base = TrainableModel
+
+
+# Names in ``layer_types`` of a configuration.
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}
 
 
 class CausalLM(_Base):  # type: ignore[no-untyped-call]
@@ -277,9 +281,10 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         return head
 
     def flops_per_token(self) -> int:
-        """Return the operations of forward and backward: 6 N + 12 L C T.
+        """Return the operations of forward and backward: 6 N + 12 L H Q T.
 
-        The formula is that of Chowdhery et al. (2022), arXiv:2204.02311, appendix B.
+        The formula is that of Chowdhery et al. (2022), arXiv:2204.02311, appendix B, for N weights
+        and L layers with H attention heads of size Q, each over T positions.
 
         These are the operations of matrix products. A frozen weight costs 4 instead of 6, because
         it needs no gradient. 0 for a mixture of experts, where a token meets some weights only.
@@ -295,8 +300,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         parameters = [p for p in self.parameters() if p not in unused]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
-        attention = 12 * int(config.num_hidden_layers) * int(config.hidden_size) * self.row_length
-        return 4 * weights + 2 * trained + attention
+        return 4 * weights + 2 * trained + _attention_flops(config) * self.row_length
 
 
 class LossHead(nn.Module):
@@ -430,6 +434,22 @@ def has_recurrence_kernels() -> bool:
     """Return whether the GPU kernels are installed that keep documents apart in Mamba's layers."""
     packages = ("causal_conv1d", "mamba_ssm")
     return all(importlib.util.find_spec(package) is not None for package in packages)
+
+
+def _attention_flops(config: "PreTrainedConfig") -> int:
+    """Return the operations of all attention layers, forward and backward, per pair of tokens."""
+    if not getattr(config, "num_attention_heads", None):
+        return 0
+
+    layer_types = getattr(config, "layer_types", None) or []
+    layers_without = sum(layer_type in _WITHOUT_ATTENTION for layer_type in layer_types)
+    layers = config.num_hidden_layers - layers_without
+
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Latent attention has queries and keys of another size than its values.
+    query_size = getattr(config, "qk_head_dim", None) or size
+    value_size = getattr(config, "v_head_dim", None) or size
+    return int(6 * layers * config.num_attention_heads * (query_size + value_size))
 
 
 def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:
