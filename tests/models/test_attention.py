@@ -1,5 +1,6 @@
 """Attention in blocks, with flex attention and with kernels for packed rows computes PyTorch's."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -347,12 +349,19 @@ def correct_kernel(
     *,
     cu_seq_q: torch.Tensor,
     scale: float,
+    window_size: tuple[int, int] = (-1, -1),
     **options: Any,
 ) -> torch.Tensor:
-    """Compute what ``torch.nn.attention.varlen.varlen_attn`` documents; [B * T, H, D]."""
+    """Compute what ``torch.nn.attention.varlen.varlen_attn`` documents; [B * T, H, D].
+
+    ``window_size`` is (-1, 0) for causal attention, and (-1, -1) for that of all to all.
+    """
+    assert options.keys() <= inspect.signature(varlen_attn).parameters.keys()
     places = torch.arange(len(query))
     documents = torch.searchsorted(cu_seq_q.long(), places, right=True)
-    mask = (documents[:, None] == documents) & (places <= places[:, None])
+    mask = documents[:, None] == documents
+    if window_size == (-1, 0):
+        mask &= places <= places[:, None]
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

@@ -234,6 +234,19 @@ def test_no_bit_of_a_document_depends_on_its_neighbour_in_a_packed_row(load, fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_document_has_the_logits_that_transformers_computes_for_it_alone(load, family):
+    model = load(family, packed=True).model.eval()
+    ids = packed_batch().input_ids
+
+    logits = second_document_logits(model, ids[:, :FIRST_LENGTH])
+
+    with torch.no_grad():
+        document = ids[:, FIRST_LENGTH:]
+        alone = model.own_class.forward(model, input_ids=document, use_cache=False).logits
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attention_is_this_packages_unless_it_lacks_an_option(load, family):
     model = load(family, packed=True).model
     uses_own_attention = model.config._attn_implementation != ATTENTION_NAME
@@ -246,10 +259,26 @@ def test_flash_attention_gets_all_documents_end_to_end_in_a_single_row(load, mon
     calls = []
 
     def flash_attention(
-        module, query, key, value, mask, cu_seq_lens_q, scaling, max_length_q, **options
+        module,
+        query,
+        key,
+        value,
+        mask,
+        *,
+        scaling,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        **options,
     ):
-        """Compute each document alone, between the borders in ``cu_seq_lens_q``."""
+        """Compute each document alone, between the borders in ``cu_seq_lens_q``.
+
+        Transformers finds the documents only if it gets all four arguments about them.
+        """
         calls.append((len(query), mask, max_length_q))
+        assert torch.equal(cu_seq_lens_k, cu_seq_lens_q)
+        assert max_length_k == max_length_q
         borders = cu_seq_lens_q.tolist()
         outputs = []
         for start, end in itertools.pairwise(borders):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.models.memory_table import METHODS, MODELS, PAGE, planned_lines
+from tests.models.memory_table import MEASURED, METHODS, MODELS, PAGE, measured_lines, planned_lines
 
 HINT = "Make the tables again: python -m tests.models.memory_table"
 
@@ -26,3 +26,15 @@ def test_a_random_line_is_the_one_that_the_memory_model_computes() -> None:
     method = random.SystemRandom().choice([*METHODS])
     (line,) = planned_lines(model, [method])
     assert line in lines_of(model), f"{model}, {method}: {HINT}"
+
+
+def test_plans_are_near_the_runs_that_were_measured_on_a_gpu() -> None:
+    lines = measured_lines()
+
+    for run, line in zip(MEASURED, lines, strict=True):
+        cells = [cell.strip() for cell in line.split("|")]
+        planned_gib = float(cells[5].removesuffix(" GiB"))
+        planned_speed = float(cells[8].replace(",", ""))
+        assert planned_gib == pytest.approx(run.gib, rel=0.05)
+        assert planned_speed == pytest.approx(run.tokens_per_second, rel=0.25)
+    assert "\n".join(lines) in PAGE.read_text()
