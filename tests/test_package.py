@@ -20,7 +20,7 @@ import llmtrain
 from tests.launching import ROOT, run
 
 
-def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_ones_alone() -> None:
+def test_a_pinned_version_that_an_older_python_cannot_have_is_pinned_for_newer_ones_only() -> None:
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     oldest = Version(metadata["options"]["python_requires"].removeprefix(">="))
@@ -131,7 +131,7 @@ def test_a_type_checker_sees_the_public_names_that_are_imported_on_first_use() -
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "said"),
+    ("recipe", "arguments", "expected_text"),
     [
         ("gpt", ["--help"], "--n_embd"),
         ("gpt", ["--print_config"], "#max_steps: "),
@@ -142,29 +142,36 @@ def test_a_type_checker_sees_the_public_names_that_are_imported_on_first_use() -
     ],
 )
 def test_a_recipe_says_what_is_wrong_with_its_flags_without_loading_torch(
-    recipe: str, words: list[str], said: str, tmp_path: Path
+    recipe: str, arguments: list[str], expected_text: str, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.yaml").write_text("beta: [")
-    command = [sys.executable, "-X", "importtime", ROOT / "recipes" / f"{recipe}.py", *words]
-    ended = subprocess.run(
+    program = ROOT / "recipes" / f"{recipe}.py"
+    command = [sys.executable, "-X", "importtime", program, *arguments]
+
+    result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
-    lines = ended.stderr.splitlines()
-    loaded = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time")}
-    told = [ended.stdout, *(line for line in lines if not line.startswith("import time"))]
-    assert ended.returncode == (0 if words in (["--help"], ["--print_config"]) else 2)
+
+    imported_modules = set()
+    printed = [result.stdout]
+    for line in result.stderr.splitlines():
+        if line.startswith("import time"):
+            imported_modules.add(line.rpartition("|")[2].strip())
+        else:
+            printed.append(line)
+    assert result.returncode == (0 if arguments in (["--help"], ["--print_config"]) else 2)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"], "nothing was started"
-    assert said in "".join(told)
-    assert "yaml" in loaded
-    assert not loaded & {"torch", "accelerate", "datasets", "wandb"}
+    assert expected_text in "".join(printed)
+    assert "yaml" in imported_modules
+    assert not imported_modules & {"torch", "accelerate", "datasets", "wandb"}
 
 
 @pytest.mark.parametrize("name", llmtrain.__all__)
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
-    found = getattr(llmtrain, name)
-    said = found if isinstance(found, str) else inspect.getdoc(found)
-    assert said
-    assert not said.startswith(f"{name}("), "a dataclass that says nothing of itself"
+    value = getattr(llmtrain, name)
+    description = value if isinstance(value, str) else inspect.getdoc(value)
+    assert description
+    assert not description.startswith(f"{name}("), "a dataclass without a docstring"
 
 
 def test_the_changelog_begins_with_the_version_that_this_is() -> None:

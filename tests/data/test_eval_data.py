@@ -16,14 +16,9 @@ from llmtrain.errors import UserError
 from tests.data.test_prepare import documents_of, left_behind
 from tests.launching import GPT, ROOT, TINY, series
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 BLOCK = 95
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def text(name: str) -> dict:

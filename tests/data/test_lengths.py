@@ -19,12 +19,7 @@ from tests.data.test_prepare import left_behind
 from tests.data.test_sft import chat, size_of, write
 from tests.launching import write_chats
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -80,6 +75,7 @@ def test_the_covering_length_of_no_examples_is_0() -> None:
 
 @pytest.mark.parametrize(
     ("longest", "max_positions", "expected"),
+    # A row of 129 tokens has 128 inputs, because its last token is only a target.
     [(100, None, 128), (129, None, 128), (130, None, 192), (300, None, 320), (300, 150, 150)],
 )
 def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
@@ -97,7 +93,7 @@ def test_auto_holds_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", [long_pair, short_pair])
     tokenized = tokenize(config(path), "auto", PairConfig())
     assert tokenized.metadata.block_size == 128
-    assert tokenized.positions == 2 * 128 - 1
+    assert tokenized.positions == 2 * 128 - 1  # of both answers; the last token is no input
 
 
 def test_the_log_has_the_length_that_auto_has_chosen(

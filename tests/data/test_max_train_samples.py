@@ -12,13 +12,9 @@ from llmtrain.errors import UserError
 from tests.data.test_eval_data import TASKS, shown, text, write
 from tests.data.test_prepare import documents_of
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 NAMES = [f"name{number:02}" for number in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def names_in(rows: Any, tokenized: Tokenized) -> list[str]:

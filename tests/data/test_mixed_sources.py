@@ -13,17 +13,12 @@ from llmtrain.observe.preview import preview
 from tests.data.test_prepare import complaint, left_behind, stream_of
 from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 BLOCK = 63
 TEXTS = [f"document {i} " + "abcdefgh " * (i % 7) for i in range(30)]
 E = 0  # end-of-text of the tokenizer ``byte``
 OPEN_QUOTE = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"  # before targets, in a preview
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

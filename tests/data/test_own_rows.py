@@ -8,7 +8,9 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from tests.data.test_prepare import TEXTS, cache, config, write  # noqa: F401 - the cache is a fixture
+from tests.data.test_prepare import TEXTS, config, write
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 TOKENIZER = tok.as_pretrained(tok.train_tokenizer("byte", TEXTS, lambda: iter(TEXTS)), 8)
 IDS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -185,7 +187,7 @@ def test_eval_rows_of_another_length_are_refused() -> None:
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
 def test_a_token_that_the_tokenizer_does_not_have_is_refused(name: str) -> None:
     columns = {"input_ids": IDS, "labels": LABELS}
-    columns[name] = [[0, 1, 257, 2]] * 3
+    columns[name] = [[0, 1, 257, 2]] * 3  # the tokens are 256 bytes, and the end of a text
 
     with pytest.raises(UserError, match=f"{name} holds 257; the tokenizer has 257 tokens"):
         Tokenized.of(dataset(**columns), TOKENIZER)

@@ -16,6 +16,8 @@ from llmtrain.errors import UserError
 from tests.data.chats import make
 from tests.data.test_prepare import left_behind
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 TEXTS = [{"text": f"document {i} " * (i + 1)} for i in range(30)]
 CHATS = [{"prompt": f"{i}?", "completion": f"{i * i}."} for i in range(30)]
 PAIRS = [{"prompt": f"{i}?", "chosen": f"{i * i}.", "rejected": "no"} for i in range(30)]
@@ -25,13 +27,6 @@ KINDS = [
     pytest.param(CHATS, ChatConfig(), id="conversations"),
     pytest.param(PAIRS, PairConfig(), id="pairs"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def tokenize_records(

@@ -35,6 +35,8 @@ from tests.data.test_sft import (
     write_template,
 )
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 Capture: TypeAlias = pytest.CaptureFixture[str]
 MAX_LENGTH = 64
 EOS = "<|endoftext|>"
@@ -47,13 +49,6 @@ for_both_kinds = pytest.mark.parametrize(
     "unpaired",
     [pytest.param(False, id="pairs"), pytest.param(True, id="labelled-answers")],
 )
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 # --- records

@@ -24,6 +24,8 @@ from llmtrain.data.store import TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from tests.launching import PYTHON, run
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 BLOCK = 8
 TEXTS = [
     "plain words, and some more.",
@@ -33,13 +35,6 @@ TEXTS = [
     "",
     "x",
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def write(path: Path, texts: list[str], field: str = "text") -> Path:

@@ -23,15 +23,10 @@ from llmtrain.errors import UserError
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.test_prepare import left_behind
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 CHATML = unmarked(TEMPLATES["chatml"])
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

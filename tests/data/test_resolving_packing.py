@@ -20,6 +20,8 @@ from llmtrain.parallel.placement import place
 from llmtrain.training import model_rows
 from recipes import finetune, preference
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 LINEAR = "linear_attention"
 FULL = "full_attention"
 SMALL = {
@@ -108,11 +110,6 @@ def overrides(configuration: dict[str, Any]) -> str:
         text = json.dumps(value, separators=(",", ":")).replace('"', "")
         words.append(f"{name}={text}")
     return f"--config_overrides {','.join(words)}"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:

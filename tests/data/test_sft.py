@@ -29,15 +29,10 @@ from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, make
 from tests.data.test_prepare import left_behind
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 MAX_LENGTH = 95
 END = "<|im_end|>"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 # --- records and files

@@ -23,7 +23,7 @@ def write_runs(tmp_path: Path, settings: list[dict[str, Any]]) -> list[History]:
     return runs
 
 
-# Groups
+# --- groups
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_code_that_changed_a_loss_by_rounding_does_not_separate_runs(tmp_path: P
     assert group_runs(runs) == [("", [0, 1])]
 
 
-# Finding runs
+# --- finding runs
 
 
 def test_a_run_that_is_named_and_found_in_a_folder_counts_once(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
             find_runs([str(folder)])
 
 
-# Curves
+# --- curves
 
 
 @pytest.fixture

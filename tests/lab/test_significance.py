@@ -18,7 +18,7 @@ def draw_losses(
     return [draw.gauss(mean, deviation) for _ in range(count)]
 
 
-# The same as scipy
+# --- the same as scipy
 
 
 @pytest.mark.parametrize("count", range(2, 41))
@@ -63,7 +63,7 @@ def test_quantiles_are_those_of_scipy(degrees: float) -> None:
     assert t_quantile(0.05, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
 
 
-# How many more seeds would decide
+# --- how many more seeds would decide
 
 
 def pairs_needed(mean: float, deviation: float) -> int:
@@ -109,7 +109,7 @@ def welch_decides(count: int, difference: float, variances: list[float]) -> bool
     return bool(stats.t.ppf(0.975, degrees) * standard_error < abs(difference))
 
 
-# Special cases
+# --- special cases
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_single_number_has_no_deviation() -> None:
     assert Sample.of([2.5]) == (1, 2.5, None)
 
 
-# How often the tests decide
+# --- how often the tests decide
 
 
 def test_an_interval_covers_the_true_difference_in_19_of_20_cases() -> None:

@@ -133,7 +133,7 @@ def test_waiting_for_another_process_is_no_transfer() -> None:
     assert recorded.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
 
 
-# The table
+# --- the table
 
 
 def test_sent_bytes_are_compared_with_those_of_a_ring() -> None:
@@ -158,7 +158,7 @@ def test_the_table_says_how_often_gradients_were_sent() -> None:
     assert "differ between steps" in text_of(irregular)
 
 
-# The trace
+# --- the trace
 
 
 def test_the_trace_has_phases_in_microseconds_and_the_parameters_of_buckets() -> None:
@@ -174,7 +174,7 @@ def test_the_trace_has_phases_in_microseconds_and_the_parameters_of_buckets() ->
     assert bucket["args"]["sent_bytes"] == 4 << 20
 
 
-# The page
+# --- the page
 
 
 class PageReader(HTMLParser):

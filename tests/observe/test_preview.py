@@ -63,7 +63,7 @@ def packed(tokenizer: PreTrainedTokenizerFast) -> datasets.Dataset:
     return RowMaker(tokenizer, "abCDeF___").row(position_ids=[0, 1, 2, 3, 0, 1, 0, 1, 2])
 
 
-# Marks
+# --- marks
 
 
 def test_target_tokens_are_in_angle_quotes(
@@ -108,7 +108,7 @@ def test_tokens_are_shown_as_numbers_without_a_tokenizer(capsys: pytest.CaptureF
     assert printed(capsys) == [HEADER, quoted("5 6 [7]")]
 
 
-# Padding
+# --- padding
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_adjacent_parts_of_padding_are_counted_together(
     assert printed(capsys) == [HEADER, quoted("a[B]"), "----- 3 padding tokens"]
 
 
-# Preference pairs
+# --- preference pairs
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_two_answers_of_a_pair_are_separated(
     assert printed(capsys) == [HEADER, *lines, "----- 2 padding tokens"]
 
 
-# Where it is printed
+# --- where it is printed
 
 
 def test_other_ranks_print_nothing(

@@ -34,7 +34,7 @@ def random_terms(count: int) -> list[torch.Tensor]:
     return [torch.randn(1000, generator=generator) * 10.0**exponent for exponent in exponents]
 
 
-# The sum as a balanced tree
+# --- the sum as a balanced tree
 
 
 def sum_by_recursion(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_the_number_of_terms_must_be_a_power_of_two() -> None:
         tree_sum(iter(random_terms(3)), 3)
 
 
-# Gradients
+# --- gradients
 
 
 def micro_batches() -> list[Batch]:
@@ -129,7 +129,7 @@ def test_loss_and_gradient_are_those_without_bitwise_except_for_rounding(
         torch.testing.assert_close(parameter.grad, expected_gradients[name], rtol=1e-10, atol=1e-13)
 
 
-# Evaluations
+# --- evaluations
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -199,7 +199,7 @@ def test_the_sums_of_an_evaluation_have_the_same_bits_on_any_number_of_ranks(
         assert torch.equal(total, on_one_rank)
 
 
-# Layouts
+# --- layouts
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_manifest_has_the_size_and_hash_of_every_other_file(tmp_path: Path) 
     assert manifest["files"] == expected
 
 
-# Damage
+# --- damage
 
 
 def flip(path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_does_not_exist_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "absent") is None
 
 
-# Failed saves
+# --- failed saves
 
 
 @pytest.mark.parametrize("function", ["write_tensors", "write_hashed"])
@@ -192,7 +192,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
     assert checkpoints(tmp_path) == [earlier]
 
 
-# Pruning
+# --- pruning
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_pruning_is_not_stopped_by_the_remains_of_an_earlier_pruning(tmp_path: P
     assert steps_in(tmp_path) == [20, 30]
 
 
-# Optimizers
+# --- optimizers
 
 
 def new_run(accelerator: Accelerator, optim: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -274,7 +274,7 @@ def test_an_optimizer_with_a_restored_state_continues_to_the_bit(
         assert not torch.equal(restarted.get_parameter(name), parameter), "no state is needed"
 
 
-# Tensors of a GPU
+# --- tensors of a GPU
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])

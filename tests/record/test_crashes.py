@@ -52,7 +52,7 @@ def faults_at_restart(folder: Path, reported_step: int) -> list[str]:
     return faults
 
 
-# Power cuts
+# --- power cuts
 
 
 def cut_power_at_each_operation(tmp_path: Path) -> dict[str, list[str]]:
@@ -112,7 +112,7 @@ def test_power_cuts_lose_checkpoints_if_something_is_not_synced(
     assert any(faults_by_cut.values())
 
 
-# Crashes of the process
+# --- crashes of the process
 
 
 class CrashError(BaseException):
@@ -203,7 +203,7 @@ def test_damaged_lines_of_a_log_are_dropped_with_those_after_the_step(tmp_path: 
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-# Kills of the process
+# --- kills of the process
 
 
 class WriterEndedError(Exception):
@@ -373,7 +373,7 @@ def test_a_kill_inside_accelerate_save_state_leaves_a_broken_folder(writers: Wri
     assert not all(is_complete(path, step) for step, path in folders.items())
 
 
-# Saving in the background
+# --- saving in the background
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper
     return import_helper
 
 
-# The digest of the code
+# --- the digest of the code
 
 
 @pytest.mark.parametrize("name", ["llmtrain_helper.py", "lib/llmtrain_nested.py"])
@@ -101,7 +101,7 @@ def test_the_digest_leaves_out_installed_packages_and_other_scripts(
     assert code_digest() == before
 
 
-# Ranks with other code
+# --- ranks with other code
 
 
 def describe() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_ranks_that_were_started_with_different_scripts_stop(
         check_ranks_agree(team, describe())
 
 
-# The git commit
+# --- the git commit
 
 
 def git(folder: Path, arguments: str) -> str:
@@ -170,7 +170,7 @@ def test_the_commit_of_a_run_says_whether_tracked_files_have_changed(script: Pat
     assert git_commit() == f"{commit}-dirty"
 
 
-# Differences between two runs
+# --- differences between two runs
 
 RECORD = {
     "dataset": "a.txt",

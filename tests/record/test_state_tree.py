@@ -140,7 +140,7 @@ def test_the_error_for_a_value_that_cannot_be_stored_names_it(value: Any, messag
         flatten(value, "w", "the optimizer SOAP")
 
 
-# States in checkpoints
+# --- states in checkpoints
 
 
 def save(saver: Saver, step: int, states: Mapping[str, FlatState]) -> None:

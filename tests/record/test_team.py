@@ -31,7 +31,7 @@ def action_raising(error: Exception) -> Callable[[], None]:
     return action
 
 
-# Errors
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_error_in_the_program_keeps_its_traceback(error: Exception) -> None:
     assert "action" in functions
 
 
-# Descriptions of what ranks are about to train
+# --- descriptions of what ranks are about to train
 
 
 def describe(*, seed: int = 0, dataset: str = "here", data: str = "abc") -> dict[str, Any]:

@@ -86,7 +86,7 @@ def entries_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# What trackers get
+# --- what trackers get
 
 
 def test_trackers_get_all_log_entries_and_the_exit_code(start, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_hours_count_only_the_time_in_which_a_start_was_running(
     assert [entry["hours"] for entry in wandb.entries] == [0.0, 0.5, 1.0]
 
 
-# Trackers that fail or stall
+# --- trackers that fail or stall
 
 
 def test_a_tracker_that_stalls_delays_neither_the_run_nor_other_trackers(
@@ -325,7 +325,7 @@ def test_a_note_says_that_the_model_is_not_sent_without_wandb(
     )
 
 
-# Trackers of Accelerate
+# --- trackers of Accelerate
 
 
 class RecordingTracker(GeneralTracker):

@@ -188,7 +188,7 @@ def test_every_damage_is_noticed_and_the_run_falls_back_or_stops(
     score(f"corruption: unnoticed: {bound(0, fell_back + stopped)} of {cases}")
 
 
-# Files that would run code
+# --- files that would run code
 
 
 class Payload:
@@ -365,7 +365,7 @@ def test_an_adapter_on_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Pa
         shutil.rmtree(repository)
 
 
-# Kernels on the hub
+# --- kernels on the hub
 
 
 def model_to_train(name: str, **settings: Any) -> dict[str, Any]:
@@ -437,7 +437,7 @@ def test_the_commit_of_a_trusted_kernel_is_in_the_fingerprint(
     assert start["attention"] == kernel
 
 
-# Models on the hub
+# --- models on the hub
 
 
 def test_the_origin_of_a_model_on_the_hub_is_its_commit(

@@ -27,7 +27,7 @@ from tests.engines import engine_of
 UNUSED: Any = None
 
 
-# Advice on memory
+# --- advice on memory
 
 
 def advice_on_memory(settings: lt.Settings, bundle: ModelBundle) -> str:
@@ -79,7 +79,7 @@ def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomput
     assert ("--gradient_checkpointing" in advice) == is_named
 
 
-# Evaluations and samples
+# --- evaluations and samples
 
 
 def context_of(run: Any, engine: Any = UNUSED, throughput: Any = UNUSED) -> LoopContext:
@@ -143,7 +143,7 @@ def test_a_run_that_stops_makes_samples_only_after_its_last_step(
     assert reserved_seconds["samples"] >= 0
 
 
-# Late ranks
+# --- late ranks
 
 
 @pytest.mark.parametrize(

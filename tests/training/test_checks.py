@@ -33,7 +33,7 @@ FLAGS = {
 }
 
 
-# Flags without effect
+# --- flags without effect
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -136,7 +136,7 @@ def test_flags_of_a_schedule_are_refused_with_a_schedule_of_the_recipe() -> None
     check_optimizer_flags(OptimConfig(**flags), model, two_groups(), triangle)
 
 
-# Messages
+# --- messages
 
 
 def test_the_peaks_of_groups_are_printed_if_they_differ(capsys: pytest.CaptureFixture) -> None:

@@ -52,7 +52,7 @@ def make_step(
     optimizer.step()
 
 
-# The steps of torch
+# --- the steps of torch
 
 
 def relative_distance(
@@ -135,7 +135,7 @@ def test_a_step_for_some_rows_at_a_time_has_the_same_bits(monkeypatch: pytest.Mo
             assert torch.equal(some_rows.state[parameter][name], tensor), name
 
 
-# Weights in bfloat16
+# --- weights in bfloat16
 
 
 def test_the_compensation_keeps_small_changes_of_bfloat16_weights() -> None:
@@ -159,7 +159,7 @@ def test_without_a_compensation_small_changes_of_bfloat16_weights_are_lost() -> 
     assert (weights == 1).all()
 
 
-# Moments in 8 bits
+# --- moments in 8 bits
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -220,7 +220,7 @@ def test_the_shape_of_a_parameter_decides_whether_its_moments_have_8_bits(
         assert state["exp_avg_scales"].shape == (shape[0], blocks_per_row(shape))
 
 
-# Loss scaling
+# --- loss scaling
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)

@@ -41,7 +41,7 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, backend: str | Callable[..., A
     monkeypatch.setattr(compiling, "_compile", with_backend)
 
 
-# The choice
+# --- the choice
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_its_choice_unless_the_flag_decides(
     assert should_compile("cpu", **options) is (mode == "always")
 
 
-# Compiling
+# --- compiling
 
 
 def test_the_error_of_a_compiler_is_one_line_with_the_flag_that_avoids_it(
@@ -183,7 +183,7 @@ def test_compiled_blocks_compute_the_same_gradients(
         assert torch.equal(compiled(**BATCH), eager(**BATCH))
 
 
-# The number of graphs
+# --- the number of graphs
 
 
 class GraphCounter:

@@ -31,7 +31,7 @@ class NatPerToken(nn.Module):
         return (labels[:, 1:] != -100).sum().double()
 
 
-# Losses
+# --- losses
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
@@ -109,7 +109,7 @@ def test_the_tokens_of_a_row_are_reported_without_padding(accelerator: Accelerat
     assert [loss["tokens"] for loss in losses] == [long, short]
 
 
-# Objectives of the user
+# --- objectives of the user
 
 
 @pytest.fixture

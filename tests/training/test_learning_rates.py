@@ -40,7 +40,7 @@ def user_set(config: OptimConfig, *names: str) -> OptimConfig:
     return config
 
 
-# The schedules of --lr_scheduler_type
+# --- the schedules of --lr_scheduler_type
 
 
 def rates(
@@ -263,7 +263,7 @@ def test_a_decay_share_needs_the_schedule_that_has_it() -> None:
     assert settings.optim.decay_share == 0.4
 
 
-# Parameter groups
+# --- parameter groups
 
 
 def two_groups(embedding: Any = 1e-2, head: Any = 1e-4) -> torch.optim.AdamW:
@@ -437,7 +437,7 @@ def test_the_last_digit_of_a_peak_is_not_in_the_fingerprint() -> None:
     )
 
 
-# Schedules of the user
+# --- schedules of the user
 
 
 def triangle(step: int, max_steps: int) -> float:
@@ -510,7 +510,7 @@ def test_a_schedule_that_does_not_take_the_number_of_steps_is_refused() -> None:
         LearningRates(two_groups(), linear(), constant)  # type: ignore[arg-type]
 
 
-# In a run
+# --- in a run
 
 
 class StopAfter(Callback):

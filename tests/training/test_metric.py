@@ -48,7 +48,7 @@ def test_sums_are_added_up_and_divided_once(engine: Engine) -> None:
     def row_counts(model: Any, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(model, ConstantModel)
         count = torch.tensor(float(len(batch["labels"])))
-        return {"squares": (count**2, count), "half": (count, torch.tensor(0.25))}
+        return {"squares": (count**2, count), "ratio": (count, torch.tensor(0.25))}
 
     results = evaluate(
         engine,
@@ -58,8 +58,9 @@ def test_sums_are_added_up_and_divided_once(engine: Engine) -> None:
     )
 
     assert results["squares"] == (1 + 9) / (1 + 3)
-    assert results["half"] == (1 + 3) / 0.5
-    assert results["loss"] == 8 / 8
+    assert results["ratio"] == (1 + 3) / (0.25 + 0.25)
+    # Each of 4 rows has a loss of 2 and 2 targets.
+    assert results["loss"] == (4 * 2) / (4 * 2)
 
 
 def test_a_sum_without_a_denominator_stays_a_sum(engine: Engine) -> None:

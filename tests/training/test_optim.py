@@ -41,7 +41,7 @@ def all_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-# AdamW
+# --- adamW
 
 
 class ManyShapes(nn.Module):
@@ -95,7 +95,7 @@ def test_adamw_has_the_betas_and_the_epsilon_of_the_flags() -> None:
         assert group["eps"] == 1e-6
 
 
-# Which parameters Muon trains
+# --- which parameters Muon trains
 
 
 @pytest.fixture(params=["gpt2", "lfm2"])
@@ -184,7 +184,7 @@ def test_muon_has_the_precision_of_the_run_and_the_momentum_of_the_flag(
     assert group["momentum"] == 0.7
 
 
-# The steps of Muon
+# --- the steps of Muon
 
 
 def random_matrices(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
@@ -309,7 +309,7 @@ def test_muon_may_have_several_groups_next_to_adamw() -> None:
     assert (fast - fast_before).norm() > 5 * (slow - slow_before).norm()
 
 
-# Flags
+# --- flags
 
 
 @pytest.mark.parametrize(

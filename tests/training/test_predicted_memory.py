@@ -53,7 +53,7 @@ def memory(
     return Memory(RecipeModel(model, settings, precision, positions=POSITIONS), on_gpu=False)
 
 
-# Weights, gradients and the states of optimizers
+# --- weights, gradients and the states of optimizers
 
 WIDTH = 64
 LAYERS = 6
@@ -217,7 +217,7 @@ def test_ddp_has_buckets_besides_the_gradients_that_it_accumulates() -> None:
     assert two_processes.total == one_process.total + one_process.gradients
 
 
-# Activations
+# --- activations
 
 
 def activations_of(config: GPTConfig) -> ActivationBytes:
@@ -373,7 +373,7 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     assert predicted.fitting(sharding, 24, 1e12) == divisors_of_24
 
 
-# Devices
+# --- devices
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_device_is_known_by_its_complete_name(title: str, name: str | None) ->
     assert known_device(title) == name
 
 
-# Models of the user
+# --- models of the user
 
 
 def write_recipe(folder: Path, model: str) -> str:

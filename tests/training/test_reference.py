@@ -134,7 +134,7 @@ def run(accelerator: Accelerator, rows: Tokenized, cache: Path) -> ReferenceRun:
     return ReferenceRun(accelerator, rows)
 
 
-# The numbers
+# --- the numbers
 
 
 def test_the_numbers_of_a_row_are_those_of_a_pass_with_this_row_only(
@@ -185,7 +185,7 @@ def test_a_loss_without_a_reference_computes_nothing(
     assert not cache.exists()
 
 
-# The cache
+# --- the cache
 
 
 def test_a_second_start_reads_the_column_from_the_cache(
@@ -254,7 +254,7 @@ def test_an_objective_with_another_field_has_its_own_column(run: ReferenceRun) -
     assert passes_with(1.0) == 0
 
 
-# Damage
+# --- damage
 
 
 def flip_a_bit(data: bytearray, row_count: int) -> None:
@@ -337,7 +337,7 @@ def test_the_column_of_other_weights_is_noticed_even_under_the_same_file_name(
     assert ": 0 rows from the cache, " in capsys.readouterr().out
 
 
-# Adapters
+# --- adapters
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ def test_the_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None
     assert lt.Tokenized.of(table(2), None, eval=with_labels).vocabulary == 41
 
 
-# Commands
+# --- commands
 
 
 def test_report_and_diff_read_runs_without_a_tokenizer(

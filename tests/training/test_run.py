@@ -158,7 +158,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in names)
 
 
-# New runs and resumed runs
+# --- new runs and resumed runs
 
 
 def test_the_same_command_uses_the_next_free_name_after_a_run_is_finished(train) -> None:
@@ -250,7 +250,7 @@ def test_the_error_for_a_folder_that_cannot_be_made_asks_for_another_one(train) 
         train(output_dir="/proc/x")
 
 
-# Several processes
+# --- several processes
 
 
 def test_a_run_of_another_process_is_left_alone(
@@ -364,7 +364,7 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(
     assert status_of(folder)["start_id"] == "of another run", "its status is not overwritten"
 
 
-# Lost checkpoints
+# --- lost checkpoints
 
 
 def damage_checkpoints(folder: Path) -> None:
@@ -423,7 +423,7 @@ def test_a_run_that_loses_all_checkpoints_twice_is_not_restarted(
     assert (damaged_run / "checkpoints" / "damaged-step-00000020-2").is_dir()
 
 
-# Runs that extend others
+# --- runs that extend others
 
 
 @pytest.mark.parametrize(("source", "step"), [("run", 20), ("run/checkpoints/step-00000010", 10)])
@@ -571,7 +571,7 @@ def test_a_folder_without_a_run_is_refused_as_a_checkpoint(train, tmp_path: Path
         train(resume_from_checkpoint=str(tmp_path))
 
 
-# Checkpoints of a run
+# --- checkpoints of a run
 
 
 def test_weights_that_are_not_finite_are_never_saved(
@@ -662,7 +662,7 @@ def test_the_loss_scale_of_fp16_is_restored(
     assert new_scaler.state_dict()["growth_interval"] == 7
 
 
-# Records
+# --- records
 
 
 def test_the_record_describes_each_start_and_keeps_the_id_of_the_run(train, tmp_path: Path) -> None:
@@ -753,7 +753,7 @@ def test_an_event_says_that_training_has_improved_nothing(
     )
 
 
-# Trackers
+# --- trackers
 
 
 @pytest.fixture
@@ -823,7 +823,7 @@ def test_a_run_is_logged_offline_if_wandb_does_not_answer(
     assert [row["train/loss"] for row in read_history(file)] == [0.5]
 
 
-# Flags
+# --- flags
 
 
 @pytest.mark.parametrize(

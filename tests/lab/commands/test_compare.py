@@ -43,7 +43,7 @@ def compare_as_json(capsys: pytest.CaptureFixture):
     return compare_as_json
 
 
-# Significance
+# --- significance
 
 
 def test_a_true_difference_is_found_and_its_interval_covers_it(
@@ -134,7 +134,7 @@ def test_pairs_of_seeds_find_a_difference_that_unpaired_seeds_do_not(
     assert lines[-1].endswith(" of each would decide it")
 
 
-# The table
+# --- the table
 
 
 def test_the_best_setting_comes_first_and_is_compared_with_the_next(
@@ -193,7 +193,7 @@ def test_the_table_has_the_losses_and_the_time_to_the_worst_final_loss(
     assert lines[-1] == "verdict   B is higher than A by 0.2500 (p = 0)"
 
 
-# Runs that cannot be compared
+# --- runs that cannot be compared
 
 
 def test_the_command_for_more_seeds_is_named_if_there_is_only_one(tmp_path: Path, compare) -> None:

@@ -132,7 +132,7 @@ def test_settings_are_read_as_they_are_printed() -> None:
     }
 
 
-# Which seeds run
+# --- which seeds run
 
 
 def test_seeds_count_from_that_of_the_recipe_and_finished_ones_are_skipped(
@@ -222,7 +222,7 @@ def test_another_default_is_not_another_setting(
     assert started_seeds == []
 
 
-# Runs that stop
+# --- runs that stop
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
     assert "preempted at step 40" in err
 
 
-# Errors
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_folder_that_is_no_run_is_an_error_of_one_line(
     assert err.count("\n") == 1
 
 
-# The command for more seeds
+# --- the command for more seeds
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_the_command_for_more_seeds_launches_as_the_run_was_launched(
         assert command.startswith(expected)
 
 
-# Real processes
+# --- real processes
 
 LAUNCHER = """
 import signal, subprocess, sys

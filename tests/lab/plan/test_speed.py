@@ -30,7 +30,7 @@ INSIDE = Link(BANDWIDTH_INSIDE, LATENCY_INSIDE)
 BETWEEN = Link(BANDWIDTH_BETWEEN, LATENCY_BETWEEN)
 
 
-# Collectives of 1000 bytes
+# --- collectives of 1000 bytes
 
 
 def test_a_ring_in_a_machine_sends_all_parts_but_one_once_or_twice() -> None:
@@ -82,7 +82,7 @@ def test_nccl_has_a_tree_over_many_machines() -> None:
     assert tree < with_gloo.all_reduce(1000, processes)
 
 
-# Exposed seconds
+# --- exposed seconds
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_gathering_is_hidden_by_the_computing_before_it(gathering: float, expose
     assert _exposed_prefetches([1, 1, 1], [gathering] * 3) == pytest.approx(exposed)
 
 
-# Steps
+# --- steps
 
 MIB_OF_FLOATS = 2**18
 

@@ -115,7 +115,7 @@ def run(tmp_path: Path) -> Path:
     )
 
 
-# Numbers and curves
+# --- numbers and curves
 
 
 def test_the_pause_between_two_starts_does_not_count_as_training_hours(run: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_bars_of_phases_are_medians_over_the_last_start(run: Path) -> None:
     assert bars.phases["forward"] == [0.03, 0.13]
 
 
-# Events
+# --- events
 
 
 def test_restarts_and_recorded_events_are_listed_once_by_step(run: Path) -> None:
@@ -240,7 +240,7 @@ def test_restarts_and_recorded_events_are_listed_once_by_step(run: Path) -> None
     assert (late.step, late.kind) == (25, "late")
 
 
-# Differences between runs
+# --- differences between runs
 
 
 def test_only_values_that_differ_between_runs_are_listed(run: Path, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_the_flags_of_the_package_say_what_they_affect() -> None:
     assert {name: effects.get(name) for name in EXPECTED_EFFECTS} == EXPECTED_EFFECTS
 
 
-# The page
+# --- the page
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
@@ -407,7 +407,7 @@ def test_every_phase_has_its_own_color(run: Path) -> None:
     assert len({colors[phase] for phase in PHASES}) == len(PHASES)
 
 
-# The command
+# --- the command
 
 
 def test_the_command_writes_one_file_that_loads_nothing(
