@@ -20,7 +20,9 @@ from packaging.requirements import Requirement
 _NO_INDEX = "(from versions: none)"
 
 
-def environment_with(name: str, requirements: Sequence[str], *, adds_to_ours: bool = False) -> Path:
+def environment_with(
+    name: str, requirements: Sequence[str], *, adds_to_ours: bool = False, is_optional: bool = False
+) -> Path:
     """Return the folder of an environment with these packages; the first call installs them.
 
     The test is skipped if pip reaches no index. It fails if the packages do not fit together.
@@ -29,6 +31,7 @@ def environment_with(name: str, requirements: Sequence[str], *, adds_to_ours: bo
         name: a name for the folder.
         requirements: the packages, as pip takes them.
         adds_to_ours: whether the environment also has the packages of this one.
+        is_optional: skip the test for whatever reason the packages cannot be installed.
     """
     ours = sysconfig.get_path("purelib") if adds_to_ours else ""
     content = json.dumps([sys.version, ours, *sorted(requirements)])
@@ -42,12 +45,12 @@ def environment_with(name: str, requirements: Sequence[str], *, adds_to_ours: bo
                 version = f"python{sys.version_info.major}.{sys.version_info.minor}"
                 packages = folder / "lib" / version / "site-packages"
                 (packages / "ours.pth").write_text(f"{ours}\n")
-            _install(folder, requirements)
+            _install(folder, requirements, is_optional)
             (folder / "complete").touch()
     return folder
 
 
-def _install(folder: Path, requirements: Sequence[str]) -> None:
+def _install(folder: Path, requirements: Sequence[str], is_optional: bool) -> None:
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     ended = subprocess.run(
         [*pip, "--quiet", "--no-compile", "--retries", "0", *requirements],
@@ -59,8 +62,11 @@ def _install(folder: Path, requirements: Sequence[str]) -> None:
     if ended.returncode == 0:
         return
 
+    reason = ended.stderr.strip().splitlines()[-1]
     if _NO_INDEX in ended.stderr:
-        pytest.skip(f"pip reaches no index that has the packages: {ended.stderr.splitlines()[-1]}")
+        pytest.skip(f"pip reaches no index that has the packages: {reason}")
+    if is_optional:
+        pytest.skip(f"the packages cannot be installed here: {reason}")
     pytest.fail(ended.stderr)
 
 

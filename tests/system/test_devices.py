@@ -35,7 +35,7 @@ def python() -> str:
     """
     path = os.environ.get("LLMTRAIN_GPU_PYTHON")
     if path is None:
-        path = str(environment_with("gpu", PACKAGES) / "bin" / "python")
+        path = str(environment_with("gpu", PACKAGES, is_optional=True) / "bin" / "python")
     version = run([path, "-c", "import torch; print(torch.__version__)"]).assert_ok().out
     if "+cpu" in version:
         pytest.skip(f"torch {version.strip()} is one for CPUs")
