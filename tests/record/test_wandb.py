@@ -294,6 +294,8 @@ def test_an_offline_start_that_is_synced_later_leaves_no_gap_in_wandb(
     monkeypatch.delenv("WANDB_MODE")
 
     (offline_start,) = (run_folder / "wandb").glob("offline-run-*")
-    run([str(BIN / "wandb"), "sync", str(offline_start)]).assert_ok()
+    # The command writes its log below WANDB_DIR, or else in the current directory.
+    env = {"WANDB_DIR": str(run_folder)}
+    run([str(BIN / "wandb"), "sync", str(offline_start)], env).assert_ok()
 
     assert steps_on(server) == [0, 1, 2, 3, 4]
