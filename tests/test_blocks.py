@@ -16,26 +16,26 @@ from tests.launching import BIN, ROOT, long_form, run, write_chats, write_pairs,
 from tests.test_tutorials import JOURNEYS, RECIPES
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The flags, by name, that make a command small.
 SMALL = {
-    **{
-        "n_layer": "2",
-        "n_head": "2",
-        "n_embd": "32",
-        "block_size": "64",
-        "tokenizer": "byte",
-        "dataset": "small.txt",
-    },
-    **{"max_steps": "10", "logging_steps": "2", "report_to": "none", "global_batch_size": "8"},
+    "n_layer": "2",
+    "n_head": "2",
+    "n_embd": "32",
+    "block_size": "64",
+    "tokenizer": "byte",
+    "dataset": "small.txt",
+    "max_steps": "10",
+    "logging_steps": "2",
+    "report_to": "none",
+    "global_batch_size": "8",
 }
 SMALL_FINETUNE = {
     "config_overrides": "hidden_size=32,num_hidden_layers=2,intermediate_size=64,head_dim=8",
-    **{
-        "block_size": "128",
-        "tokenizer": "byte",
-        "dataset": "chats.jsonl",
-        "max_steps": "4",
-        "report_to": "none",
-    },
+    "block_size": "128",
+    "tokenizer": "byte",
+    "dataset": "chats.jsonl",
+    "max_steps": "4",
+    "report_to": "none",
 }
 SMALL_BASE = {name: SMALL_FINETUNE[name] for name in ("block_size", "max_steps", "report_to")}
 SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report_to")}
@@ -44,7 +44,8 @@ SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report
 FEW_DOCUMENTS = {"max_train_samples": "3000", "eval_fraction": "0.002"}
 SMALL_PAIRS = {**SMALL_PREFERENCE, "dataset": "pairs.jsonl"}
 SMALL_PLAN = {name: SMALL[name] for name in ("tokenizer", "dataset")}
-ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands there
+# A part of a command -> the test that runs it, and the words of the command in that test.
+ELSEWHERE = {
     "pip install": ("system/test_install.py", '"--editable"'),
     "single_gpu.yaml": ("system/test_launch.py", '"single_gpu"'),
     "multi_gpu.yaml": ("system/test_launch.py", '"multi_gpu"'),
@@ -69,8 +70,11 @@ ELSEWHERE = {  # a part of a command -> the test that runs it, and how it stands
     "docs/migrate/trl_grpo.py": ("system/test_hand_over.py", '"trl_grpo.py"'),
     "docs/migrate/llmtrain_own.py": ("system/test_from_trl.py", '"llmtrain_own.py"'),
 }
-NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")  # the last needs nanoGPT
-STATUS = {"--n_layers 3": 2, "llmtrain diff ": 1}  # of those that are to end with another than 0
+# Beginnings of commands of other programs. The last one needs nanoGPT.
+NOT_HERE = ("vllm ", "python llama.cpp/", "python -m benchmarks.gpu")
+# A part of a command -> its exit status, if that is not 0.
+STATUS = {"--n_layers 3": 2, "llmtrain diff ": 1}
+# A part of a command -> the command that makes the run or model that it needs.
 MADE_BEFORE = {
     " FOLDER_OR_HUB_NAME --dataset chats.jsonl --report_to none": "python recipes/finetune.py",
     " runs/gpt": "python recipes/gpt.py",
@@ -79,18 +83,21 @@ MADE_BEFORE = {
 
 
 def blocks(page: Path, language: str) -> list[str]:
+    """Return the code blocks of a page in a language."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def commands(page: Path) -> list[str]:
-    """Of a page's bash blocks and tables, without remarks; a command that stands there twice once."""
-    lines = [
-        line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()
-    ]
+    """Return the commands in a page's bash blocks and tables, each once and without comments."""
+    lines = []
+    for block in blocks(page, "bash"):
+        lines += block.replace("\\\n", " ").splitlines()
     for row in re.findall(r"^\|.*", page.read_text(), re.MULTILINE):
         lines += re.findall(r"`((?:llmtrain|python|accelerate|torchrun|make) [^`]+)`", row)
-    found = [" ".join(re.sub(r"(^|\s)#.*", "", line).split()) for line in lines]
-    return [*dict.fromkeys(filter(None, found))]
+
+    without_comments = [re.sub(r"(^|\s)#.*", "", line) for line in lines]
+    with_single_spaces = [" ".join(line.split()) for line in without_comments]
+    return [*dict.fromkeys(filter(None, with_single_spaces))]
 
 
 def made_small(command: str, page: Path) -> str:
@@ -137,16 +144,20 @@ def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
 @pytest.mark.parametrize("part", ELSEWHERE)
 def test_what_is_said_to_run_elsewhere_stands_on_a_page_and_in_that_test(part: str) -> None:
     test, words = ELSEWHERE[part]
-    assert any(part in one for page in PAGES for one in [*commands(page), *blocks(page, "python")])
+    texts = []
+    for page in PAGES:
+        texts += [*commands(page), *blocks(page, "python")]
+
+    assert any(part in text for text in texts)
     assert is_in_code_of_a_test(words, ROOT / "tests" / test)
 
 
 def is_in_code_of_a_test(words: str, path: Path) -> bool:
     """Return whether an expression in a file of tests holds these words.
 
-    A remark or a docstring that mentions a command does not run it.
+    A comment or a docstring that mentions a command does not run it.
     """
-    wanted = set(re.findall(r'"([^"]+)"', words)) or {words}
+    quoted_words = set(re.findall(r'"([^"]+)"', words)) or {words}
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     assert any(isinstance(node, ast.FunctionDef) and "test_" in node.name for node in nodes), path
     expressions = (ast.Call, ast.List, ast.Tuple, ast.Dict, ast.BinOp, ast.Assign, ast.arguments)
@@ -155,16 +166,16 @@ def is_in_code_of_a_test(words: str, path: Path) -> bool:
             constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
             # A command may stand in one string, as people type it.
             strings = [f" {' '.join(str(constant.value).split())} " for constant in constants]
-            if all(any(f" {words} " in string for string in strings) for words in wanted):
+            if all(any(f" {words} " in string for string in strings) for words in quoted_words):
                 return True
     return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
-    links = re.findall(
-        r"\]\(([^)#]+)[^)]*\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    )
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+
     for link in links:
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
@@ -174,51 +185,86 @@ def test_the_readme_counts_the_lines_of_configs() -> None:
     assert f"Each config is {min(lines)} to {max(lines)} lines" in (ROOT / "README.md").read_text()
 
 
+def is_run_elsewhere(text: str) -> bool:
+    """Return whether another test runs a command, or a block of Python."""
+    return any(part in text for part in ELSEWHERE)
+
+
+def programs_and_commands(page: Path, folder: Path) -> list[str]:
+    """Return the commands of a page that this test runs, and commands that start its Python blocks.
+
+    The Python blocks are written into the folder.
+    """
+    to_run = []
+    for command in commands(page):
+        if not is_run_elsewhere(command) and not command.startswith(NOT_HERE):
+            to_run.append(command)
+
+    programs = [code for code in blocks(page, "python") if not is_run_elsewhere(code)]
+    for number, code in enumerate(programs):
+        (folder / f"block{number}.py").write_text(code)
+        to_run.append(f"python block{number}.py")
+    return to_run
+
+
+def commands_before(to_run: list[str]) -> list[str]:
+    """Return the commands that make the models and runs which other commands need."""
+    return [
+        command
+        for part, command in MADE_BEFORE.items()
+        if any(part in later_command for later_command in to_run)
+    ]
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that the commands of the pages read."""
+    for name in ("recipes", "accelerate_configs", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+
+    write_text(folder / "small.txt")
+    for name in ("corpus", "books"):
+        (folder / name / "part").mkdir(parents=True)
+        shutil.copy(folder / "small.txt", folder / name / "part" / "one.txt")
+        shutil.copy(folder / "small.txt", folder / name / "one.txt")
+
+    write_chats(folder / "chats.jsonl")
+    write_pairs(folder / "pairs.jsonl")
+    (folder / "prompts.txt").write_text("one\ntwo\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    (folder / "my.yaml").write_text("n_layer: 1\nsave_steps: 4\n")
+
+
+def as_run(command: str, page: Path) -> str:
+    """Return a command as this test runs it: with a small model, and make without its actions."""
+    if command.startswith("make "):
+        return command.replace("make ", f"make -C {ROOT} -n ", 1)
+    return made_small(command, page)
+
+
+def expected_status(command: str) -> int:
+    return next((status for part, status in STATUS.items() if part in command), 0)
+
+
 @long_form
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    here = [command for command in commands(page) if not any(part in command for part in ELSEWHERE)]
-    here = [command for command in here if not command.startswith(NOT_HERE)]
-    made = [
-        command for part, command in MADE_BEFORE.items() if any(part in command for command in here)
-    ]
-    written = [
-        code for code in blocks(page, "python") if not any(part in code for part in ELSEWHERE)
-    ]
-    for number, code in enumerate(written):
-        (tmp_path / f"block{number}.py").write_text(code)
-        here.append(f"python block{number}.py")
-    for name in ("recipes", "accelerate_configs", "docs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    write_text(tmp_path / "small.txt")
-    for name in ("corpus", "books"):
-        (tmp_path / name / "part").mkdir(parents=True)
-        shutil.copy(tmp_path / "small.txt", tmp_path / name / "part" / "one.txt")
-        shutil.copy(tmp_path / "small.txt", tmp_path / name / "one.txt")
-    write_chats(tmp_path / "chats.jsonl")
-    write_pairs(tmp_path / "pairs.jsonl")
-    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
-    (tmp_path / "my.yaml").write_text("n_layer: 1\nsave_steps: 4\n")
+    write_inputs(tmp_path)
+    to_run = programs_and_commands(page, tmp_path)
     environment = {
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "ACCELERATE_USE_CPU": "true",
         "WANDB_MODE": "offline",
     }
-    for command in dict.fromkeys([*made, *here]):
-        known = command.startswith("make ")  # to make; the targets are what runs all else
-        words = (
-            command.replace("make ", f"make -C {ROOT} -n ", 1)
-            if known
-            else made_small(command, page)
-        )
-        ended = run(
-            ["bash", "-ec", f"cd {tmp_path}; {words} < /dev/null"], environment, timeout=300
-        )
-        expected = next((status for part, status in STATUS.items() if part in command), 0)
-        assert ended.status == expected, (
-            f"{page.name}: {words}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+
+    for command in dict.fromkeys([*commands_before(to_run), *to_run]):
+        small_command = as_run(command, page)
+        in_folder = f"cd {tmp_path}; {small_command} < /dev/null"
+
+        result = run(["bash", "-ec", in_folder], environment, timeout=300)
+
+        assert result.status == expected_status(command), (
+            f"{page.name}: {small_command}\n{result.out[-2000:]}\n{result.err[-2000:]}"
         )
 
 
