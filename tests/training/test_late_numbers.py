@@ -33,7 +33,7 @@ STEPS = 12
 NAN_STEPS = (2, 6, 7)
 
 
-class Poison(lt.Objective):
+class NanLoss(lt.Objective):
     """The usual loss, which is NaN in some steps."""
 
     fingerprint = None
@@ -44,12 +44,12 @@ class Poison(lt.Objective):
         return sums._replace(loss=sums.loss * float("nan")) if self.is_active else sums
 
 
-class PoisonAt(lt.Callback):
+class NanLossAt(lt.Callback):
     """Makes the loss NaN in some steps, and collects the last optimizer and weights."""
 
     fingerprint = None
 
-    def __init__(self, objective: Poison, steps: tuple[int, ...]) -> None:
+    def __init__(self, objective: NanLoss, steps: tuple[int, ...]) -> None:
         self.objective = objective
         self.steps = steps
 
@@ -67,18 +67,25 @@ class PoisonAt(lt.Callback):
         self.state = self.training.optimizer.state_dict()["state"]
 
 
-Train = Callable[..., tuple[Run, PoisonAt]]
+Train = Callable[..., tuple[Run, NanLossAt]]
 
 
 @pytest.fixture
-def train_poisoned(text_file: Path, tmp_path: Path) -> Train:
+def train_with_nan(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """A function that trains a small GPT whose loss is NaN in some steps.
+
+    It saves and evaluates after every fourth step. It returns the run, and the callback that has
+    collected the weights.
+    """
+
     def train(
         name: str,
         nan_steps: tuple[int, ...] = NAN_STEPS,
         callbacks: tuple[lt.Callback, ...] = (),
         logging_steps: int = 1,
+        skip_on: str = "device",
         **optim: Any,
-    ) -> tuple[Run, PoisonAt]:
+    ) -> tuple[Run, NanLossAt]:
         settings = dataclasses.replace(
             SETTINGS,
             data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
@@ -89,32 +96,33 @@ def train_poisoned(text_file: Path, tmp_path: Path) -> Train:
         rows = lt.tokenize(settings.data, 16)
         model = lt.GPT(settings.model, rows.vocabulary, seed=0)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-        objective = Poison()
-        poison = PoisonAt(objective, nan_steps)
-        run = lt.fit(
-            settings,
-            rows,
-            lambda *_: bundle,
-            objective=objective,
-            callbacks=[poison, *callbacks],
-        )
-        return run, poison
+        objective = NanLoss()
+        nan_loss = NanLossAt(objective, nan_steps)
+        with monkeypatch.context() as patch:
+            if skip_on == "host":
+                # Then the host reads the norm before the optimizer's step.
+                patch.setattr(step, "can_skip_on_device", lambda _: False)
+            run = lt.fit(
+                settings,
+                rows,
+                lambda *_: bundle,
+                objective=objective,
+                callbacks=[nan_loss, *callbacks],
+            )
+        return run, nan_loss
 
     return train
 
 
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Make later runs read the norm before each step."""
-    return lambda: monkeypatch.setattr(step, "can_skip_on_device", lambda _: False)
+# What differs between two equal runs.
+TIMES = ("time", "phases", "memory", "train/tokens_per_second")
 
 
-def log_of(run: Run) -> list[dict[str, Any]]:
-    """Return the log entries of a run, without times and rates."""
-    excluded = ("time", "phases", "memory", "train/tokens_per_second")
+def entries_without_times(run: Run, name: str) -> list[dict[str, str]]:
+    """Return the lines of a file in a run folder. Values are texts, because NaN equals nothing."""
     return [
-        {name: repr(value) for name, value in entry.items() if name not in excluded}
-        for entry in read_lines(run.folder / "metrics.jsonl")
+        {key: repr(value) for key, value in entry.items() if key not in TIMES}
+        for entry in read_lines(run.folder / name)
     ]
 
 
@@ -136,63 +144,85 @@ def check_equal_states(states: dict[int, Any], expected: dict[int, Any]) -> None
     ids=lambda optim: " ".join(optim.values()),
 )
 def test_skipping_on_the_device_leaves_the_same_run_as_skipping_on_the_host(
-    train_poisoned: Train, on_host: Callable[[], None], optim: dict[str, str]
+    train_with_nan: Train, optim: dict[str, str]
 ) -> None:
-    late_run, late = train_poisoned("late", skip_nonfinite=5, **optim)
-    on_host()
-    run, reference = train_poisoned("host", skip_nonfinite=5, **optim)
+    run, late = train_with_nan("on-device", skip_nonfinite=5, **optim)
+    reference_run, reference = train_with_nan("on-host", skip_nonfinite=5, skip_on="host", **optim)
 
     assert all(map(torch.equal, late.weights, reference.weights))
-    check_equal_states(late.state, reference.state)
     assert all(weights.isfinite().all() for weights in late.weights)
+    check_equal_states(late.state, reference.state)
 
-    assert log_of(late_run) == log_of(run)
+    for name in ("metrics.jsonl", "rows.jsonl", "events.jsonl"):
+        entries = entries_without_times(run, name)
+        assert entries
+        assert entries == entries_without_times(reference_run, name), name
+    assert run.status.skipped == reference_run.status.skipped == len(NAN_STEPS)
+    assert run.status.tokens == reference_run.status.tokens
+
+
+def test_the_gradient_norm_in_the_log_is_null_in_skipped_steps_only(
+    train_with_nan: Train,
+) -> None:
+    run, _ = train_with_nan("run", skip_nonfinite=5)
+
     norms = {
         entry["step"]: entry["train/grad_norm"]
-        for entry in read_lines(late_run.folder / "metrics.jsonl")
+        for entry in read_lines(run.folder / "metrics.jsonl")
         if "train/grad_norm" in entry
     }
+    assert [*norms] == [*range(1, STEPS + 1)]
     assert [step for step, norm in norms.items() if norm is None] == [*NAN_STEPS]
-    for name in ("rows.jsonl", "events.jsonl"):
-        events, expected = (
-            [
-                {key: value for key, value in entry.items() if key != "time"}
-                for entry in read_lines(folder / name)
-            ]
-            for folder in (late_run.folder, run.folder)
-        )
-        assert events == expected, name
-    assert late_run.status.skipped == run.status.skipped == len(NAN_STEPS)
-    assert late_run.status.tokens == run.status.tokens
+
+
+@pytest.mark.parametrize(
+    ("allowed", "failing_step", "saved"),
+    [
+        pytest.param(0, 2, [], id="none may be skipped"),
+        pytest.param(1, 6, ["step-00000004"], id="one may be skipped"),
+    ],
+)
+@pytest.mark.parametrize("skip_on", ["device", "host"])
+def test_too_many_skipped_steps_end_the_run_with_the_step_that_was_one_too_many(
+    train_with_nan: Train,
+    tmp_path: Path,
+    skip_on: str,
+    allowed: int,
+    failing_step: int,
+    saved: list[str],
+) -> None:
+    message = f"^step {failing_step} was skipped: its gradient norm is nan"
+    with pytest.raises(UserError, match=message):
+        train_with_nan("run", skip_nonfinite=allowed, skip_on=skip_on)
+
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["state"] == "failed"
+    assert status["step"] == failing_step - 1
+    checkpoints = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert [path.name for path in checkpoints] == saved
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_too_many_skipped_steps_end_the_run_with_the_step_that_was_one_too_many(
-    train_poisoned: Train, on_host: Callable[[], None], tmp_path: Path, allowed: int
+def test_the_message_about_too_many_skipped_steps_does_not_depend_on_who_decides(
+    allowed: int, train_with_nan: Train
 ) -> None:
-    errors = []
-    for name in ("late", "host"):
-        if name == "host":
-            on_host()
-        with pytest.raises(UserError) as caught:
-            train_poisoned(name, skip_nonfinite=allowed)
-        errors.append(str(caught.value))
-        status = read_json(tmp_path / name / "status.json")
-        assert (status["state"], status["step"]) == ("failed", NAN_STEPS[allowed] - 1)
-        saved = [path.name for path in (tmp_path / name / "checkpoints").glob("step-*")]
-        assert saved == (["step-00000004"] if allowed else [])
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"step {NAN_STEPS[allowed]} was skipped: its gradient norm is nan")
+    messages = set()
+    for skip_on in ("device", "host"):
+        with pytest.raises(UserError) as error:
+            train_with_nan(skip_on, skip_nonfinite=allowed, skip_on=skip_on)
+        messages.add(str(error.value))
+
+    assert len(messages) == 1
 
 
 def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
-    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
+    train_with_nan: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     numbers = StepResult.numbers.fget
-    objective_loss = Poison.loss
+    objective_loss = NanLoss.loss
 
-    def loss(self: Poison, *arguments: Any) -> lt.LossSums:
+    def loss(self: NanLoss, *arguments: Any) -> lt.LossSums:
         if torch.is_grad_enabled():
             calls.append("forward")
         return objective_loss(self, *arguments)
@@ -202,9 +232,9 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
             calls.append("read")
         return numbers(result)
 
-    monkeypatch.setattr(Poison, "loss", loss)
+    monkeypatch.setattr(NanLoss, "loss", loss)
     monkeypatch.setattr(StepResult, "numbers", property(recorded_numbers))
-    train_poisoned("late", nan_steps=())
+    train_with_nan("run", nan_steps=())
 
     # Steps 4, 8 and 12 are evaluated and saved. The check of states looks at the first step.
     first_step = ["forward", "read"]
@@ -214,7 +244,7 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
 
 
 def test_a_save_before_the_numbers_of_the_last_step_are_counted_is_an_error(
-    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    train_with_nan: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     count_numbers = LoopContext.count_numbers
 
@@ -224,12 +254,12 @@ def test_a_save_before_the_numbers_of_the_last_step_are_counted_is_an_error(
 
     monkeypatch.setattr(LoopContext, "count_numbers", forget_step_4)
     with pytest.raises(RuntimeError, match="the numbers of step 4 are not counted yet"):
-        train_poisoned("run", nan_steps=())
+        train_with_nan("run", nan_steps=())
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_a_callback_that_writes_the_model_does_not_write_it_after_a_step_too_many(
-    train_poisoned: Train, tmp_path: Path
+    train_with_nan: Train, tmp_path: Path
 ) -> None:
     class Exports(lt.Callback):
         fingerprint = None
@@ -241,24 +271,22 @@ def test_a_callback_that_writes_the_model_does_not_write_it_after_a_step_too_man
             self.training.write_model(tmp_path / f"model-{info.step}")
 
     with pytest.raises(UserError, match="step 2 was skipped"):
-        train_poisoned("run", callbacks=(Exports(),))
+        train_with_nan("run", callbacks=(Exports(),))
     assert (tmp_path / "model-1").exists()
     assert not (tmp_path / "model-2").exists()
 
 
-def test_the_average_of_weights_skips_what_the_device_skips(
-    train_poisoned: Train, on_host: Callable[[], None]
-) -> None:
-    averages = []
-    for name in ("late", "host"):
-        if name == "host":
-            on_host()
+def test_the_average_of_weights_skips_what_the_device_skips(train_with_nan: Train) -> None:
+    states = {}
+    for skip_on in ("device", "host"):
         average = lt.WeightAverage(decay=0.75)
-        train_poisoned(name, callbacks=(average,), skip_nonfinite=5)
-        averages.append(average.state_dict())
-    assert averages[0]["steps"] == averages[1]["steps"] == STEPS - len(NAN_STEPS)
-    for name, value in averages[1]["average"].items():
-        assert torch.equal(averages[0]["average"][name], value), name
+        train_with_nan(skip_on, callbacks=(average,), skip_nonfinite=5, skip_on=skip_on)
+        states[skip_on] = average.state_dict()
+
+    for state in states.values():
+        assert state["steps"] == STEPS - len(NAN_STEPS)
+    for name, value in states["host"]["average"].items():
+        assert torch.equal(states["device"]["average"][name], value), name
 
 
 class CrashesAt(lt.Callback):
@@ -281,13 +309,13 @@ class CrashError(Exception):
 
 @pytest.mark.parametrize("crash_step", [6, 7])
 def test_a_crash_before_the_numbers_are_read_counts_nothing_twice(
-    train_poisoned: Train, crash_step: int
+    train_with_nan: Train, crash_step: int
 ) -> None:
-    run, reference = train_poisoned("unbroken", skip_nonfinite=5)
+    run, reference = train_with_nan("unbroken", skip_nonfinite=5)
     crash = CrashesAt(crash_step)
     with pytest.raises(CrashError):
-        train_poisoned("crashed", callbacks=(crash,), skip_nonfinite=5)
-    resumed_run, resumed = train_poisoned("crashed", callbacks=(crash,), skip_nonfinite=5)
+        train_with_nan("crashed", callbacks=(crash,), skip_nonfinite=5)
+    resumed_run, resumed = train_with_nan("crashed", callbacks=(crash,), skip_nonfinite=5)
 
     assert all(map(torch.equal, resumed.weights, reference.weights))
     check_equal_states(resumed.state, reference.state)
@@ -312,9 +340,9 @@ class ReadsNumbers(lt.Callback):
         self.late_norms.append(result.grad_norm)
 
 
-def test_a_callback_may_read_the_numbers_when_the_step_ends(train_poisoned: Train) -> None:
+def test_a_callback_may_read_the_numbers_when_the_step_ends(train_with_nan: Train) -> None:
     reader = ReadsNumbers()
-    run, _ = train_poisoned("run", callbacks=(reader,), skip_nonfinite=5)
+    run, _ = train_with_nan("run", callbacks=(reader,), skip_nonfinite=5)
     assert [i + 1 for i, norm in enumerate(reader.norms) if math.isnan(norm)] == [*NAN_STEPS]
     assert repr(reader.late_norms) == repr(reader.norms)
     assert run.status.skipped == len(NAN_STEPS)
@@ -395,24 +423,24 @@ class RecordsLate(RecordsResults):
     takes_late_results = True
 
 
-def test_a_callback_gets_the_result_of_a_step_before_the_next_one(train_poisoned: Train) -> None:
+def test_a_callback_gets_the_result_of_a_step_before_the_next_one(train_with_nan: Train) -> None:
     records = RecordsResults()
-    train_poisoned("run", nan_steps=(), callbacks=(records,))
+    train_with_nan("run", nan_steps=(), callbacks=(records,))
     expected = [(call, step) for step in range(1, STEPS + 1) for call in ("begin", "result")]
     assert records.calls == expected
 
 
-def test_a_callback_may_take_the_results_late(train_poisoned: Train) -> None:
+def test_a_callback_may_take_the_results_late(train_with_nan: Train) -> None:
     records = RecordsLate()
-    train_poisoned("run", nan_steps=(), callbacks=(records,))
+    train_with_nan("run", nan_steps=(), callbacks=(records,))
     calls = records.calls
     assert calls.index(("begin", 3)) < calls.index(("result", 2)) < calls.index(("begin", 4))
 
 
 def test_a_callback_gets_the_log_entry_of_a_step_while_the_model_has_its_weights(
-    train_poisoned: Train,
+    train_with_nan: Train,
 ) -> None:
-    """Otherwise, what it decides would depend on where the run is saved or evaluated."""
+    """Otherwise, its decisions would depend on where the run is saved or evaluated."""
 
     class KeepsWeights(lt.Callback):
         fingerprint = None
@@ -426,7 +454,7 @@ def test_a_callback_gets_the_log_entry_of_a_step_while_the_model_has_its_weights
 
     records = RecordsLog()
     keeps_weights = KeepsWeights()
-    run, _ = train_poisoned("run", nan_steps=(), callbacks=(records, keeps_weights))
+    run, _ = train_with_nan("run", nan_steps=(), callbacks=(records, keeps_weights))
 
     calls = records.calls
     for step_number in range(1, STEPS):
@@ -436,7 +464,7 @@ def test_a_callback_gets_the_log_entry_of_a_step_while_the_model_has_its_weights
 
 
 def test_a_state_that_a_result_changes_is_checked_after_the_first_step(
-    train_poisoned: Train,
+    train_with_nan: Train,
 ) -> None:
     class KeepsAFunction(lt.Callback):
         fingerprint = None
@@ -450,11 +478,11 @@ def test_a_state_that_a_result_changes_is_checked_after_the_first_step(
             self.state = len
 
     with pytest.raises(UserError, match="KeepsAFunction"):
-        train_poisoned("run", nan_steps=(), callbacks=(KeepsAFunction(),), max_steps=1000)
+        train_with_nan("run", nan_steps=(), callbacks=(KeepsAFunction(),), max_steps=1000)
 
 
 def test_memory_of_the_prepass_is_free_in_the_next_step(
-    train_poisoned: Train, monkeypatch: pytest.MonkeyPatch
+    train_with_nan: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as the logits of a teacher, which may be as large as the batch allows."""
     logits: list[weakref.ref[torch.Tensor]] = []
@@ -467,13 +495,13 @@ def test_memory_of_the_prepass_is_free_in_the_next_step(
         logits.append(weakref.ref(tensor))
         return {"logits": tensor, "scale": torch.ones(())}
 
-    monkeypatch.setattr(Poison, "prepass", prepass)
-    train_poisoned("run", nan_steps=(), logging_steps=1000)
+    monkeypatch.setattr(NanLoss, "prepass", prepass)
+    train_with_nan("run", nan_steps=(), logging_steps=1000)
     assert alive == [0] * STEPS
 
 
 def test_a_step_too_many_is_the_reason_even_if_a_callback_fails_because_of_it(
-    train_poisoned: Train,
+    train_with_nan: Train,
 ) -> None:
     class FailsToo(lt.Callback):
         fingerprint = None
@@ -483,7 +511,7 @@ def test_a_step_too_many_is_the_reason_even_if_a_callback_fails_because_of_it(
                 raise CrashError
 
     with pytest.raises(UserError, match=r"step 2 was skipped: .* its rows are"):
-        train_poisoned("run", callbacks=(FailsToo(),))
+        train_with_nan("run", callbacks=(FailsToo(),))
 
 
 @pytest.mark.parametrize(
@@ -492,7 +520,7 @@ def test_a_step_too_many_is_the_reason_even_if_a_callback_fails_because_of_it(
     ids=["crash", "crash after a skipped step", "Ctrl-C"],
 )
 def test_what_was_made_before_a_failure_is_counted_and_logged(
-    train_poisoned: Train,
+    train_with_nan: Train,
     tmp_path: Path,
     failure: type[BaseException],
     nan_steps: tuple[int, ...],
@@ -507,7 +535,7 @@ def test_what_was_made_before_a_failure_is_counted_and_logged(
                 raise failure
 
     with pytest.raises(failure):
-        train_poisoned("run", nan_steps=nan_steps, callbacks=(Fails(),), skip_nonfinite=1)
+        train_with_nan("run", nan_steps=nan_steps, callbacks=(Fails(),), skip_nonfinite=1)
 
     assert read_json(tmp_path / "run" / "status.json")["step"] == 7
     assert [*read_lines(tmp_path / "run" / "metrics.jsonl")][-1]["step"] == 7
