@@ -74,7 +74,7 @@ def _compare_ring_with_torch(accelerator: Accelerator) -> None:
     dist.all_reduce(by_torch)
     claim(
         "the ring's sum and torch's all_reduce differ by less than 1e-5",
-        torch.allclose(by_ring, by_torch, 0, 1e-5),
+        torch.allclose(by_ring, by_torch, rtol=0, atol=1e-5),
     )
     of_all_ranks = accelerator.gather(by_ring[None])
     assert bool((of_all_ranks == by_ring).all()), "the bits differ between the ranks"

@@ -34,7 +34,7 @@ else:
     _Base = TrainableModel
 
 
-# Names in ``layer_types`` of a configuration.
+# Types of layers, in ``layer_types`` of a configuration.
 _WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mlp", "moe"}
 
 
@@ -438,18 +438,26 @@ def has_recurrence_kernels() -> bool:
 
 def _attention_flops(config: "PreTrainedConfig") -> int:
     """Return the operations of all attention layers, forward and backward, per pair of tokens."""
-    if not getattr(config, "num_attention_heads", None):
+    layer_configs = config.per_layer_config  # the layers of Gemma 4 have heads of two sizes
+    layer_types = getattr(config, "layer_types", None) or ["attention"] * len(layer_configs)
+    flops = 0
+    for layer_config, layer_type in zip(layer_configs, layer_types, strict=False):
+        if layer_type not in _WITHOUT_ATTENTION:
+            flops += _attention_flops_of_layer(layer_config)
+    return flops
+
+
+def _attention_flops_of_layer(config: "PreTrainedConfig") -> int:
+    """Return the operations of an attention layer, forward and backward, per pair of tokens."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:  # such as Mamba
         return 0
 
-    layer_types = getattr(config, "layer_types", None) or []
-    layers_without = sum(layer_type in _WITHOUT_ATTENTION for layer_type in layer_types)
-    layers = config.num_hidden_layers - layers_without
-
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     # Latent attention has queries and keys of another size than its values.
     query_size = getattr(config, "qk_head_dim", None) or size
     value_size = getattr(config, "v_head_dim", None) or size
-    return int(6 * layers * config.num_attention_heads * (query_size + value_size))
+    return int(6 * heads * (query_size + value_size))
 
 
 def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:

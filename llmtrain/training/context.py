@@ -97,7 +97,13 @@ class LoopContext:
             return
         self.engine.phases.begin("norm")
         numbers = launched.result.numbers
-        count_if_skipped(self.run, self.engine, launched.step, launched.rows, numbers.grad_norm)
+        count_if_skipped(
+            self.run,
+            self.engine,
+            step=launched.step,
+            rows=launched.rows,
+            grad_norm=numbers.grad_norm,
+        )
         self.run.status.count_numbers(numbers.target_tokens)
         self.should_stop = numbers.should_stop
         self.engine.phases.begin("other")
