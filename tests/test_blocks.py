@@ -152,23 +152,38 @@ def test_what_is_said_to_run_elsewhere_stands_on_a_page_and_in_that_test(part: s
     assert is_in_code_of_a_test(words, ROOT / "tests" / test)
 
 
+# Expressions that can be a command, or a part of one.
+EXPRESSIONS = (ast.Call, ast.List, ast.Tuple, ast.Dict, ast.BinOp, ast.Assign, ast.arguments)
+
+
 def is_in_code_of_a_test(words: str, path: Path) -> bool:
     """Return whether an expression in a file of tests holds these words.
 
     A comment or a docstring that mentions a command does not run it.
+
+    Args:
+        words: the words of a command. If some are quoted, each must be there as a word or a part of
+            a longer string, such as a command that stands in one string.
+        path: the file of tests.
     """
-    quoted_words = set(re.findall(r'"([^"]+)"', words)) or {words}
     nodes = [*ast.walk(ast.parse(path.read_text()))]
     assert any(isinstance(node, ast.FunctionDef) and "test_" in node.name for node in nodes), path
-    expressions = (ast.Call, ast.List, ast.Tuple, ast.Dict, ast.BinOp, ast.Assign, ast.arguments)
-    for node in nodes:
-        if isinstance(node, expressions):
-            constants = [part for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            # A command may stand in one string, as people type it.
-            strings = [f" {' '.join(str(constant.value).split())} " for constant in constants]
-            if all(any(f" {words} " in string for string in strings) for words in quoted_words):
-                return True
-    return False
+
+    required = set(re.findall(r'"([^"]+)"', words)) or {words}
+    expressions = [node for node in nodes if isinstance(node, EXPRESSIONS)]
+    return any(required_words_are_in(strings_in(node), required) for node in expressions)
+
+
+def strings_in(expression: ast.AST) -> list[str]:
+    """Return the constants in an expression, with single spaces between their words."""
+    constants = [node for node in ast.walk(expression) if isinstance(node, ast.Constant)]
+    return [" ".join(str(constant.value).split()) for constant in constants]
+
+
+def required_words_are_in(strings: list[str], required: set[str]) -> bool:
+    """Return whether each of the required words is in one of the strings, as whole words."""
+    padded = [f" {string} " for string in strings]
+    return all(any(f" {words} " in string for string in padded) for words in required)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
