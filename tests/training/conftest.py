@@ -14,7 +14,7 @@ from recipes import gpt
 
 SETTINGS = gpt.Settings(
     model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
-    data=lt.DataConfig(tokenizer="byte", eval_fraction=0.2, global_batch_size=2),
+    data=lt.DataConfig(tokenizer="byte", eval_fraction=0.02, global_batch_size=2),
     optim=lt.OptimConfig(optim="adamw", max_steps=12),
     eval=lt.EvalConfig(eval_steps=4),
     log=lt.LogConfig(logging_steps=1),
