@@ -19,8 +19,8 @@ from llmtrain.record.checkpoint import newest_valid, path_of
 from llmtrain.record.resume import lock_of
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
+from tests.command_line import run_cli
 from tests.record.test_checkpoint import DAMAGE, Files, flip
-from tests.test_cli import run_cli
 
 PREEMPTED = {
     "state": "preempted",

@@ -14,7 +14,7 @@ from llmtrain.files import digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.history import History
 from llmtrain.record.resume import choose_folder
-from tests.test_cli import run_cli
+from tests.command_line import run_cli
 from tests.test_runs import save
 
 FINGERPRINT = {"seed": 0}
