@@ -13,7 +13,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.tokenized import short_names
 from llmtrain.errors import UserError
-from tests.data.test_prepare import documents_of, left_behind
+from tests.data.preparation import documents_of, left_behind
 from tests.launching import GPT, ROOT, TINY, series
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -9,8 +9,8 @@ import pytest
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
+from tests.data.preparation import documents_of
 from tests.data.test_eval_data import TASKS, shown, text, write
-from tests.data.test_prepare import documents_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -10,7 +10,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
-from tests.data.test_prepare import complaint, left_behind, stream_of
+from tests.data.preparation import complaint, left_behind, stream_of
 from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
 
 pytestmark = pytest.mark.usefixtures("cache")

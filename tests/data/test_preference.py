@@ -22,7 +22,7 @@ from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
-from tests.data.test_prepare import left_behind
+from tests.data.preparation import left_behind
 from tests.data.test_sft import (
     COUNTED,
     END,

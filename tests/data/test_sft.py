@@ -27,7 +27,7 @@ from llmtrain.data.records import Records
 from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
 from tests.data.chats import QWEN3, make
-from tests.data.test_prepare import left_behind
+from tests.data.preparation import left_behind
 
 pytestmark = pytest.mark.usefixtures("cache")
 
