@@ -2,6 +2,8 @@
 
 import itertools
 
+import tokenizers
+from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
@@ -138,6 +140,31 @@ def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizer
     """Return a small tokenizer with a chat template. ``spec`` is a value of ``--tokenizer``."""
     backend = tok.train_tokenizer(spec, iter(TEXT), lambda: iter(TEXT))
     backend.add_special_tokens(CONTROLS)
+    tokenizer = tok.as_pretrained(backend, block_size=32)
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_sentencepiece(template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with byte fallback that puts a space before every text, like Llama's."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz<|>_\n:",
+        "▁b",
+    ]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
     tokenizer = tok.as_pretrained(backend, block_size=32)
     tokenizer.bos_token = "<s>"
     tokenizer.eos_token = "</s>"

@@ -19,7 +19,6 @@ from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
 from tests.data import test_published_templates as published
-from tests.data import test_render
 from tests.data.chats import (
     CALL,
     CALLING,
@@ -31,48 +30,24 @@ from tests.data.chats import (
     TOOL,
     chat,
     make,
+    make_sentencepiece,
     marked,
     unmarked,
 )
-
-# --- templates and tokenizers
-
-# Templates that look ahead: the last turn of a conversation ends with another token.
-LOOKING_AHEAD = """
-{%- for m in messages -%}
-    {%- set end = '</s>' if m.role == 'assistant' and IS_LAST else '<|im_end|>' -%}
-    {{- '<|im_start|>' + m.role + '\\n' + m.content + end + '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-IS_LAST = {
-    "length": "loop.index == messages | length",
-    "last": "loop.last",
-    "next item": "loop.nextitem is not defined",
-    "last message": "messages[-1] is sameas m",
-    "rest": "messages[loop.index :] == []",
-    "rest in a list": "messages[loop.index :] | list == []",
-    "next message": "messages[loop.index] is not defined",
-    "reversed": "(messages | reverse | first) is sameas m",
-    "as text": '(messages | string).endswith(m.content ~ "\'}]")',
-    "a copy": "(messages + [])[-1] is sameas m",
-}
-
-# A template that writes more after the last turn.
-ENDED_TWICE = unmarked(TEMPLATES["llama"]) + "{%- if not add_generation_prompt -%}</s>{%- endif -%}"
-
-# A template whose loop leaves out the first message, as for many system prompts.
-WITHOUT_FIRST = """
-{%- if messages[0].role == 'system' -%}
-    {{- messages[0].content + '\\n' -}}{%- set rest = messages[1:] -%}
-{%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
-    "in messages", "in rest[0:]"
+from tests.data.odd_templates import (
+    CALL_WITHOUT_END,
+    COUNTS,
+    ENDED_ONCE,
+    ENDED_TWICE,
+    GLM,
+    JOINED,
+    LOOKING_AHEAD,
+    PLAIN,
+    SWITCHED,
+    WITHOUT_FIRST,
 )
 
-
-def sentencepiece(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = test_render.sentencepiece()
-    tokenizer.chat_template = template
-    return tokenizer
+# --- templates and tokenizers
 
 
 def with_token_flag(template: str, flag: str) -> PreTrainedTokenizerFast:
@@ -93,16 +68,15 @@ def our_chatml() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-# Names of templates in test_render.
-OTHER_TEMPLATES = [
-    "SWITCHED",
-    "GLM",
-    "JOINED",
-    "PLAIN",
-    "COUNTS",
-    "ENDED_ONCE",
-    "CALL_WITHOUT_END",
-]
+OTHER_TEMPLATES = {
+    "SWITCHED": SWITCHED,
+    "GLM": GLM,
+    "JOINED": JOINED,
+    "PLAIN": PLAIN,
+    "COUNTS": COUNTS,
+    "ENDED_ONCE": ENDED_ONCE,
+    "CALL_WITHOUT_END": CALL_WITHOUT_END,
+}
 
 
 def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
@@ -111,14 +85,13 @@ def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
     for name, template in TEMPLATES.items():
         makers[f"{name} marked"] = partial(make, marked(template), "bpe:320")
         makers[f"{name} unmarked"] = partial(make, unmarked(template), "bpe:320")
-        makers[f"{name} sentencepiece"] = partial(sentencepiece, unmarked(template))
+        makers[f"{name} sentencepiece"] = partial(make_sentencepiece, unmarked(template))
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             makers[f"{name} {flag}"] = partial(with_token_flag, unmarked(template), flag)
 
-    for name in OTHER_TEMPLATES:
-        makers[name] = partial(make, unmarked(getattr(test_render, name)), "bpe:320")
-    for name, condition in IS_LAST.items():
-        template = LOOKING_AHEAD.replace("IS_LAST", condition)
+    for name, template in OTHER_TEMPLATES.items():
+        makers[name] = partial(make, unmarked(template), "bpe:320")
+    for name, template in LOOKING_AHEAD.items():
         makers[f"looks ahead: {name}"] = partial(make, template)
 
     makers["ended twice"] = partial(make, ENDED_TWICE)
@@ -230,9 +203,9 @@ def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str
         assert json.dumps(conversation) == before, "the conversation is not changed"
 
 
-@pytest.mark.parametrize("condition", IS_LAST.values(), ids=IS_LAST)
-def test_each_turn_is_trained_on_as_the_last_one_of_a_conversation(condition: str) -> None:
-    tokenizer = make(LOOKING_AHEAD.replace("IS_LAST", condition))
+@pytest.mark.parametrize("template", LOOKING_AHEAD.values(), ids=LOOKING_AHEAD)
+def test_each_turn_is_trained_on_as_the_last_one_of_a_conversation(template: str) -> None:
+    tokenizer = make(template)
     messages = chat("a", "b", "c", "d", "e", "f").messages
     sequences = Renderer(tokenizer)(Conversation(messages, None)).sequences
 

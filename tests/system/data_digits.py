@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 import pyarrow
 import pyarrow.parquet
 
-from tests.data import chats
+from tests.data import chats, odd_templates
 from tests.data import test_published_templates as published
-from tests.data import test_shortcuts as shortcuts
 from tests.launching import ROOT, write_text
 
 Record: TypeAlias = dict[str, Any]
@@ -382,15 +381,13 @@ def template_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of templates with and without generation blocks, and of reasoning."""
     templates = {f"{name} unmarked": chats.unmarked(text) for name, text in chats.TEMPLATES.items()}
     templates |= {f"{name} marked": chats.marked(text) for name, text in chats.TEMPLATES.items()}
-    templates |= {
-        f"ahead {name}": shortcuts.LOOKING_AHEAD.replace("IS_LAST", condition)
-        for name, condition in shortcuts.IS_LAST.items()
-    }
+    for name, template in odd_templates.LOOKING_AHEAD.items():
+        templates[f"ahead {name}"] = template
     templates |= {
         "qwen3": chats.QWEN3,
         "r1": chats.R1,
-        "ended twice": shortcuts.ENDED_TWICE,
-        "without first": shortcuts.WITHOUT_FIRST,
+        "ended twice": odd_templates.ENDED_TWICE,
+        "without first": odd_templates.WITHOUT_FIRST,
     }
     reasoning = [
         {
