@@ -18,7 +18,7 @@ from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
-from tests.data import test_published_templates as published
+from tests.data import published_templates
 from tests.data.chats import (
     CALL,
     CALLING,
@@ -100,8 +100,8 @@ def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
     makers["qwen3"] = partial(make, QWEN3.replace("m.content", calls_or_content), "bpe:320")
     makers["r1"] = partial(make, R1)
     makers["our chatml"] = our_chatml
-    for name in published.TEMPLATES:
-        makers[f"published {name}"] = partial(published.tokenizer_of, name, "bpe:320")
+    for name in published_templates.TEMPLATES:
+        makers[f"published {name}"] = partial(published_templates.tokenizer_of, name, "bpe:320")
     return makers
 
 
