@@ -20,14 +20,12 @@ from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
 from tests.data import published_templates
 from tests.data.chats import (
-    CALL,
-    CALLING,
     CONTROLS,
     QWEN3,
     R1,
     TEMPLATES,
     TEXT,
-    TOOL,
+    assert_same_rendering,
     chat,
     make,
     make_sentencepiece,
@@ -46,6 +44,7 @@ from tests.data.odd_templates import (
     SWITCHED,
     WITHOUT_FIRST,
 )
+from tests.data.random_conversations import random_conversation
 
 # --- templates and tokenizers
 
@@ -108,52 +107,6 @@ def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
 TOKENIZERS = all_tokenizers()
 
 
-# --- random conversations
-
-WORDS = [
-    *("yes", "no ", " the answer", "\n", "\n\n", "  ", "question?", "漢字", "🙂", "e\u0301", "\t"),
-    *("<|im_end", "</s", "<think>", "</think>", "[/INST]", "assistant\n", "user", "|>", "<", "▁b"),
-]
-
-
-def random_text(generator: random.Random, words: list[str]) -> str:
-    text = "".join(generator.choice(words) for _ in range(generator.randint(1, 8)))
-    return text if text.strip() else text + "a"
-
-
-def random_message(generator: random.Random, role: str, words: list[str]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": random_text(generator, words)}
-    if role == "assistant":
-        if generator.random() < 0.2:
-            message[generator.choice(["reasoning_content", "thinking"])] = random_text(
-                generator, words
-            )
-        if generator.random() < 0.1:
-            message["content"] = f"<think>\n{random_text(generator, words)}\n</think>\n\nso"
-        if generator.random() < 0.2:
-            message["tool_calls"] = [CALL] * generator.randint(1, 2)
-            message["content"] = generator.choice(["", message["content"]])
-    return message
-
-
-def random_conversation(generator: random.Random, words: list[str] = WORDS) -> Conversation:
-    """Mostly the user and the assistant in turn; sometimes with calls, or roles in any order."""
-    roles = ["system"] if generator.random() < 0.2 else []
-    for _ in range(generator.randint(1, 5)):
-        roles += ["user", "assistant"]
-    if generator.random() < 0.2:
-        roles = [generator.choice(["user", "assistant", "tool"]) for _ in roles]
-
-    messages = []
-    for role in roles:
-        messages.append(random_message(generator, role, words))
-        if "tool_calls" in messages[-1] and generator.random() < 0.9:
-            messages.append(CALLING[2])
-            messages.append({"role": "assistant", "content": random_text(generator, words)})
-    tools = [TOOL] if generator.random() < 0.5 else None
-    return Conversation(messages, tools)
-
-
 # --- one piece or turn by turn
 
 
@@ -172,22 +125,6 @@ def render(renderer: Renderer, conversation: Conversation) -> Rendered | str:
         return str(error)
 
 
-def assert_same(actual: Rendered | str, expected: Rendered | str) -> None:
-    if isinstance(actual, str) or isinstance(expected, str):
-        assert actual == expected
-        return
-    _, *counts = actual
-    _, *expected_counts = expected
-    assert counts == expected_counts
-    for sequence, expected_sequence in zip(actual.sequences, expected.sequences, strict=True):
-        assert sequence.ids.dtype == np.int32
-        assert sequence.loss_mask.dtype == np.bool_
-        np.testing.assert_array_equal(sequence.ids, expected_sequence.ids)
-        np.testing.assert_array_equal(sequence.loss_mask, expected_sequence.loss_mask)
-        assert sequence.target_bytes == expected_sequence.target_bytes
-        assert sequence.turn_ends == expected_sequence.turn_ends
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
@@ -199,7 +136,7 @@ def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str
     for _ in range(12):
         conversation = random_conversation(generator)
         before = json.dumps(conversation)
-        assert_same(render(renderer, conversation), render(turn_by_turn, conversation))
+        assert_same_rendering(render(renderer, conversation), render(turn_by_turn, conversation))
         assert json.dumps(conversation) == before, "the conversation is not changed"
 
 
