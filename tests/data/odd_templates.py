@@ -1,5 +1,7 @@
 """Chat templates that differ from the usual ones in how they show messages, turns and their ends."""
 
+from pathlib import Path
+
 from tests.data.chats import TEMPLATES, unmarked
 
 # A message has no end token. The next one begins with its role.
@@ -34,6 +36,11 @@ SWITCHED = """
 
 # The first token is the number of messages.
 COUNTS = "{{- messages | length -}}" + TEMPLATES["chatml"]
+# The same, and each text without a role. No finished turn continues its prompt, which begins with
+# another number.
+COUNTS_WITHOUT_ROLES = (
+    "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
+)
 # Only the last turn has an end token, so no end can be found for an earlier one.
 ENDED_ONCE = """
 {%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
@@ -89,3 +96,28 @@ WITHOUT_FIRST = """
 {%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
     "in messages", "in rest[0:]"
 )
+
+
+def template_with_answers(answer: str) -> str:
+    """Return a chat template that shows the assistant's messages with the given Jinja text."""
+    return (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+
+
+# Templates that mark the answer with its end token, and the end token alone.
+MARKS_ANSWERS_AND_ENDS = template_with_answers(
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+)
+MARKS_ENDS = template_with_answers(
+    "{{ m.content }}{% generation %}{{ eos_token }}{% endgeneration %}"
+)
+
+
+def write_template(folder: Path, text: str) -> str:
+    """Write a chat template, and return the value of ``--chat_template``."""
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)

@@ -1,5 +1,6 @@
-"""Data sets of a few texts: their files, their settings, and the rows that are made of them."""
+"""Small data sets: their files, their settings, and the rows and messages that come of them."""
 
+import csv
 import json
 from collections.abc import Iterable
 from itertools import pairwise
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from llmtrain.data.config import DataConfig
@@ -30,6 +33,20 @@ TEXTS = [
 def write_texts(path: Path, texts: list[str]) -> Path:
     """Write a JSON Lines file with a document in each line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Write records in the format of the file's suffix."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, records[0].keys())
+            writer.writeheader()
+            writer.writerows(records)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
@@ -83,3 +100,9 @@ def complaint(*arguments: Any, **options: Any) -> str:
 def left_behind(cache: Path) -> list[str]:
     """Return the files and folders in a cache, except its locks."""
     return [path.name for path in cache.rglob("*") if path.suffix != ".lock"]
+
+
+def log_lines(capsys: pytest.CaptureFixture[str], name: str) -> list[str]:
+    """Return the lines of the start-up log with a name, without that name."""
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix(name).strip() for line in lines if line.startswith(f"{name} ")]
