@@ -17,6 +17,9 @@ for name in [*os.environ]:
     if name.startswith(("WANDB_", "ACCELERATE_")):
         del os.environ[name]
 
+# If an assertion in a module that tests share fails, pytest shows its values as in a file of tests.
+pytest.register_assert_rewrite("tests.data")
+
 # After the environment is set, since Hugging Face's libraries read it when they are imported.
 from tests.launching import LONG, WARNING_FILTERS, write_text  # noqa: E402
 

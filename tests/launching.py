@@ -27,6 +27,9 @@ PREFERENCE = "recipes/preference.py"
 LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
 long_form = pytest.mark.long
 
+# Write what the documentation shows, instead of comparing it.
+WRITE_DOCS = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
+
 # Flags are written as people type them, and split as a shell would split them. A path goes in with
 # an f-string, since pytest's temporary folders have no spaces.
 
@@ -144,6 +147,15 @@ def stop_group(process: subprocess.Popen) -> None:
     process.wait(timeout=10)
 
 
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """Return the processes of a run by rank, given the process id of their launcher."""
+    ranks = {}
+    for child in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):  # it may be ending
+            ranks[int(child.environ()["RANK"])] = child
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
 # --- run folders
 
 
@@ -165,6 +177,23 @@ def wait_for_log_entries(process: subprocess.Popen, folder: Path, count: int) ->
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def interrupt(command: list[str], folder: Path, signal_number: int, log_entries: int = 25) -> Ended:
+    """Start a run, and send it a signal when it has written some log entries.
+
+    SIGKILL is sent to all its processes.
+    """
+    process = start_process(command)
+    try:
+        wait_for_log_entries(process, folder, log_entries)
+        if signal_number == signal.SIGKILL:
+            stop_group(process)
+        else:
+            process.send_signal(signal_number)
+    finally:
+        ended = wait(process)
+    return ended
 
 
 def read_json(path: Path) -> Any:

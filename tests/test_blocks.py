@@ -13,7 +13,7 @@ import pytest
 import llmtrain as lt
 from llmtrain.cli import build_parser
 from tests.launching import BIN, ROOT, long_form, run, write_chats, write_pairs, write_text
-from tests.test_tutorials import JOURNEYS, RECIPES
+from tests.tutorials import JOURNEYS, RECIPES
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The flags, by name, that make a command small.

@@ -17,20 +17,11 @@ from typing import Any
 import pytest
 
 from llmtrain import __version__
-from llmtrain.cli import COMMANDS, GROUPS, Command, build_parser, main
+from llmtrain.cli import COMMANDS, GROUPS, Command, build_parser
 from llmtrain.files import json_text, write_json
 from llmtrain.lessons import LESSONS
+from tests.command_line import run_cli
 from tests.launching import ROOT
-
-
-def run_cli(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    """Run a command in this process, and return its exit status, output and errors."""
-    status = 0
-    try:
-        main(list(argv))
-    except SystemExit as end:
-        status = int(end.code or 0)
-    return status, *capsys.readouterr()
 
 
 def output_of(capsys: pytest.CaptureFixture, command: str) -> str:

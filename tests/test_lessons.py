@@ -1,6 +1,5 @@
 """The lessons hold, and docs/explanation/ddp.md shows what they print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from llmtrain.errors import UserError
 from llmtrain.lessons import LESSONS
 from llmtrain.lessons import __main__ as process_of_lesson
 from llmtrain.lessons.learn import title
-from tests.launching import BIN, ROOT, long_form, run
+from tests.launching import BIN, ROOT, WRITE_DOCS, long_form, run
 
 PAGE = ROOT / "docs" / "explanation" / "ddp.md"
-WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 QUICK = ("replicas",)
 
 
@@ -38,13 +36,13 @@ def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
     page = PAGE.read_text()
     shown = block_of(lesson).search(page)
     assert shown is not None, f"docs/explanation/ddp.md does not show {lesson}"
-    if WRITE:
+    if WRITE_DOCS:
         PAGE.write_text(page[: shown.start(1)] + ended.out + page[shown.end(1) :])
     else:
         assert comparable(shown[1]) == comparable(ended.out)
 
 
-@pytest.mark.skipif(not WRITE, reason="draws docs/images/xray.svg, with LLMTRAIN_WRITE_DOCS=1")
+@pytest.mark.skipif(not WRITE_DOCS, reason="draws docs/images/xray.svg, with LLMTRAIN_WRITE_DOCS=1")
 def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
     flags = [
         "--processes",

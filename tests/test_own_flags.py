@@ -14,8 +14,8 @@ import pytest
 import llmtrain as lt
 from llmtrain.config.flags import configs_of, resolved, settings_fingerprint
 from recipes import finetune, gpt
+from tests.command_line import run_cli
 from tests.launching import PYTHON, ROOT, read_json, run
-from tests.test_cli import run_cli
 
 PAGE = ROOT / "docs" / "guides" / "own-flags.md"
 

@@ -4,8 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from tests.launching import BIN, ROOT, Ended, long_form, run
-from tests.test_lessons import WRITE
+from tests.launching import BIN, ROOT, WRITE_DOCS, Ended, long_form, run
 
 HOME = "/home/me"  # on the page
 PAGE = ROOT / "docs" / "guides" / "inspecting-runs.md"
@@ -44,7 +43,7 @@ def test_the_page_about_runs_shows_what_its_commands_print(tmp_path: Path) -> No
     for block in re.finditer(r"```\n\$ (.*)\n((?:.*\n)*?)```\n", page):
         done = printed(block[1])
         assert done.status == (1 if " diff " in block[1] else 0), done.err
-        if WRITE:
+        if WRITE_DOCS:
             PAGE.write_text(
                 PAGE.read_text().replace(
                     block[0], f"```\n$ {block[1]}\n{done.out.replace(str(tmp_path), HOME)}```\n"

@@ -18,7 +18,7 @@ from llmtrain.training import opening
 from llmtrain.training.opening import open_run
 from llmtrain.training.settings import RunConfig, Settings
 from tests.engines import finish
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 LETTERS = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"

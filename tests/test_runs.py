@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from llmtrain.commands import runs
 from llmtrain.models.hub_models import origin_of
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
-from llmtrain.record.checkpoint import newest_valid, path_of
+from llmtrain.record.checkpoint import newest_valid
 from llmtrain.record.resume import lock_of
-from llmtrain.record.saver import Saver
-from llmtrain.record.state_tree import FlatState
-from tests.record.test_checkpoint import DAMAGE, Files, flip
-from tests.test_cli import run_cli
+from tests.command_line import run_cli
+from tests.record.checkpoint_files import DAMAGE, flip, save_checkpoint
 
 PREEMPTED = {
     "state": "preempted",
@@ -31,19 +28,6 @@ PREEMPTED = {
 EVAL_LOSSES = {10: 2.5, 20: 2.125, 30: 2.25}  # of the checkpoints of `run`, by step
 
 
-def save(folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine") -> Path:
-    """Save a checkpoint with an eval loss into a checkpoints folder."""
-    weights = {"w": torch.full((64,), float(step))}
-    moments = {"w.exp_avg": weights["w"] * 2}
-    Saver(folder, Files(), keep=100).save(
-        step,
-        weights,
-        {"optimizer": FlatState({}, moments)},
-        {"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint},
-    )
-    return path_of(folder, step)
-
-
 def make_run(
     folder: Path, status: dict[str, Any], eval_losses: dict[int, float] | None = None
 ) -> Path:
@@ -52,7 +36,7 @@ def make_run(
     write_json(folder / "run.json", {"format_version": 1, "fingerprint_sha256": "mine"})
     write_json(folder / "status.json", status)
     for step, loss in (eval_losses or {}).items():
-        save(folder / "checkpoints", step, loss)
+        save_checkpoint(folder / "checkpoints", step, loss)
     return folder
 
 
@@ -189,7 +173,7 @@ def test_damage_of_an_older_checkpoint_is_status_1(
 def test_a_checkpoint_of_another_run_is_not_loaded(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(run / "checkpoints", 40, fingerprint="of another run")
+    save_checkpoint(run / "checkpoints", 40, fingerprint="of another run")
 
     result = check(capsys, run)
 

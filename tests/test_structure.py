@@ -101,3 +101,32 @@ def renames(handler: ast.ExceptHandler) -> bool:
 
 def test_an_error_is_renamed_only_next_to_the_call_that_raises_it() -> None:
     assert sorted(renaming_functions()) == sorted(RENAMING)
+
+
+# A statement that imports, in a file or in a program that stands in a string.
+IMPORT = re.compile(r"^ *(?:from \S+ )?import (?:\([^)]*\)|.*)", re.MULTILINE)
+
+
+def imported_files_of_tests(code: str) -> list[str]:
+    """Return the names of the files of tests that code imports, or imports something from."""
+    files_of_tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    imported = []
+    for statement in IMPORT.findall(code):
+        words = re.findall(r"\w+", statement)
+        imported += [word for word in words if word in files_of_tests]
+    return imported
+
+
+def test_no_file_imports_from_a_file_of_tests() -> None:
+    """A file of tests tests one thing. What others need of it is in a module of its own."""
+    assert imported_files_of_tests("from tests.test_cli import COMMANDS\n") == ["test_cli"]
+    assert imported_files_of_tests("from tests import launching, test_cli\n") == ["test_cli"]
+    assert imported_files_of_tests("    import tests.test_cli as cli\n") == ["test_cli"]
+    assert imported_files_of_tests("from tests import (\n    test_cli,\n)\n") == ["test_cli"]
+
+    found = []
+    for folder in ("tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for name in imported_files_of_tests(path.read_text()):
+                found.append(f"{path.relative_to(ROOT)}: {name}.py")
+    assert found == []

@@ -24,13 +24,9 @@ import pytest
 import llmtrain as lt
 from llmtrain.data import builtin
 from llmtrain.data import tokenizer as tok
-from recipes import finetune, gpt, preference
 from tests.data.chats import QWEN3
 from tests.launching import (
     BIN,
-    FINETUNE,
-    GPT,
-    PREFERENCE,
     ROOT,
     long_form,
     read_json,
@@ -41,14 +37,10 @@ from tests.launching import (
     write_pairs,
     write_text,
 )
+from tests.tutorials import JOURNEYS, RECIPES
 
 TUTORIALS = ROOT / "docs" / "tutorials"
 
-RECIPES = {GPT: gpt, FINETUNE: finetune, PREFERENCE: preference}
-
-# The commands of these pages run one after the other in one folder. The sh blocks of the other
-# tutorials need several machines, kill their runs at a certain step, or are timed lessons.
-JOURNEYS = {"pretrain": ["pretrain.md"], "align": ["finetune.md", "align.md"]}
 
 # First words of commands that need a network or another program.
 NOT_HERE = ("curl", "pip", "vllm")

@@ -2,12 +2,15 @@
 
 import itertools
 
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import TokenSequence
+from llmtrain.data.rendered import Rendered, TokenSequence
 
 # The special tokens of the templates. One of the last two begins with the other.
 CONTROLS = [
@@ -145,6 +148,31 @@ def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizer
     return tokenizer
 
 
+def make_sentencepiece(template: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with byte fallback that puts a space before every text, like Llama's."""
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz<|>_\n:",
+        "▁b",
+    ]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    model = models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
+    tokenizer = tok.as_pretrained(backend, block_size=32)
+    tokenizer.bos_token = "<s>"
+    tokenizer.eos_token = "</s>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def chat(*contents: str) -> Conversation:
     """Return a conversation with messages of the user and the assistant in turn."""
     roles = ("user", "assistant")
@@ -167,6 +195,23 @@ def target_texts(tokenizer: PreTrainedTokenizerFast, conversation: Conversation)
             if is_target:
                 texts.append(tokenizer.decode([id for _, id in run]))
     return texts
+
+
+def assert_same_rendering(actual: Rendered | str, expected: Rendered | str) -> None:
+    """Check that two renderings have the same sequences, or that both are the same error."""
+    if isinstance(actual, str) or isinstance(expected, str):
+        assert actual == expected
+        return
+    _, *counts = actual
+    _, *expected_counts = expected
+    assert counts == expected_counts
+    for sequence, expected_sequence in zip(actual.sequences, expected.sequences, strict=True):
+        assert sequence.ids.dtype == np.int32
+        assert sequence.loss_mask.dtype == np.bool_
+        np.testing.assert_array_equal(sequence.ids, expected_sequence.ids)
+        np.testing.assert_array_equal(sequence.loss_mask, expected_sequence.loss_mask)
+        assert sequence.target_bytes == expected_sequence.target_bytes
+        assert sequence.turn_ends == expected_sequence.turn_ends
 
 
 USER, ASSISTANT = chat("a", "b").messages

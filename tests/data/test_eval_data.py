@@ -1,19 +1,18 @@
 """--eval_dataset and --dataset_test_split choose eval data; all of --dataset is then trained on."""
 
-import json
 import runpy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.tokenized import short_names
 from llmtrain.errors import UserError
-from tests.data.test_prepare import documents_of, left_behind
+from tests.data.preparation import documents_of, left_behind
+from tests.data.tasks import TASKS, completion_record, shown, text_record, write_dataset
 from tests.launching import GPT, ROOT, TINY, series
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -21,44 +20,13 @@ pytestmark = pytest.mark.usefixtures("cache")
 BLOCK = 95
 
 
-def text(name: str) -> dict:
-    return {"text": f"a document about {name}, and more words"}
-
-
-def chat(name: str) -> dict:
-    return {"prompt": f"{name}?", "completion": f"it is {name}"}
-
-
-def pair(name: str) -> dict:
-    return {"prompt": f"{name}?", "chosen": f"it is {name}", "rejected": f"not {name}"}
-
-
-# The `chat` argument of tokenize(), and a function that makes a record.
-TASKS = {"text": (None, text), "chats": (ChatConfig, chat), "pairs": (PairConfig, pair)}
-
-
 def chat_config(task: str, **settings: Any) -> RowConfig | None:
     config_type, _ = TASKS[task]
     return None if config_type is None else config_type(**settings)
 
 
-def write(path: Path, records: list[Any]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def config(*dataset: str, **settings: Any) -> DataConfig:
     return DataConfig(dataset=list(dataset), tokenizer="byte", **settings)
-
-
-def shown(rows: Any, tokenized: Tokenized) -> str:
-    """Decode rows. A row of text ends with the token that the next row begins with."""
-    overlap = 1 if tokenized.metadata.task == "text" else 0
-    texts = []
-    for row in rows:
-        tokens = row["input_ids"][: len(row["input_ids"]) - overlap]
-        texts.append(tokenized.tokenizer.decode([token for token in tokens if token >= 0]))
-    return "".join(texts)
 
 
 def complaint(data: DataConfig, chat: RowConfig | None = None, **options: Any) -> str:
@@ -75,9 +43,9 @@ def complaint(data: DataConfig, chat: RowConfig | None = None, **options: Any) -
 def three_files(tmp_path, request) -> Tokenized:
     """Rows of one training file and two eval files, for each task."""
     record = TASKS[request.param][1]
-    train = write(tmp_path / "t.jsonl", [record(f"train{i:02}") for i in range(30)])
-    a = write(tmp_path / "a.jsonl", [record(f"first{i:02}") for i in range(4)])
-    b = write(tmp_path / "b.jsonl", [record(f"second{i:02}") for i in range(9)])
+    train = write_dataset(tmp_path / "t.jsonl", [record(f"train{i:02}") for i in range(30)])
+    a = write_dataset(tmp_path / "a.jsonl", [record(f"first{i:02}") for i in range(4)])
+    b = write_dataset(tmp_path / "b.jsonl", [record(f"second{i:02}") for i in range(9)])
     return tokenize(config(train, eval_dataset=[a, b]), BLOCK, chat_config(request.param))
 
 
@@ -109,18 +77,18 @@ def test_the_rows_of_each_eval_file_are_counted(three_files):
 
 
 def test_one_eval_file_of_two_training_files_has_no_loss_of_its_own(tmp_path):
-    a, b, c = (write(tmp_path / f"{name}.jsonl", [text(name)]) for name in "abc")
+    a, b, c = (write_dataset(tmp_path / f"{name}.jsonl", [text_record(name)]) for name in "abc")
     tokenized = tokenize(config(a, b, eval_dataset=[c], mixture=[3, 1]), 8)
-    assert documents_of(tokenized.eval, tokenized) == [text("c")["text"]]
+    assert documents_of(tokenized.eval, tokenized) == [text_record("c")["text"]]
     assert tokenized.eval_sources == {}
     assert tokenized.mixture is not None
     assert tokenized.mixture.sizes == tokenized.metadata.source_rows
 
 
 def test_conversations_can_be_evaluated_on_text(tmp_path):
-    document = text("e" * 200)
-    train = write(tmp_path / "t.jsonl", [chat(str(i)) for i in range(9)])
-    eval = write(tmp_path / "e.jsonl", [document])
+    document = text_record("e" * 200)
+    train = write_dataset(tmp_path / "t.jsonl", [completion_record(str(i)) for i in range(9)])
+    eval = write_dataset(tmp_path / "e.jsonl", [document])
     tokenized = tokenize(config(train, eval_dataset=[eval]), 32, ChatConfig())
     assert tokenized.eval.column_names == tokenized.train.column_names
     assert tokenized.metadata.eval_tokens == len(document["text"]) + 1  # its bytes, and the end
@@ -128,8 +96,10 @@ def test_conversations_can_be_evaluated_on_text(tmp_path):
 
 
 def test_bad_eval_records_are_counted_as_eval_records(tmp_path, capsys):
-    train = write(tmp_path / "t.jsonl", [chat(str(i)) for i in range(9)])
-    eval = write(tmp_path / "e.jsonl", [chat("a"), {"prompt": "b", "completion": ""}])
+    train = write_dataset(tmp_path / "t.jsonl", [completion_record(str(i)) for i in range(9)])
+    eval = write_dataset(
+        tmp_path / "e.jsonl", [completion_record("a"), {"prompt": "b", "completion": ""}]
+    )
     data = config(train, eval_dataset=[eval])
     metadata = tokenize(data, BLOCK, ChatConfig(on_bad_row="skip")).metadata
     assert metadata.audit["bad"] == 0
@@ -138,14 +108,14 @@ def test_bad_eval_records_are_counted_as_eval_records(tmp_path, capsys):
 
 
 def test_the_log_names_the_eval_data(tmp_path, capsys):
-    train = write(tmp_path / "t.jsonl", [text("t")])
-    eval = write(tmp_path / "e.jsonl", [text("e")])
+    train = write_dataset(tmp_path / "t.jsonl", [text_record("t")])
+    eval = write_dataset(tmp_path / "e.jsonl", [text_record("e")])
     tokenize(config(train, eval_dataset=[eval]), 8)
     assert f"eval      the eval data are {eval}\n" in capsys.readouterr().out
 
 
 def test_the_data_hash_differs_for_each_choice_of_training_and_eval_files(tmp_path, capsys):
-    a, b, c = (write(tmp_path / f"{name}.jsonl", [text(name)]) for name in "abc")
+    a, b, c = (write_dataset(tmp_path / f"{name}.jsonl", [text_record(name)]) for name in "abc")
 
     def data_hash(train: list[str], eval: list[str]) -> str:
         return tokenize(config(*train, eval_dataset=eval), 8).metadata.data_sha256
@@ -163,12 +133,12 @@ def test_the_data_hash_differs_for_each_choice_of_training_and_eval_files(tmp_pa
 
 
 def test_new_content_of_an_eval_file_makes_new_rows(tmp_path, capsys):
-    train = write(tmp_path / "t.jsonl", [text("t")])
-    eval = write(tmp_path / "e.jsonl", [text("e")])
+    train = write_dataset(tmp_path / "t.jsonl", [text_record("t")])
+    eval = write_dataset(tmp_path / "e.jsonl", [text_record("e")])
     data = config(train, eval_dataset=[eval])
     before = tokenize(data, 8).metadata.data_sha256
 
-    write(tmp_path / "e.jsonl", [text("e"), text("another")])
+    write_dataset(tmp_path / "e.jsonl", [text_record("e"), text_record("another")])
     assert tokenize(data, 8).metadata.data_sha256 != before
     assert "from the cache" not in capsys.readouterr().out
     tokenize(data, 8)
@@ -185,9 +155,9 @@ def test_a_short_name_keeps_a_version_number():
 
 def test_eval_sources_have_the_names_of_files_without_folders_and_suffixes(tmp_path):
     (tmp_path / "x").mkdir()
-    hard = write(tmp_path / "hard.v2.jsonl", [text("hard")])
-    easy = write(tmp_path / "x" / "easy.ndjson", [text("easy")])
-    train = write(tmp_path / "train.jsonl", [text("train")])
+    hard = write_dataset(tmp_path / "hard.v2.jsonl", [text_record("hard")])
+    easy = write_dataset(tmp_path / "x" / "easy.ndjson", [text_record("easy")])
+    train = write_dataset(tmp_path / "train.jsonl", [text_record("train")])
     tokenized = tokenize(config(train, eval_dataset=[hard, easy]), 8)
     assert list(tokenized.eval_sources) == ["hard.v2", "easy"]
 
@@ -203,8 +173,8 @@ def _fresh_state() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fresh_state")
 def test_a_run_logs_a_loss_of_each_eval_file(tmp_path, text_file):
-    old = write(tmp_path / "old.jsonl", [text("old")] * 20)
-    new = write(tmp_path / "new.jsonl", [text("new")] * 20)
+    old = write_dataset(tmp_path / "old.jsonl", [text_record("old")] * 20)
+    new = write_dataset(tmp_path / "new.jsonl", [text_record("new")] * 20)
     run = tmp_path / "run"
     flags = f"--dataset {text_file} --output_dir {run} --eval_dataset {old} {new}".split()
     main = runpy.run_path(str(ROOT / GPT))["main"]
@@ -237,8 +207,8 @@ def test_a_run_logs_a_loss_of_each_eval_file(tmp_path, text_file):
 def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, records):
     record = TASKS[task][1]
     settings = {} if task == "text" else {"on_bad_row": "skip"}
-    train = write(tmp_path / "t.jsonl", [record(str(i)) for i in range(9)])
-    eval = write(tmp_path / "e.jsonl", records)
+    train = write_dataset(tmp_path / "t.jsonl", [record(str(i)) for i in range(9)])
+    eval = write_dataset(tmp_path / "e.jsonl", records)
     message = complaint(config(train, eval_dataset=[eval]), chat_config(task, **settings))
     assert message.startswith(f"--eval_dataset {eval}")
     assert left_behind(cache) == []
@@ -260,7 +230,7 @@ def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, r
 def test_a_wrong_name_of_eval_data_is_an_error_that_names_the_flag(
     tmp_path, cache, settings, error
 ):
-    train = write(tmp_path / "t.jsonl", [text("t")])
+    train = write_dataset(tmp_path / "t.jsonl", [text_record("t")])
     assert complaint(config(train, **settings)).startswith(error)
     assert left_behind(cache) == []
 
@@ -288,9 +258,9 @@ def test_eval_fraction_and_eval_data_together_are_an_error(tmp_path, flags):
 @pytest.mark.parametrize("kind", ["list", "data set", "function"])
 def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path, kind):
     names = [f"train{i:02}" for i in range(9)]
-    chats = [chat(name) for name in names]
+    chats = [completion_record(name) for name in names]
     records = {"list": chats, "data set": datasets.Dataset.from_list(chats), "function": chats.copy}
-    eval = write(tmp_path / "e.jsonl", [chat("eval")])
+    eval = write_dataset(tmp_path / "e.jsonl", [completion_record("eval")])
     data = DataConfig(tokenizer="byte", eval_dataset=[eval])
 
     tokenized = tokenize(data, BLOCK, ChatConfig(), records=records[kind])

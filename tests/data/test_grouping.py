@@ -36,7 +36,7 @@ from llmtrain.parallel.placement import place
 from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import Settings
-from tests.data.test_loader import assert_same_batches, micro_batches_of, shares_of_steps
+from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65

@@ -13,7 +13,7 @@ from llmtrain.data.dataset_names import open_source
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.errors import UserError
-from tests.data.test_prepare import documents_of
+from tests.data.preparation import documents_of
 
 TWO_CONFIGURATIONS = """---
 license: mit

@@ -15,8 +15,8 @@ from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from llmtrain.models.config import parse_max_length
 from recipes import finetune, gpt
-from tests.data.test_prepare import left_behind
-from tests.data.test_sft import chat, size_of, write
+from tests.data.chat_records import chat_record, size_of
+from tests.data.preparation import data_config, left_behind, write_records
 from tests.launching import write_chats
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -29,15 +29,10 @@ def text_path(tmp_path: Path) -> Path:
     return path
 
 
-def config(*paths: Path, **settings: Any) -> DataConfig:
-    defaults = {"tokenizer": "byte", "eval_fraction": 0.0}
-    return DataConfig(dataset=[str(path) for path in paths], **defaults | settings)
-
-
 def chats_of_lengths(path: Path, lengths: list[int]) -> Path:
     """Write conversations with these numbers of tokens."""
-    overhead = size_of(chat("q", ""))
-    return write(path, [chat("q", "x" * (length - overhead)) for length in lengths])
+    overhead = size_of(chat_record("q", ""))
+    return write_records(path, [chat_record("q", "x" * (length - overhead)) for length in lengths])
 
 
 def tokenize_lengths(
@@ -48,7 +43,9 @@ def tokenize_lengths(
     **settings: Any,
 ) -> Tokenized:
     path = chats_of_lengths(folder / "chats.jsonl", lengths)
-    return tokenize(config(path), max_length, ChatConfig(**settings), max_positions=max_positions)
+    return tokenize(
+        data_config(path), max_length, ChatConfig(**settings), max_positions=max_positions
+    )
 
 
 # --- the covering length
@@ -90,8 +87,8 @@ def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
 def test_auto_holds_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
     long_pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
     short_pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
-    path = write(tmp_path / "pairs.jsonl", [long_pair, short_pair])
-    tokenized = tokenize(config(path), "auto", PairConfig())
+    path = write_records(tmp_path / "pairs.jsonl", [long_pair, short_pair])
+    tokenized = tokenize(data_config(path), "auto", PairConfig())
     assert tokenized.metadata.block_size == 128
     assert tokenized.positions == 2 * 128 - 1  # of both answers; the last token is no input
 
@@ -111,7 +108,7 @@ def test_the_log_has_the_length_that_auto_has_chosen(
 
 
 def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path: Path) -> None:
-    path = write(tmp_path / "chats.jsonl", [chat("q", "a" * 150)] * 4)
+    path = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a" * 150)] * 4)
     flags = f"--dataset {path} --max_length auto --tokenizer byte".split()
     settings = lt.parse(finetune.DEFAULTS, flags)
     rows = finetune.tokenized(settings)
@@ -125,15 +122,15 @@ def test_auto_is_an_error_for_text(
     text_path: Path, cache: Path, chat_config: ChatConfig | None
 ) -> None:
     with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
-        tokenize(config(text_path), "auto", chat_config)
+        tokenize(data_config(text_path), "auto", chat_config)
     assert left_behind(cache) == []
 
 
 def test_auto_is_an_error_for_text_that_is_evaluated_on_conversations(
     tmp_path: Path, text_path: Path, cache: Path
 ) -> None:
-    chats = write(tmp_path / "chats.jsonl", [chat("q", "a")])
-    data = config(text_path, eval_dataset=[str(chats)])
+    chats = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a")])
+    data = data_config(text_path, eval_dataset=[str(chats)])
     with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
         tokenize(data, "auto", ChatConfig())
     assert left_behind(cache) == []
@@ -142,11 +139,11 @@ def test_auto_is_an_error_for_text_that_is_evaluated_on_conversations(
 def test_auto_is_an_error_if_no_conversation_has_a_target(
     tmp_path: Path, text_path: Path, cache: Path
 ) -> None:
-    question, answer = chat("q", "a")["messages"]
+    question, answer = chat_record("q", "a")["messages"]
     untrained = {"messages": [question, {**answer, "weight": 0}]}
-    chats = write(tmp_path / "chats.jsonl", [untrained])
+    chats = write_records(tmp_path / "chats.jsonl", [untrained])
     with pytest.raises(UserError, match=r"would be trained \(.*; 1 turn has weight 0\)"):
-        tokenize(config(text_path, chats), "auto", ChatConfig())
+        tokenize(data_config(text_path, chats), "auto", ChatConfig())
     assert left_behind(cache) == []
 
 
@@ -282,16 +279,16 @@ def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(
     tmp_path: Path, overlong: str, advice: str
 ) -> None:
     pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
-    path = write(tmp_path / "pairs.jsonl", [pair])
+    path = write_records(tmp_path / "pairs.jsonl", [pair])
     with pytest.raises(UserError, match=advice):
-        tokenize(config(path), 64, PairConfig(overlong=overlong))
+        tokenize(data_config(path), 64, PairConfig(overlong=overlong))
 
 
 def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", [chat("q", "x")])
+    train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
     eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
     with pytest.raises(UserError) as error:
-        tokenize(config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
+        tokenize(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
     assert str(error.value) == (
         f"--eval_dataset {eval}: no record can be used for evaluation (0 of 2 conversations: 2 "
         "overlong dropped (100.0% of the tokens), 0 without a target token and 0 bad ones left "

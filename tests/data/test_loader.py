@@ -7,8 +7,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
-from torch.utils.data import DataLoader
 
 from llmtrain.data.loader import (
     IGNORED,
@@ -20,7 +18,8 @@ from llmtrain.data.loader import (
     train_loader,
 )
 from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
-from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.batches import Batch
+from tests.data.batches import assert_same_batches, micro_batches_of, shard_of, shares_of_steps
 
 SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
 BLOCK = 4
@@ -117,34 +116,6 @@ def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
 
 
 # --- layouts and resuming
-
-
-def shard_of(sampler: GlobalBatchSampler, processes: int, rank: int) -> BatchSamplerShard:
-    """Give a rank its slices of the global batches, as Accelerate does in a run."""
-    return BatchSamplerShard(sampler, processes, rank, split_batches=True, even_batches=False)
-
-
-def shares_of_steps(loader: DataLoader, processes: int) -> list[tuple[LocalBatch, ...]]:
-    """Return the batches of all processes for each step."""
-    loaders = []
-    for rank in range(processes):
-        shard = shard_of(loader.batch_sampler, processes, rank)
-        loaders.append(
-            DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
-        )
-    return list(zip(*loaders, strict=True))
-
-
-def micro_batches_of(shares: Iterable[LocalBatch]) -> list[Batch]:
-    """Return the micro-batches of all processes, in the order of the ranks."""
-    return list(chain.from_iterable(share.batches for share in shares))
-
-
-def assert_same_batches(actual: LocalBatch, expected: LocalBatch) -> None:
-    assert actual.rows.equal(expected.rows)
-    for batch, expected_batch in zip(actual.batches, expected.batches, strict=True):
-        assert batch.keys() == expected_batch.keys()
-        assert all(batch[name].equal(expected_batch[name]) for name in batch)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

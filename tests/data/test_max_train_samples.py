@@ -9,8 +9,8 @@ import pytest
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from tests.data.test_eval_data import TASKS, shown, text, write
-from tests.data.test_prepare import documents_of
+from tests.data.preparation import documents_of
+from tests.data.tasks import TASKS, shown, text_record, write_dataset
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -37,7 +37,7 @@ def test_the_first_training_records_are_used_and_the_eval_data_stay(
     tmp_path: Path, task: str, unpaired: bool, tokenizer: str
 ) -> None:
     chat_type, record_of = TASKS[task]
-    path = write(tmp_path / "data.jsonl", [record_of(name) for name in NAMES])
+    path = write_dataset(tmp_path / "data.jsonl", [record_of(name) for name in NAMES])
 
     def tokenize_first(count: int | None) -> Tokenized:
         data = DataConfig(
@@ -67,9 +67,9 @@ def test_the_first_training_records_are_used_and_the_eval_data_stay(
 def test_each_data_set_has_its_own_count_and_eval_files_are_read_completely(
     tmp_path: Path,
 ) -> None:
-    first = write(tmp_path / "a.jsonl", [text(name) for name in NAMES[:10]])
-    second = write(tmp_path / "b.jsonl", [text(name) for name in NAMES[10:20]])
-    eval = write(tmp_path / "eval.jsonl", [text(name) for name in NAMES[20:]])
+    first = write_dataset(tmp_path / "a.jsonl", [text_record(name) for name in NAMES[:10]])
+    second = write_dataset(tmp_path / "b.jsonl", [text_record(name) for name in NAMES[10:20]])
+    eval = write_dataset(tmp_path / "eval.jsonl", [text_record(name) for name in NAMES[20:]])
     data = DataConfig(
         dataset=[first, second],
         eval_dataset=[eval],
@@ -91,7 +91,7 @@ def test_the_end_of_the_longest_document_is_eval_data_even_if_it_is_not_trained_
     """If there are too few documents, the end of the longest one is the eval data."""
     longest = "a document that is much longer than the others"
     documents = ["one", "two", longest]
-    path = write(tmp_path / "data.jsonl", [{"text": document} for document in documents])
+    path = write_dataset(tmp_path / "data.jsonl", [{"text": document} for document in documents])
     data = DataConfig(dataset=[path], tokenizer="byte", eval_fraction=0.1, max_train_samples=count)
 
     tokenized = tokenize(data, max_length=4)

@@ -10,8 +10,8 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.observe.preview import preview
-from tests.data.test_prepare import complaint, left_behind, stream_of
-from tests.data.test_sft import END, answers_of, chat, chats, config, texts_of, write
+from tests.data.chat_records import CHATML_END, answers_of, chat_record, chat_records, texts_of
+from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -23,16 +23,16 @@ OPEN_QUOTE = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"  # before targets, 
 
 @pytest.fixture
 def chat_file(tmp_path) -> Path:
-    return write(tmp_path / "chats.jsonl", chats(40))
+    return write_records(tmp_path / "chats.jsonl", chat_records(40))
 
 
 @pytest.fixture
 def text_file(tmp_path) -> Path:
-    return write(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
+    return write_records(tmp_path / "corpus.jsonl", [{"text": text} for text in TEXTS])
 
 
 def tokenize_files(*paths: Path, chat: ChatConfig | None = None, **settings) -> Tokenized:
-    return tokenize(config(*paths, **settings), BLOCK, chat or ChatConfig())
+    return tokenize(data_config(*paths, **settings), BLOCK, chat or ChatConfig())
 
 
 def rows_by_source(tokenized: Tokenized) -> list[list[dict]]:
@@ -70,7 +70,7 @@ def test_text_has_its_rows_with_the_columns_of_conversations(
     chat_file, text_file, is_text_first, packing
 ):
     paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
-    separate = tokenize(config(text_file, isolate_documents=packing), BLOCK)
+    separate = tokenize(data_config(text_file, isolate_documents=packing), BLOCK)
     mixed = tokenize_files(*paths, chat=ChatConfig(packing=packing))
     assert mixed.is_packed == packing
     assert mixed.metadata.train_tokens == sum(mixed.metadata.source_targets)
@@ -97,7 +97,7 @@ def test_every_token_of_text_and_every_answer_are_targets(chat_file, text_file, 
 
     answers = answers_of(conversations, mixed)
     assert len(answers) == 40
-    assert all(answer.endswith(END) for answer in answers)
+    assert all(answer.endswith(CHATML_END) for answer in answers)
 
 
 def test_text_beside_packed_conversations_is_isolated_without_a_flag(chat_file, text_file, capsys):
@@ -124,10 +124,10 @@ def test_a_tokenizer_is_trained_on_text_and_conversations(chat_file, text_file):
 def test_flags_of_conversations_and_of_text_apply_to_their_own_source(
     tmp_path, chat_file, text_file
 ):
-    body_file = write(tmp_path / "body.jsonl", [{"body": text} for text in TEXTS])
+    body_file = write_records(tmp_path / "body.jsonl", [{"body": text} for text in TEXTS])
     chat_config = ChatConfig(turns="last")
     from_command_line(chat_config, "turns")
-    data = config(chat_file, body_file, text_field="body")
+    data = data_config(chat_file, body_file, text_field="body")
     from_command_line(data, "text_field")
 
     mixed = tokenize(data, BLOCK, chat_config)
@@ -161,7 +161,9 @@ def test_the_audit_counts_only_conversations(chat_file, text_file, capsys):
 
 
 def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file, capsys):
-    eval_file = write(tmp_path / "eval.jsonl", [*chats(3), chat("q", "long " * BLOCK)])
+    eval_file = write_records(
+        tmp_path / "eval.jsonl", [*chat_records(3), chat_record("q", "long " * BLOCK)]
+    )
     tokenize_files(text_file, eval_dataset=[str(eval_file)])
     assert "eval      3 of 4 conversations: 1 overlong dropped" in capsys.readouterr().out
 
@@ -169,7 +171,7 @@ def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file
 def test_bits_per_byte_count_the_text_and_the_answers(chat_file, text_file):
     mixed = tokenize_files(chat_file, text_file, eval_fraction=0.2)
     conversations = tokenize_files(chat_file, eval_fraction=0.2)
-    text = tokenize(config(text_file, eval_fraction=0.2), BLOCK)
+    text = tokenize(data_config(text_file, eval_fraction=0.2), BLOCK)
     expected = conversations.metadata.eval_bytes + text.metadata.eval_bytes
     assert mixed.metadata.eval_bytes == expected
 
@@ -243,15 +245,15 @@ def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, 
 
 def test_a_mixture_of_texts_has_shares_of_target_tokens(tmp_path, capsys):
     # A row has two targets, except for the second row of the short text, which has one.
-    short = write(tmp_path / "short.jsonl", [{"text": "ab"}])
-    long = write(tmp_path / "long.jsonl", [{"text": "c" * 99}])
-    tokenize(config(short, long, mixture=[1, 1]), 2)
+    short = write_records(tmp_path / "short.jsonl", [{"text": "ab"}])
+    long = write_records(tmp_path / "long.jsonl", [{"text": "c" * 99}])
+    tokenize(data_config(short, long, mixture=[1, 1]), 2)
     line = "mixture   short 50.0% of rows, 42.9% of target tokens; long 50.0%, 57.1%"
     assert f"\n{line}\n" in capsys.readouterr().out
 
 
 def test_one_data_set_has_no_shares(text_file, capsys):
-    tokenize(config(text_file), 2)
+    tokenize(data_config(text_file), 2)
     assert "\nmixture" not in capsys.readouterr().out
 
 
@@ -357,10 +359,10 @@ PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4
 def test_sources_and_settings_that_do_not_fit_are_an_error(
     tmp_path, chat_file, text_file, cache, names, row_config, settings, error
 ):
-    write(tmp_path / "pairs.jsonl", PAIRS)
-    write(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
+    write_records(tmp_path / "pairs.jsonl", PAIRS)
+    write_records(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
     files = [tmp_path / f"{name}.jsonl" for name in names.split()]
-    message = complaint(config(*files, **settings), BLOCK, row_config)
+    message = complaint(data_config(*files, **settings), BLOCK, row_config)
     assert error.format(folder=tmp_path) in message
     assert left_behind(cache) == []
 
@@ -368,10 +370,10 @@ def test_sources_and_settings_that_do_not_fit_are_an_error(
 def test_a_flag_of_conversations_is_an_error_for_text(text_file):
     chat_config = ChatConfig(turns="last")
     from_command_line(chat_config, "turns")
-    assert "--turns is for conversations" in complaint(config(text_file), BLOCK, chat_config)
+    assert "--turns is for conversations" in complaint(data_config(text_file), BLOCK, chat_config)
 
 
 def test_a_flag_of_text_is_an_error_for_conversations(chat_file):
-    data = config(chat_file, text_field="body")
+    data = data_config(chat_file, text_field="body")
     from_command_line(data, "text_field")
     assert "--text_field is for text" in complaint(data, BLOCK, ChatConfig())

@@ -13,7 +13,7 @@ from llmtrain.data.loader import train_loader
 from llmtrain.data.samplers import GlobalBatchSampler
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
-from tests.data.test_loader import assert_same_batches, micro_batches_of, shares_of_steps
+from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 WEIGHTS = [
     *([1], [1, 1], [7, 3], [1, 99], [0.999, 0.001], [39, 40]),

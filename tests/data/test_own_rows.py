@@ -8,7 +8,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from tests.data.test_prepare import TEXTS, config, write
+from tests.data.preparation import TEXTS, data_config, write_texts
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -80,8 +80,8 @@ def test_without_eval_rows_all_counts_of_them_are_zero() -> None:
     ],
 )
 def test_rows_that_were_tokenised_have_the_same_counts_as_own_rows(tmp_path, name) -> None:
-    path = write(tmp_path / "a.jsonl", TEXTS * 9)
-    tokenized = tokenize(config(path, eval_fraction=0.3), 8)
+    path = write_texts(tmp_path / "a.jsonl", TEXTS * 9)
+    tokenized = tokenize(data_config(path, eval_fraction=0.3), 8)
 
     rows = Tokenized.of(tokenized.train, tokenized.tokenizer, tokenized.eval)
 

@@ -22,8 +22,8 @@ from llmtrain.data.prompt_completion import PromptCompletionRenderer
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
 from llmtrain.errors import UserError
-from tests.data.chats import QWEN3, USER, chat, make
-from tests.data.test_shortcuts import assert_same, random_conversation
+from tests.data.chats import QWEN3, USER, assert_same_rendering, chat, make
+from tests.data.random_conversations import random_conversation
 from tests.launching import ROOT
 from tests.waiting import wait_until
 
@@ -71,7 +71,7 @@ def assert_same_result(result: Rendered | BadRecord, expected: Rendered | BadRec
     if isinstance(result, BadRecord):
         assert str(result) == str(expected)
     else:
-        assert_same(result, expected)
+        assert_same_rendering(result, expected)
 
 
 def assert_all_ended(processes: Processes) -> None:
@@ -251,7 +251,8 @@ def test_ctrl_c_ends_all_processes(started: Processes) -> None:
 SCRIPT = """
 import time
 from llmtrain.data import parallel_rendering
-from tests.data.test_parallel_rendering import chats, renderer
+from llmtrain.data.render import Renderer
+from tests.data.chats import QWEN3, chat, make
 
 parallel_rendering.FEWEST_FOR_PROCESSES = 30
 parallel_rendering.CHUNK_SIZE = 7
@@ -263,7 +264,8 @@ def start_and_print():
     return worker
 
 parallel_rendering._start_worker = start_and_print
-results = parallel_rendering.render_all(renderer(), iter(chats(60)), processes=2)
+conversations = [(f"line {i}", chat("a", "b")) for i in range(60)]
+results = parallel_rendering.render_all(Renderer(make(QWEN3)), iter(conversations), processes=2)
 next(results)
 print("rendering", flush=True)
 time.sleep(600)

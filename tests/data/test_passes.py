@@ -14,7 +14,7 @@ from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.store import TokenStore
 from llmtrain.errors import UserError
 from tests.data.chats import make
-from tests.data.test_prepare import left_behind
+from tests.data.preparation import left_behind
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -22,18 +22,14 @@ from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
 from llmtrain.interfaces.batches import IGNORED
-from tests.data.test_prepare import left_behind
-from tests.data.test_sft import (
-    COUNTED,
-    END,
-    ENDED,
-    ONLY_ENDS,
-    chat,
-    config,
-    log_lines,
-    write,
+from tests.data.chat_records import CHATML_END, chat_record
+from tests.data.odd_templates import (
+    COUNTS_WITHOUT_ROLES,
+    MARKS_ANSWERS_AND_ENDS,
+    MARKS_ENDS,
     write_template,
 )
+from tests.data.preparation import data_config, left_behind, log_lines, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -42,7 +38,7 @@ MAX_LENGTH = 64
 EOS = "<|endoftext|>"
 
 # A special token cannot be told from text if the message has private-use characters, too.
-AMBIGUOUS = f"{END}\U000f0000"
+AMBIGUOUS = f"{CHATML_END}\U000f0000"
 HALF_OF_A_SURROGATE_PAIR = "a\ud83d"
 
 for_both_kinds = pytest.mark.parametrize(
@@ -68,7 +64,7 @@ def message(role: object, content: object) -> Fields:
 
 def messages(*contents: str) -> list[Fields]:
     """Return messages of the user and the assistant in turn."""
-    result: list[Fields] = chat(*contents)["messages"]
+    result: list[Fields] = chat_record(*contents)["messages"]
     return result
 
 
@@ -100,12 +96,15 @@ def tokenize_file(
         else:
             data_settings[name] = value
     return tokenize(
-        config(path, **data_settings), max_length, PairConfig(**pair_settings), unpaired=unpaired
+        data_config(path, **data_settings),
+        max_length,
+        PairConfig(**pair_settings),
+        unpaired=unpaired,
     )
 
 
 def tokenize_records(folder: Path, records: list[Fields], **settings: Any) -> Tokenized:
-    return tokenize_file(write(folder / "preferences.jsonl", records), **settings)
+    return tokenize_file(write_records(folder / "preferences.jsonl", records), **settings)
 
 
 def refusal(path: Path, **settings: Any) -> str:
@@ -228,7 +227,7 @@ def pair_texts(rows: TokenRows | None, tokenized: Tokenized) -> list[PairText]:
 
 
 def chatml_prompt(messages: list[Fields]) -> str:
-    turns = [f"<|im_start|>{m['role']}\n{m['content']}{END}\n" for m in messages]
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}{CHATML_END}\n" for m in messages]
     return "".join(turns) + "<|im_start|>assistant\n"
 
 
@@ -238,8 +237,8 @@ def answers_after(
     """Return two answers to some messages, in ChatML."""
     before = chatml_prompt(prompt)
     return PairText(
-        sequences=(before + first + END, before + second + END),
-        targets=(first + END, second + END),
+        sequences=(before + first + CHATML_END, before + second + CHATML_END),
+        targets=(first + CHATML_END, second + CHATML_END),
         is_first_desirable=is_first_desirable,
     )
 
@@ -372,15 +371,17 @@ def test_user_messages_inside_an_answer_are_no_targets(tmp_path: Path) -> None:
     tokenized = tokenize_records(tmp_path, [pair("q", turns, "no")], max_length=150)
 
     (text,) = pair_texts(tokenized.train, tokenized)
-    assert text.targets == (f"one{END}two{END}", f"no{END}")
-    assert f"user\ngo on{END}" in text.sequences[0]
+    assert text.targets == (f"one{CHATML_END}two{CHATML_END}", f"no{CHATML_END}")
+    assert f"user\ngo on{CHATML_END}" in text.sequences[0]
 
 
 def test_generation_marks_limit_the_targets_and_change_the_data_hash(tmp_path: Path) -> None:
     records = [pair("q", "a", "b")]
 
-    answers = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ENDED))
-    ends = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, ONLY_ENDS))
+    answers = tokenize_records(
+        tmp_path, records, chat_template=write_template(tmp_path, MARKS_ANSWERS_AND_ENDS)
+    )
+    ends = tokenize_records(tmp_path, records, chat_template=write_template(tmp_path, MARKS_ENDS))
 
     (answer_text,) = pair_texts(answers.train, answers)
     (end_text,) = pair_texts(ends.train, ends)
@@ -451,7 +452,7 @@ def test_a_single_answer_is_compared_with_one_of_its_own_split(tmp_path: Path) -
     eval = pair_texts(tokenized.eval, tokenized)
     assert len(train) + len(eval) == 30
     for split in (train, eval):
-        answers = {text.targets[0].removesuffix(END) for text in split}
+        answers = {text.targets[0].removesuffix(CHATML_END) for text in split}
         records_of_split = [record for record in records if record["completion"] in answers]
         assert Counter(split) == Counter(expected_texts(records_of_split))
 
@@ -473,7 +474,7 @@ def test_an_answer_that_is_only_compared_with_is_truncated_and_not_overlong(
     texts = pair_texts(tokenized.train, tokenized)
     (truncated,) = [text for text in texts if "longer" in text.sequences[0]]
     assert len(byte_tokens(truncated.sequences[1])) == len(longest)
-    assert truncated.targets[0] == f"y{END}"
+    assert truncated.targets[0] == f"y{CHATML_END}"
     assert set(truncated.targets[1]) == {"x"}
     assert audit_of(tokenized).overlong == 0
 
@@ -542,7 +543,7 @@ def test_every_format_of_pairs_gives_the_same_rows(
     as_texts = tokenize_records(tmp_path, [pair(*texts) for texts in TEXTS])
     records = [PAIR_FORMATS[format](*texts) for texts in TEXTS]
 
-    tokenized = tokenize_file(write(tmp_path / f"other.{suffix}", records))
+    tokenized = tokenize_file(write_records(tmp_path / f"other.{suffix}", records))
 
     expected = [answers_to(*texts) for texts in TEXTS]
     assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
@@ -567,7 +568,7 @@ def test_every_format_of_labelled_answers_gives_the_same_rows(
             record["completion"] = [message("assistant", record["completion"])]
         records.append(record | {"label": label_type(record["label"])})
 
-    tokenized = tokenize_file(write(tmp_path / f"other.{suffix}", records), unpaired=True)
+    tokenized = tokenize_file(write_records(tmp_path / f"other.{suffix}", records), unpaired=True)
 
     expected = expected_texts(labelled_answers(5))
     assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected)
@@ -582,7 +583,7 @@ def test_labels_in_csv_are_words_or_digits(tmp_path: Path, label_type: type) -> 
     records = labelled_answers(5)
     labelled = [record | {"label": label_type(record["label"])} for record in records]
 
-    tokenized = tokenize_file(write(tmp_path / "a.csv", labelled), unpaired=True)
+    tokenized = tokenize_file(write_records(tmp_path / "a.csv", labelled), unpaired=True)
 
     assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(records))
 
@@ -848,7 +849,7 @@ def test_a_bad_record_is_an_error_with_its_line(
 ) -> None:
     records = some_records(4, unpaired)
     records.insert(number, bad)
-    path = write(tmp_path / "a.jsonl", records)
+    path = write_records(tmp_path / "a.jsonl", records)
 
     error = refusal(path, unpaired=unpaired, eval_fraction=0.3)
 
@@ -884,7 +885,7 @@ def test_a_bad_record_of_a_table_is_an_error_with_its_row(
     tmp_path: Path, cache: Path, suffix: str, place: str, reason: str
 ) -> None:
     records = [*pairs(2), pair("q", "a", None), *pairs(2, start=2)]
-    path = write(tmp_path / f"a.{suffix}", records)
+    path = write_records(tmp_path / f"a.{suffix}", records)
 
     assert refusal(path).startswith(f"{path}, {place}: {reason}")
     assert left_behind(cache) == []
@@ -893,9 +894,9 @@ def test_a_bad_record_of_a_table_is_an_error_with_its_row(
 def test_an_answer_that_the_template_shows_differently_after_its_prompt_is_bad(
     tmp_path: Path, cache: Path
 ) -> None:
-    path = write(tmp_path / "a.jsonl", pairs(2))
+    path = write_records(tmp_path / "a.jsonl", pairs(2))
 
-    assert refusal(path, chat_template=write_template(tmp_path, COUNTED)).startswith(
+    assert refusal(path, chat_template=write_template(tmp_path, COUNTS_WITHOUT_ROLES)).startswith(
         f"{path}, line 1: the chat template shows the answer differently from the way it prompts "
         "for it; fix"
     )
@@ -932,7 +933,7 @@ def test_an_answer_that_the_template_shows_differently_after_its_prompt_is_bad(
         ),
         pytest.param(
             "a.jsonl",
-            json.dumps(chat("q", "a")),
+            json.dumps(chat_record("q", "a")),
             {},
             "a.jsonl is not preference data: its first record has messages. Records need",
             id="conversations",
@@ -988,7 +989,7 @@ def byte_tokens(text: str) -> list[int | str]:
     """Return the tokens of a text: its bytes, and the control tokens of ChatML."""
     tokens: list[int | str] = []
     for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
-        if piece in ("<|im_start|>", END):
+        if piece in ("<|im_start|>", CHATML_END):
             tokens.append(piece)
         else:
             tokens.extend(piece.encode())
@@ -1008,7 +1009,7 @@ with_a_long_answer = pytest.mark.parametrize(
 
 def without_long_end(texts: tuple[str, str]) -> tuple[str, str]:
     """Remove the end token after the long answer."""
-    first, second = (text.replace(LONG_ANSWER + END, LONG_ANSWER) for text in texts)
+    first, second = (text.replace(LONG_ANSWER + CHATML_END, LONG_ANSWER) for text in texts)
     return first, second
 
 
@@ -1052,7 +1053,7 @@ def test_an_overlong_answer_is_truncated_by_its_last_token(
 def test_an_overlong_answer_is_an_error_with_its_line_and_length(
     tmp_path: Path, cache: Path, records: list[Fields]
 ) -> None:
-    path = write(tmp_path / "a.jsonl", records)
+    path = write_records(tmp_path / "a.jsonl", records)
 
     assert refusal(path, max_length=LONG_LENGTH - 1, overlong="error") == (
         f"{path}, line 2: an answer with its prompt has {LONG_LENGTH} tokens, more than "
@@ -1089,7 +1090,9 @@ def test_all_answers_to_a_prompt_are_in_the_same_split(
     )
 
     def records_per_prompt(rows: TokenRows | None) -> Counter[str]:
-        return Counter(text.sequences[0].partition(END)[0] for text in pair_texts(rows, tokenized))
+        return Counter(
+            text.sequences[0].partition(CHATML_END)[0] for text in pair_texts(rows, tokenized)
+        )
 
     train = records_per_prompt(tokenized.train)
     eval = records_per_prompt(tokenized.eval)
@@ -1123,9 +1126,9 @@ def test_eval_bytes_are_the_bytes_of_both_answers(tmp_path: Path) -> None:
 
     texts = pair_texts(tokenized.eval, tokenized)
     targets = "".join(itertools.chain(*(text.targets for text in texts)))
-    eval_bytes = len(targets.replace(END, "").encode())
+    eval_bytes = len(targets.replace(CHATML_END, "").encode())
     assert tokenized.metadata.eval_bytes == eval_bytes > 0
-    assert tokenized.metadata.eval_tokens == eval_bytes + targets.count(END)
+    assert tokenized.metadata.eval_tokens == eval_bytes + targets.count(CHATML_END)
 
 
 def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path: Path) -> None:
@@ -1330,7 +1333,7 @@ def test_the_log_has_a_line_about_eval_pairs_that_are_left_out(
 def test_special_tokens_and_unread_fields_are_counted_and_logged(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    special = pair(f"q{END}", f"a{END}", "b")
+    special = pair(f"q{CHATML_END}", f"a{CHATML_END}", "b")
     fields = pair(
         [message("user", "q") | {"at": 1, "weight": 0}],
         [message("assistant", "a") | {"at": 1, "weight": 1}],
@@ -1349,12 +1352,12 @@ def test_special_tokens_and_unread_fields_are_counted_and_logged(
 
 
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path: Path) -> None:
-    first_path = write(tmp_path / "a.jsonl", pairs(3))
-    second_path = write(tmp_path / "b.parquet", pairs(5, start=50))
+    first_path = write_records(tmp_path / "a.jsonl", pairs(3))
+    second_path = write_records(tmp_path / "b.parquet", pairs(5, start=50))
 
     first = tokenize_file(first_path)
     second = tokenize_file(second_path)
-    both = tokenize(config(first_path, second_path), MAX_LENGTH, PairConfig())
+    both = tokenize(data_config(first_path, second_path), MAX_LENGTH, PairConfig())
 
     assert audit_of(both) == total_audit([audit_of(first), audit_of(second)])
     assert both.metadata.source_rows == [first.metadata.train_rows, second.metadata.train_rows]

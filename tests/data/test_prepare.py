@@ -5,9 +5,9 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -22,60 +22,20 @@ from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.store import TOKEN_COLUMNS
 from llmtrain.errors import UserError
+from tests.data.preparation import (
+    BLOCK,
+    TEXTS,
+    complaint,
+    data_config,
+    documents_of,
+    left_behind,
+    stream_of,
+    tokenize_texts,
+    write_texts,
+)
 from tests.launching import PYTHON, run
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-BLOCK = 8
-TEXTS = [
-    "plain words, and some more.",
-    "ünï 漢字 🙂👩‍👩‍👧 e\u0301",
-    "lines\nof\r\na text\n\n\t  with   runs of    spaces \n",
-    "a literal <|endoftext|> is text",
-    "",
-    "x",
-]
-
-
-def write(path: Path, texts: list[str], field: str = "text") -> Path:
-    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
-    return path
-
-
-def config(path: Path, **settings) -> DataConfig:
-    defaults = {"dataset": [str(path)], "tokenizer": "byte", "eval_fraction": 0.0}
-    return DataConfig(**defaults | settings)
-
-
-def tokenize_texts(
-    folder: Path, texts: list[str], block_size: int = BLOCK, **settings
-) -> Tokenized:
-    path = write(folder / "corpus.jsonl", texts)
-    return tokenize(config(path, **settings), block_size)
-
-
-def stream_of(rows: Iterable[dict]) -> list[int]:
-    """Join rows to the stream that they were cut from. Checks the overlap and the padding."""
-    table = np.array([row["input_ids"] for row in rows])
-    assert np.array_equal(table[:-1, -1], table[1:, 0]), "rows overlap by one token"
-
-    joined = np.append(table[0, 0], table[:, 1:])
-    tokens = joined[joined != IGNORED]
-    padding = len(joined) - len(tokens)
-    assert np.array_equal(joined[: len(tokens)], tokens), "padding only at the end"
-    assert padding < table.shape[1] - 1, "every row has a target"
-    return tokens.tolist()
-
-
-def documents_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]:
-    """Decode the documents between the end-of-text tokens."""
-    if rows is None:
-        return []
-    tokens = stream_of(rows)
-    end = tokenized.tokenizer.eos_token_id
-    assert tokens[0] == tokens[-1] == end
-    ends = [i for i, token in enumerate(tokens) if token == end]
-    return [tokenized.tokenizer.decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
 
 
 def expected_stream(texts: list[str], tokenized: Tokenized) -> list[int]:
@@ -89,24 +49,11 @@ def expected_stream(texts: list[str], tokenized: Tokenized) -> list[int]:
     return stream
 
 
-def complaint(*arguments, **options) -> str:
-    """Return the message of the error that these arguments of ``tokenize`` cause: one line."""
-    with pytest.raises(UserError) as error:
-        tokenize(*arguments, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def is_from_cache(capsys: pytest.CaptureFixture) -> bool:
     """Read from the line about the data whether the rows were cached."""
     _, _, source = capsys.readouterr().out.rpartition("; ")
     assert source in ("tokenised\n", "from the cache\n")
     return source == "from the cache\n"
-
-
-def left_behind(cache: Path) -> list[str]:
-    """Return the files and folders in a cache, except its locks."""
-    return [path.name for path in cache.rglob("*") if path.suffix != ".lock"]
 
 
 # --- rows
@@ -224,13 +171,13 @@ def test_positions_of_a_stream_restart_at_each_document_and_row(
 
 
 def test_a_repaired_file_is_tokenised(tmp_path):
-    path = write(tmp_path / "a.jsonl", TEXTS)
+    path = write_texts(tmp_path / "a.jsonl", TEXTS)
     intact = path.read_text()
     path.write_text(intact + "oops\n")
-    assert "line 7" in complaint(config(path), BLOCK)
+    assert "line 7" in complaint(data_config(path), BLOCK)
 
     path.write_text(intact)
-    tokenized = tokenize(config(path), BLOCK)
+    tokenized = tokenize(data_config(path), BLOCK)
     assert documents_of(tokenized.train, tokenized) == TEXTS
 
 
@@ -619,7 +566,7 @@ def test_a_change_of_the_text_or_a_setting_makes_new_rows(tmp_path, capsys, chan
     def documents(texts, block_size, **settings) -> list[str]:
         records = [{"text": text, "body": f"{text} body"} for text in texts]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        tokenized = tokenize(config(path, **settings), block_size)
+        tokenized = tokenize(data_config(path, **settings), block_size)
         assert tokenized.metadata.block_size == block_size
         train = documents_of(tokenized.train, tokenized)
         return train + documents_of(tokenized.eval, tokenized)
@@ -649,7 +596,7 @@ def test_a_moved_data_set_is_in_the_cache_and_has_its_new_name(tmp_path, capsys)
     capsys.readouterr()
 
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    assert tokenize(config(moved), BLOCK).metadata.dataset == str(moved)
+    assert tokenize(data_config(moved), BLOCK).metadata.dataset == str(moved)
     output = capsys.readouterr().out
     assert "elsewhere.jsonl" in output
     assert output.endswith("; from the cache\n")
@@ -671,7 +618,7 @@ def test_a_new_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
 
 def test_two_processes_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
     # Threads stand for the processes: a file lock of another object excludes both.
-    path = write(tmp_path / "corpus.jsonl", TEXTS)
+    path = write_texts(tmp_path / "corpus.jsonl", TEXTS)
     start = threading.Barrier(2)
     make = prepare._make
     makers = []
@@ -683,7 +630,7 @@ def test_two_processes_that_tokenise_at_once_make_the_rows_once(tmp_path, monkey
 
     def tokenize_together(_: int) -> Tokenized:
         start.wait(timeout=30)
-        return tokenize(config(path), BLOCK)
+        return tokenize(data_config(path), BLOCK)
 
     monkeypatch.setattr(prepare, "_make", slow_make)
     with ThreadPoolExecutor(2) as pool:
@@ -697,8 +644,8 @@ def test_two_processes_that_tokenise_at_once_make_the_rows_once(tmp_path, monkey
 def test_a_hub_dataset_is_tokenised_and_cached(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
     (tmp_path / "corpus").mkdir()
-    write(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    data = config(tmp_path / "corpus", dataset_train_split="train")
+    write_texts(tmp_path / "corpus" / "train.jsonl", TEXTS)
+    data = data_config(tmp_path / "corpus", dataset_train_split="train")
 
     first = tokenize(data, BLOCK)
     assert documents_of(first.train, first) == TEXTS
@@ -732,7 +679,7 @@ def test_a_bad_file_is_an_error_of_one_line_and_no_cache_entry(
 ):
     path = tmp_path / name
     path.write_bytes(content)
-    assert error in complaint(config(path), BLOCK)
+    assert error in complaint(data_config(path), BLOCK)
     assert left_behind(cache) == []
 
 
@@ -753,20 +700,20 @@ def test_a_bad_file_is_an_error_of_one_line_and_no_cache_entry(
 def test_a_bad_setting_is_an_error_of_one_line_and_no_cache_entry(tmp_path, cache, settings, error):
     path = tmp_path / "a.txt"
     path.write_bytes(b"words")
-    assert error in complaint(config(path, **settings), 1)
+    assert error in complaint(data_config(path, **settings), 1)
     assert left_behind(cache) == []
 
 
 def test_a_fraction_that_leaves_no_training_document_is_an_error(tmp_path, cache):
-    path = write(tmp_path / "a.jsonl", ["words", "more"])
-    assert "lower it" in complaint(config(path, eval_fraction=0.9999), 1)
+    path = write_texts(tmp_path / "a.jsonl", ["words", "more"])
+    assert "lower it" in complaint(data_config(path, eval_fraction=0.9999), 1)
     assert left_behind(cache) == []
 
 
 def test_a_missing_text_field_is_an_error_that_names_the_line(tmp_path, cache):
     path = tmp_path / "a.csv"
     path.write_text("id,text\n1,words\n")
-    error = complaint(config(path, text_field="body"), BLOCK)
+    error = complaint(data_config(path, text_field="body"), BLOCK)
     assert "a.csv, line 2: no field 'body'" in error
     assert left_behind(cache) == []
 
@@ -792,13 +739,13 @@ def test_a_full_disk_leaves_no_cache_entry_and_the_next_try_succeeds(tmp_path, c
 def test_the_error_for_too_large_a_block_names_one_that_fits(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_text("some words")
-    error = complaint(config(path), 100)
+    error = complaint(data_config(path), 100)
     assert "--block_size 100 is larger" in error
     assert left_behind(cache) == []
 
     largest = int(re.search(r"use at most (\d+)", error)[1])
-    assert tokenize(config(path), largest).metadata.block_size == largest
-    assert "is larger" in complaint(config(path), largest + 1)
+    assert tokenize(data_config(path), largest).metadata.block_size == largest
+    assert "is larger" in complaint(data_config(path), largest + 1)
 
 
 def test_the_error_for_too_large_a_block_names_the_shortest_text(tmp_path):

@@ -21,7 +21,7 @@ from llmtrain.data.render import Renderer, make_renderer
 from llmtrain.data.rendered import TokenSequence, cut
 from llmtrain.errors import UserError
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
-from tests.data.test_prepare import left_behind
+from tests.data.preparation import left_behind
 
 pytestmark = pytest.mark.usefixtures("cache")
 

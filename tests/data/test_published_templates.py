@@ -1,172 +1,29 @@
 """Chat templates of published models: each turn is a target once, after the prompt of a chat.
 
-The templates are those that come with TRL. ``docs/explanation/templates-table.md`` has the table.
+``docs/explanation/templates-table.md`` has the table.
 """
 
-import importlib.util
 import json
-import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
 from llmtrain.data.template_messages import adapt_messages
-from tests.data.chats import TEXT
+from tests.data.published_templates import (
+    KINDS,
+    TEMPLATES,
+    TEMPLATES_PAGE,
+    TOOLS,
+    stops_of,
+    tokenizer_of,
+)
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates-table.md"
+pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes with the extra dev")
 
-# The tokens that end an answer, from the generation_config.json of each family. The first is EOS.
-STOPS = {
-    "cohere": ["<|END_OF_TURN_TOKEN|>"],
-    "deepseek": ["<\uff5cend▁of▁sentence\uff5c>"],
-    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
-    "gemma4": ["<turn|>", "<|tool_response>"],
-    "gemma": ["<eos>", "<end_of_turn>"],
-    "glm4": ["<|endoftext|>", "<|user|>", "<|observation|>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-    "lfm2": ["<|im_end|>"],
-    "llama3": ["<|eot_id|>", "<|eom_id|>"],
-    "muse": ["<|eot|>"],
-    "nemotron": ["<|im_end|>"],
-    "phi3": ["<|endoftext|>", "<|end|>"],
-    "qwen": ["<|im_end|>"],
-}
-# Tokens that these models have in their vocabulary, but not as special tokens.
-WORDS = ["think", "tool_call", "tool_response", "arg_key", "arg_value"]
-# The forms of special tokens in the templates.
-SPECIAL_FORMS = [
-    r"<\|?[\w▁\"-]*\|>",
-    r"<\|[\w\"-]+\|?>",
-    r"<\uff5c[^\uff5c]*\uff5c>",
-    r"<(?:start|end)_of_turn>",
-    r"<sop>",
-    r"\[gMASK\]",
-    r"<[a-z_]+\|>",
-]
-SPECIAL = re.compile("|".join(SPECIAL_FORMS))
-
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "place": {"type": "string", "description": "where"},
-        "days": {"type": "array", "items": {"type": "integer"}},
-    },
-    "required": ["place"],
-}
-WEATHER = {"name": "weather", "description": "Say how it is there.", "parameters": PARAMETERS}
-TOOLS = [{"type": "function", "function": WEATHER}]
-
-
-# --- conversations
-
-
-def call_id(place: str) -> str:
-    """Return the id of a call. Mistral's templates want nine characters."""
-    return f"call-{place}"[:9].ljust(9, "0")
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str, reasoning: str | None = None, *places: str) -> Message:
-    """Return an assistant message, which asks for the weather at some places."""
-    message: Message = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if places:
-        message["tool_calls"] = [weather_call(place) for place in places]
-    return message
-
-
-def weather_call(place: str) -> dict[str, Any]:
-    arguments = {"place": place, "days": [1, 2]}
-    return {
-        "id": call_id(place),
-        "type": "function",
-        "function": {"name": "weather", "arguments": arguments},
-    }
-
-
-def result(text: str, place: str) -> Message:
-    """Return the answer of the tool to the call for a place."""
-    return {"role": "tool", "name": "weather", "tool_call_id": call_id(place), "content": text}
-
-
-# The columns of the table. No answer, reasoning or place is twice in a conversation.
-KINDS = {
-    "one turn": [user("q1"), answer("Ans-1")],
-    "several": [
-        user("q1"),
-        answer("Ans-1"),
-        user("q2"),
-        answer("Ans-2"),
-        user("q3"),
-        answer("Ans-3"),
-    ],
-    "system": [
-        system("Be brief."),
-        user("q1"),
-        answer("Ans-1"),
-        user("q2"),
-        answer("Ans-2"),
-    ],
-    "greeting": [answer("Hello"), user("q1"), answer("Ans-1")],
-    "reasoning": [user("q1"), answer("Ans-1", "Why-1")],
-    "reasoning, several": [
-        user("q1"),
-        answer("Ans-1", "Why-1"),
-        user("q2"),
-        answer("Ans-2", "Why-2"),
-    ],
-    "reasoning, then none": [user("q1"), answer("Ans-1", "Why-1"), user("q2"), answer("Ans-2")],
-    "in its content": [
-        user("q1"),
-        answer("<think>\nWhy-1\n</think>\n\nAns-1"),
-        user("q2"),
-        answer("<think>\nWhy-2\n</think>\n\nAns-2"),
-    ],
-    "a call": [user("q1"), answer("", None, "Oslo"), result("rain", "Oslo"), answer("Ans-1")],
-    "two at once": [
-        user("q1"),
-        answer("", None, "Oslo", "Bonn"),
-        result("rain", "Oslo"),
-        result("sun", "Bonn"),
-        answer("Ans-1"),
-        user("q2"),
-        answer("Ans-2"),
-    ],
-    "one by one, reasoning": [
-        user("q1"),
-        answer("", "Why-1", "Oslo"),
-        result("rain", "Oslo"),
-        answer("", "Why-2", "Bonn"),
-        result("sun", "Bonn"),
-        answer("Ans-1", "Why-3"),
-    ],
-    "the same, several": [
-        user("q1"),
-        answer("", "Why-1", "Oslo"),
-        result("rain", "Oslo"),
-        answer("Ans-1", "Why-2"),
-        user("q2"),
-        answer("", "Why-3", "Bonn"),
-        result("sun", "Bonn"),
-        answer("Ans-2", "Why-4"),
-    ],
-}
 # These words tell to which turn a target belongs.
 DISTINCT_WORDS = ["Ans-1", "Ans-2", "Ans-3", "Oslo", "Bonn"]
 
@@ -177,45 +34,6 @@ REFUSALS = {
     "s": "System role not supported",
     "o": "makes several calls; the chat template shows one",
 }
-
-
-# --- templates and tokenizers
-
-
-def templates() -> dict[str, str]:
-    """Return the templates for text in TRL, as their models have them; none without TRL."""
-    package = importlib.util.find_spec("trl")
-    if package is None or package.origin is None:
-        return {}
-    result = {}
-    for path in sorted((Path(package.origin).parent / "chat_templates").glob("*.jinja")):
-        is_for_text = not re.search("training|vl|llava|idefics|smolvlm", path.stem)
-        if is_for_text and path.stem.startswith(tuple(STOPS)):
-            result[path.stem] = path.read_text()
-    return result
-
-
-TEMPLATES = templates()
-pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes with the extra dev")
-
-
-def stops_of(name: str) -> list[str]:
-    """Return the tokens that end an answer, given the name of a template."""
-    return next(stops for family, stops in STOPS.items() if name.startswith(family))
-
-
-def tokenizer_of(name: str, spec: str = "byte", text: list[str] = TEXT) -> PreTrainedTokenizerFast:
-    """Return a small tokenizer with a template, and with the tokens of its family."""
-    backend = tok.train_tokenizer(spec, iter(text), lambda: iter(text))
-    special_tokens = [*SPECIAL.findall(TEMPLATES[name]), *stops_of(name), "<bos>"]
-    backend.add_special_tokens([*dict.fromkeys(special_tokens)])
-    for word in WORDS:
-        backend.add_tokens([f"<{word}>", f"</{word}>"])
-    tokenizer = tok.as_pretrained(backend, block_size=4096)
-    tokenizer.bos_token = "<bos>"
-    tokenizer.eos_token = stops_of(name)[0]
-    tokenizer.chat_template = TEMPLATES[name]
-    return tokenizer
 
 
 # --- the table
@@ -302,7 +120,7 @@ def is_target_of(message: Message, target: str) -> bool:
 def test_each_turn_is_a_target_once_and_the_table_has_the_sequences(name: str) -> None:
     cells = [cell_of(name, kind) for kind in KINDS]
 
-    assert f"| {name} | {' | '.join(cells)} |" in PAGE.read_text().splitlines()
+    assert f"| {name} | {' | '.join(cells)} |" in TEMPLATES_PAGE.read_text().splitlines()
 
 
 if __name__ == "__main__":  # print the table

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
@@ -33,10 +33,20 @@ from tests.data.chats import (
     USER,
     chat,
     make,
+    make_sentencepiece,
     marked,
     only_sequence,
     target_texts,
     unmarked,
+)
+from tests.data.odd_templates import (
+    CALL_WITHOUT_END,
+    COUNTS,
+    ENDED_ONCE,
+    GLM,
+    JOINED,
+    PLAIN,
+    SWITCHED,
 )
 
 CHATML = unmarked(TEMPLATES["chatml"])
@@ -321,15 +331,6 @@ def test_two_end_tokens_next_to_each_other_are_both_targets():
     assert texts == ["b<|im_end|></s>", "d<|im_end|></s>"]
 
 
-# A message has no end token. The next one begins with its role.
-GLM = """
-{%- for m in messages -%}
-    {{- '<|' + m.role + '|>\\n' -}}
-    {%- if m.tool_calls -%}{{- m.tool_calls | tojson -}}{%- else -%}{{- m.content -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"""
-
-
 def test_a_turn_without_an_end_token_ends_with_the_first_token_of_the_next_message():
     tokenizer = make(GLM)
     tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
@@ -384,17 +385,6 @@ def test_an_end_token_that_absorbs_white_space_around_it_is_a_target(mark, strip
 
 
 # --- several messages in a turn
-
-# Assistant messages that follow each other have one beginning and one end.
-JOINED = """
-{%- for m in messages -%}
-    {%- if not (loop.previtem and loop.previtem.role == m.role) -%}
-        {{- '<|im_start|>' + m.role + '\\n' -}}
-    {%- endif -%}
-    {{- m.content -}}
-    {%- if not (loop.nextitem and loop.nextitem.role == m.role) -%}{{- '<|im_end|>' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
 def test_answers_that_the_template_joins_are_one_turn():
@@ -487,18 +477,6 @@ def test_turns_since_the_last_question_share_a_sequence():
 )
 def test_a_prompt_that_begins_the_reasoning_is_followed_by_its_rest(content, target):
     assert target_texts(make(R1), chat("a", content, "c", content)) == [target, target]
-
-
-# A prompt without reasoning ends with an empty block.
-SWITCHED = """
-{%- for m in messages -%}
-    {{- '<|im_start|>' + m.role + '\\n' -}}
-    {%- if m.role == 'assistant' -%}{{- '<think>' + (m.thinking or '') + '</think>' -}}{%- endif -%}
-    {{- m.content + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\\n' + ('<think></think>' if enable_thinking is false else '') -}}
-{%- endif -%}"""
 
 
 def test_the_prompt_of_a_turn_without_reasoning_asks_for_none():
@@ -604,21 +582,6 @@ def test_conversations_with_tools_get_the_tokenizers_template_for_tools():
 
 # --- templates that show the history differently from the prompt
 
-# The first token is the number of messages.
-COUNTS = "{{- messages | length -}}" + TEMPLATES["chatml"]
-# Only the last turn has an end token, so no end can be found for an earlier one.
-ENDED_ONCE = """
-{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- else -%}{{- eos_token -}}{%- endif -%}"""
-# A call has no end token, and only the last turn shows its reasoning.
-CALL_WITHOUT_END = """
-{%- for m in messages -%}
-    {{- '<|im_start|>' + m.role + '\\n' -}}
-    {%- if m.role == 'assistant' and loop.last -%}{{- '<think></think>' -}}{%- endif -%}
-    {{- m.tool_calls | tojson if m.tool_calls else m.content + '<|im_end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-
 
 @pytest.mark.parametrize(
     ("template", "messages"),
@@ -676,14 +639,6 @@ def test_turns_that_follow_no_prompt_are_left_out_and_counted():
 
 # --- tokens and characters
 
-# Turns have no end tokens.
-PLAIN = """
-{%- for m in messages -%}
-    {%- if m.role == 'assistant' -%}{{- 'Assistant: ' -}}«{{- m.content -}}»{{- '\\n' -}}
-    {%- else -%}{{- 'User: ' + m.content + '\\n' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}"""
-
 
 def test_no_token_belongs_to_both_the_prompt_and_the_answer():
     tokenizer = make(unmarked(PLAIN), "bpe:320")
@@ -708,35 +663,10 @@ def test_a_token_that_is_only_partly_in_a_block_is_no_target():
     assert (sequence.turns, sequence.ended, sequence.target_bytes) == (1, 1, 2)
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with byte fallback that puts a space before every text, like Llama's."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *"▁abcdefghijklmnopqrstuvwxyz<|>_\n:",
-        "▁b",
-    ]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    model = models.BPE(vocabulary, [("▁", "b")], unk_token="<unk>", byte_fallback=True)
-    backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
-    tokenizer = tok.as_pretrained(backend, block_size=32)
-    tokenizer.bos_token = "<s>"
-    tokenizer.eos_token = "</s>"
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
 @pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
 @pytest.mark.parametrize("text", ["🙂", "🙂b🙂", "é", "e\u0301", "👩‍👩‍👧‍👦", "漢字", "b 🙂 b"])
 def test_all_tokens_of_a_character_are_targets(kind, text):
-    tokenizer = sentencepiece() if kind == "sentencepiece" else make(CHATML)
+    tokenizer = make_sentencepiece(CHATML) if kind == "sentencepiece" else make(CHATML)
     conversation = chat("🙂" + text, text, text, text)
 
     sequence = only_sequence(tokenizer, conversation)

@@ -1,24 +1,19 @@
 """Conversations as rows: the targets, the counts, the eval data, and the cache."""
 
-import csv
 import dataclasses
 import itertools
-import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data import parallel_rendering, prepare
 from llmtrain.data.audit import Audit, total_audit
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
+from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.dataset_names import open_source
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.loader import IGNORED
@@ -26,61 +21,44 @@ from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.records import Records
 from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
+from tests.data.chat_records import (
+    CHATML_END,
+    answers_of,
+    chat_record,
+    chat_records,
+    chatml,
+    size_of,
+    texts_of,
+)
 from tests.data.chats import QWEN3, make
-from tests.data.test_prepare import left_behind
+from tests.data.odd_templates import (
+    COUNTS_WITHOUT_ROLES,
+    MARKS_ANSWERS_AND_ENDS,
+    MARKS_ENDS,
+    template_with_answers,
+    write_template,
+)
+from tests.data.preparation import data_config, left_behind, log_lines, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 MAX_LENGTH = 95
-END = "<|im_end|>"
 
 
-# --- records and files
+# --- records
 
-
-def chat(*contents: str) -> dict[str, Any]:
-    """Return a record with messages of the user and the assistant in turn."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    return {"messages": messages}
-
-
-def chats(count: int, start: int = 0) -> list[dict[str, Any]]:
-    return [chat(f"{i}?", f"{i * i} ü.") for i in range(start, start + count)]
-
-
-LONG_ANSWER = chat("q", "x" * 100)
-LONG_QUESTION = chat("x" * 100, "a")
-LONG_SECOND_ANSWER = chat("q", "a", "q", "x" * 100)
+LONG_ANSWER = chat_record("q", "x" * 100)
+LONG_QUESTION = chat_record("x" * 100, "a")
+LONG_SECOND_ANSWER = chat_record("q", "a", "q", "x" * 100)
 
 # A bad record that can be read but not rendered, and one that cannot be read.
-AMBIGUOUS = chat("a", f"b{END}\U000f0000")
+AMBIGUOUS = chat_record("a", f"b{CHATML_END}\U000f0000")
 AMBIGUOUS_REASON = "a message holds a special token and private-use characters of Unicode"
 UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}
 UNANSWERED_REASON = "the conversation has no assistant message"
 
 
-def write(path: Path, records: list[dict[str, Any]]) -> Path:
-    """Write records in the format of the file's suffix."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(records), path)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, records[0].keys())
-            writer.writeheader()
-            writer.writerows(records)
-    else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 # --- tokenizing
-
-
-def config(*paths: Path, **settings: Any) -> DataConfig:
-    dataset = [str(path) for path in paths]
-    defaults = {"dataset": dataset, "tokenizer": "byte", "eval_fraction": 0.0}
-    return DataConfig(**defaults | settings)
 
 
 def tokenize_files(*paths: Path, max_length: int = MAX_LENGTH, **settings: Any) -> Tokenized:
@@ -92,11 +70,11 @@ def tokenize_files(*paths: Path, max_length: int = MAX_LENGTH, **settings: Any) 
             chat_settings[name] = value
         else:
             data_settings[name] = value
-    return tokenize(config(*paths, **data_settings), max_length, ChatConfig(**chat_settings))
+    return tokenize(data_config(*paths, **data_settings), max_length, ChatConfig(**chat_settings))
 
 
 def tokenize_chats(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Tokenized:
-    return tokenize_files(write(folder / "chats.jsonl", records), **settings)
+    return tokenize_files(write_records(folder / "chats.jsonl", records), **settings)
 
 
 def refusal(*paths: Path, **settings: Any) -> str:
@@ -113,117 +91,44 @@ def audit_of(tokenized: Tokenized) -> Audit:
     return Audit(**tokenized.metadata.audit)
 
 
-def log_lines(capsys: pytest.CaptureFixture[str], name: str) -> list[str]:
-    """Return the lines of the start-up log with a name, without that name."""
-    lines = capsys.readouterr().out.splitlines()
-    return [line.removeprefix(name).strip() for line in lines if line.startswith(f"{name} ")]
-
-
-# --- reading rows back
-
-
-def documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens and the labels of each conversation in a row, without the padding."""
-    ids = row["input_ids"]
-    labels = row["labels"]
-    if "position_ids" in row:
-        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
-        stops = [*starts[1:], len(ids)]
-    else:
-        starts = [0]
-        stops = row["lengths"]
-
-    documents = []
-    for start, stop in zip(starts, stops, strict=True):
-        documents.append((ids[start:stop], labels[start:stop]))
-
-    # Only padding has no target, and it is at the end of the row.
-    has_target = [set(labels) != {IGNORED} for _, labels in documents]
-    assert all(has_target[:-1])
-    return documents if has_target[-1] else documents[:-1]
-
-
-def texts_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]:
-    """Return each conversation in the rows as text."""
-    texts = []
-    for row in rows or []:
-        texts += [tokenized.tokenizer.decode(ids) for ids, _ in documents_of(row)]
-    return texts
-
-
-def answers_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]:
-    """Return the targets of each conversation in the rows as text."""
-    answers = []
-    for row in rows or []:
-        for _, labels in documents_of(row):
-            targets = [label for label in labels if label != IGNORED]
-            answers.append(tokenized.tokenizer.decode(targets))
-    return answers
-
-
 # --- the text that is expected
-
-
-def chatml(record: dict[str, Any]) -> str:
-    """Return a conversation as ChatML shows it, up to the end of its last turn."""
-    messages = record["messages"]
-    return "\n".join(f"<|im_start|>{m['role']}\n{m['content']}{END}" for m in messages)
 
 
 def chatml_answers(record: dict[str, Any]) -> str:
     """Return the assistant's messages in ChatML, each with its end token."""
     messages = record["messages"]
-    return "".join(m["content"] + END for m in messages if m["role"] == "assistant")
-
-
-def size_of(record: dict[str, Any]) -> int:
-    """Return the number of tokens of a conversation: bytes, and two control tokens a message."""
-    bytes_of_text = len(chatml(record).replace(END, "").replace("<|im_start|>", "").encode())
-    return bytes_of_text + 2 * len(record["messages"])
+    return "".join(m["content"] + CHATML_END for m in messages if m["role"] == "assistant")
 
 
 def target_count(record: dict[str, Any]) -> int:
     """Return the number of bytes and end tokens of the assistant's messages."""
     answers = chatml_answers(record)
-    return len(answers.replace(END, "").encode()) + answers.count(END)
+    return len(answers.replace(CHATML_END, "").encode()) + answers.count(CHATML_END)
 
 
-def template(answer: str) -> str:
-    """Return a chat template that shows the assistant's messages with the given Jinja text."""
-    return (
-        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}"
-        + answer
-        + "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-    )
-
-
-# Templates that mark the answer with its end token, without it, and the end token alone.
-ENDED = template("{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}")
-ENDLESS = template("{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}")
-ONLY_ENDS = template("{{ m.content }}{% generation %}{{ eos_token }}{% endgeneration %}")
+# Marks the answers without their end tokens.
+MARKS_ANSWERS = template_with_answers(
+    "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}"
+)
 # Marks the end token of every turn but the last one.
-ENDED_EXCEPT_LAST = template(
+MARKS_ENDS_EXCEPT_LAST = template_with_answers(
     "{% generation %}{{ m.content }}{% if not loop.last %}{{ eos_token }}{% endif %}"
     "{% endgeneration %}{% if loop.last %}{{ eos_token }}{% endif %}"
 )
-# No finished turn continues its prompt, which begins with another number.
-COUNTED = "{{ messages | length }}{% for m in messages %}{{ m.content + '|' }}{% endfor %}"
-
-
-def write_template(folder: Path, text: str) -> str:
-    """Write a chat template, and return the value of ``--chat_template``."""
-    path = folder / "template.jinja"
-    path.write_text(text)
-    return str(path)
 
 
 # --- targets
 
 VARIED = [
-    chat("What is 漢字?", "Writing 🙂."),
-    chat("one", "1", "two", " 2 \n", "three", "e\u0301"),
-    {"messages": [{"role": "system", "content": "Be short."}, *chat("why", "so")["messages"]]},
-    *(chat("x" * i, "y" * i) for i in range(1, 30, 4)),
+    chat_record("What is 漢字?", "Writing 🙂."),
+    chat_record("one", "1", "two", " 2 \n", "three", "e\u0301"),
+    {
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            *chat_record("why", "so")["messages"],
+        ]
+    },
+    *(chat_record("x" * i, "y" * i) for i in range(1, 30, 4)),
 ]
 
 
@@ -252,7 +157,9 @@ def test_the_users_messages_are_no_targets_even_if_the_template_marks_them(tmp_p
     )
 
     tokenized = tokenize_chats(
-        tmp_path, [chat("ab", "cd")], chat_template=write_template(tmp_path, marks_everything)
+        tmp_path,
+        [chat_record("ab", "cd")],
+        chat_template=write_template(tmp_path, marks_everything),
     )
 
     assert texts_of(tokenized.train, tokenized) == ["ab.cd<|endoftext|>"]
@@ -294,7 +201,7 @@ def alpaca(question: str, answer: str) -> dict[str, Any]:
 
 
 FORMATS = {
-    "messages": chat,
+    "messages": chat_record,
     "prompt_completion": prompt_completion,
     "sharegpt": sharegpt,
     "alpaca": alpaca,
@@ -311,10 +218,10 @@ FORMATS = {
 )
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
     turns = [("one", "1"), ("two ü", "2"), ("three", "drei")]
-    as_messages = tokenize_chats(tmp_path, [chat(*turn) for turn in turns])
+    as_messages = tokenize_chats(tmp_path, [chat_record(*turn) for turn in turns])
     records = [FORMATS[format](*turn) for turn in turns]
 
-    tokenized = tokenize_files(write(tmp_path / f"other.{suffix}", records))
+    tokenized = tokenize_files(write_records(tmp_path / f"other.{suffix}", records))
 
     assert [*tokenized.train] == [*as_messages.train]
     assert tokenized.metadata.data_sha256 == as_messages.metadata.data_sha256
@@ -323,12 +230,12 @@ def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, capsys, form
     assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
 
 
-TWO_FORMATS = chat("from", "messages") | prompt_completion("from", "the completion")
+TWO_FORMATS = chat_record("from", "messages") | prompt_completion("from", "the completion")
 
 
 @pytest.mark.parametrize(
     ("format", "answer"),
-    [("messages", f"messages{END}"), ("prompt_completion", f"the completion{END}")],
+    [("messages", f"messages{CHATML_END}"), ("prompt_completion", f"the completion{CHATML_END}")],
 )
 def test_a_chosen_format_is_read_even_if_another_fits(tmp_path, format, answer):
     tokenized = tokenize_chats(tmp_path, [TWO_FORMATS], format=format)
@@ -345,14 +252,14 @@ def test_the_format_text_is_read_even_if_the_record_is_a_conversation(tmp_path):
 
 
 def test_a_record_of_two_formats_is_an_error_that_names_the_flag(tmp_path):
-    error = refusal(write(tmp_path / "a.jsonl", [TWO_FORMATS]))
+    error = refusal(write_records(tmp_path / "a.jsonl", [TWO_FORMATS]))
 
     assert "line 1: the record has the fields of two formats, messages and" in error
     assert "--format messages or --format prompt_completion" in error
 
 
 def test_a_record_without_the_chosen_format_is_an_error_with_its_line(tmp_path):
-    path = write(tmp_path / "a.jsonl", chats(2))
+    path = write_records(tmp_path / "a.jsonl", chat_records(2))
 
     error = refusal(path, format="alpaca")
 
@@ -365,7 +272,7 @@ def test_a_record_without_the_chosen_format_is_an_error_with_its_line(tmp_path):
 def test_text_has_the_same_rows_with_a_chat_config_as_without(tmp_path, capsys, name, content):
     path = tmp_path / name
     path.write_text(content)
-    as_text = tokenize(config(path), 4)
+    as_text = tokenize(data_config(path), 4)
 
     tokenized = tokenize_files(path, max_length=4)
 
@@ -388,7 +295,7 @@ def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, argu
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
 
-    tokenized = tokenize_files(write(tmp_path / f"a.{suffix}", [{"messages": messages}]))
+    tokenized = tokenize_files(write_records(tmp_path / f"a.{suffix}", [{"messages": messages}]))
 
     (answer,) = answers_of(tokenized.train, tokenized)
     assert f'"arguments": {arguments}' in answer
@@ -396,7 +303,7 @@ def test_null_in_arguments_is_kept_unless_parquet_made_it(tmp_path, suffix, argu
 
 # --- the audit
 
-SHORT = [*chats(10), chat("u", "v", "w", "x")]
+SHORT = [*chat_records(10), chat_record("u", "v", "w", "x")]
 OVERLONG = [LONG_SECOND_ANSWER, LONG_ANSWER, LONG_QUESTION]
 BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
 
@@ -406,7 +313,7 @@ BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
     [
         pytest.param("drop", SHORT, 0, id="drop"),
         # No turn of the other two overlong conversations fits in a row.
-        pytest.param("truncate", [*SHORT, chat("q", "a")], 2, id="truncate"),
+        pytest.param("truncate", [*SHORT, chat_record("q", "a")], 2, id="truncate"),
     ],
 )
 def test_the_audit_has_the_counts_of_the_records(tmp_path, overlong, kept, untrainable):
@@ -415,7 +322,7 @@ def test_the_audit_has_the_counts_of_the_records(tmp_path, overlong, kept, untra
     tokenized = tokenize_chats(tmp_path, records, overlong=overlong, on_bad_row="skip")
 
     tokens = sum(map(size_of, kept))
-    turns = sum(chatml_answers(record).count(END) for record in kept)
+    turns = sum(chatml_answers(record).count(CHATML_END) for record in kept)
     rows = len(tokenized.train)
     assert audit_of(tokenized) == Audit(
         unit="conversation",
@@ -470,16 +377,20 @@ def test_the_audit_counts_one_row_for_each_conversation_without_packing(tmp_path
 
 
 def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_path, capsys):
-    weighted = chat("a", "b", "c", "d")
+    weighted = chat_record("a", "b", "c", "d")
     weighted["messages"][1]["weight"] = 0
-    special = chat("e", f"f{END}{END}")
+    special = chat_record("e", f"f{CHATML_END}{CHATML_END}")
     special["messages"][0] |= {"at": 1, "name": "Ann"}
     special["messages"][1] |= {"at": 2, "score": 0.5}
 
-    tokenized = tokenize_chats(tmp_path, [weighted, special, chat("g", "h")])
+    tokenized = tokenize_chats(tmp_path, [weighted, special, chat_record("g", "h")])
 
     answers = answers_of(tokenized.train, tokenized)
-    assert sorted(answers) == [f"d{END}", f"f{END}{END}{END}", f"h{END}"]
+    assert sorted(answers) == [
+        f"d{CHATML_END}",
+        f"f{CHATML_END}{CHATML_END}{CHATML_END}",
+        f"h{CHATML_END}",
+    ]
     audit = audit_of(tokenized)
     assert audit.unweighted_turns == 1
     assert audit.special_as_text == 2
@@ -495,14 +406,14 @@ def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_pat
 @pytest.mark.parametrize(
     ("text", "ended_turns", "sentence"),
     [
-        pytest.param(ENDED, 3, "3 of 3 turns train their end", id="all"),
-        pytest.param(ENDED_EXCEPT_LAST, 1, "1 of 3 turns trains its end", id="one"),
+        pytest.param(MARKS_ANSWERS_AND_ENDS, 3, "3 of 3 turns train their end", id="all"),
+        pytest.param(MARKS_ENDS_EXCEPT_LAST, 1, "1 of 3 turns trains its end", id="one"),
     ],
 )
 def test_turns_that_train_their_end_are_counted(tmp_path, capsys, text, ended_turns, sentence):
     tokenized = tokenize_chats(
         tmp_path,
-        [chat("a", "b", "c", "d"), chat("e", "f")],
+        [chat_record("a", "b", "c", "d"), chat_record("e", "f")],
         chat_template=write_template(tmp_path, text),
     )
 
@@ -532,8 +443,8 @@ def test_total_audit_adds_every_count():
 
 
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
-    first_path = write(tmp_path / "a.jsonl", chats(3))
-    second_path = write(tmp_path / "b.jsonl", chats(4, start=50))
+    first_path = write_records(tmp_path / "a.jsonl", chat_records(3))
+    second_path = write_records(tmp_path / "b.jsonl", chat_records(4, start=50))
 
     first = tokenize_files(first_path)
     second = tokenize_files(second_path)
@@ -548,7 +459,7 @@ def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
 @pytest.mark.parametrize("max_length", [35, 36])
 def test_a_conversation_with_one_token_more_than_max_length_fits(tmp_path, max_length):
     """The last token of a row predicts nothing, so a row holds one token more."""
-    record = chat("12345678", "12345678")
+    record = chat_record("12345678", "12345678")
     assert size_of(record) == 36
 
     tokenized = tokenize_chats(tmp_path, [record], max_length=max_length, overlong="error")
@@ -557,8 +468,8 @@ def test_a_conversation_with_one_token_more_than_max_length_fits(tmp_path, max_l
 
 
 def test_an_overlong_conversation_is_an_error_with_its_line_and_length(tmp_path, cache):
-    records = [*chats(2), chat("12345678", "12345678"), *chats(2, start=2)]
-    path = write(tmp_path / "a.jsonl", records)
+    records = [*chat_records(2), chat_record("12345678", "12345678"), *chat_records(2, start=2)]
+    path = write_records(tmp_path / "a.jsonl", records)
 
     error = refusal(path, max_length=34, overlong="error")
 
@@ -571,10 +482,10 @@ def test_an_overlong_conversation_is_an_error_with_its_line_and_length(tmp_path,
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tokenizer):
-    fitting = [chat(f"q{i}", f"{i} ü.", "r", f"{i}!") for i in range(8)]
+    fitting = [chat_record(f"q{i}", f"{i} ü.", "r", f"{i}!") for i in range(8)]
     records = []
     for i, record in enumerate(fitting):
-        rest = chat("s", str(7 ** (i + 500)), "t", "u")
+        rest = chat_record("s", str(7 ** (i + 500)), "t", "u")
         records.append({"messages": record["messages"] + rest["messages"]})
 
     tokenized = tokenize_chats(
@@ -584,7 +495,7 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     texts = texts_of(tokenized.train, tokenized) + texts_of(tokenized.eval, tokenized)
     assert sorted(texts) == sorted(map(chatml, fitting))
     eval_answers = "".join(answers_of(tokenized.eval, tokenized))
-    assert tokenized.metadata.eval_bytes == len(eval_answers.replace(END, "").encode())
+    assert tokenized.metadata.eval_bytes == len(eval_answers.replace(CHATML_END, "").encode())
     audit = audit_of(tokenized)
     assert audit.turns == audit.ended_turns == 2 * audit.kept
     labels = np.array(tokenized.train.dataset["labels"])
@@ -592,8 +503,8 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
 
 
 def test_a_conversation_that_truncation_would_leave_empty_is_an_error(tmp_path, cache):
-    records = [*chats(2), LONG_ANSWER, LONG_SECOND_ANSWER]
-    path = write(tmp_path / "a.jsonl", records)
+    records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
+    path = write_records(tmp_path / "a.jsonl", records)
 
     assert refusal(path, overlong="truncate") == (
         f"{path}, line 3: none of the assistant's turns ends within --max_length {MAX_LENGTH}, "
@@ -604,7 +515,7 @@ def test_a_conversation_that_truncation_would_leave_empty_is_an_error(tmp_path, 
 
 
 def test_a_conversation_that_truncation_would_leave_empty_can_be_skipped(tmp_path):
-    records = [*chats(2), LONG_ANSWER, LONG_SECOND_ANSWER]
+    records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
 
     tokenized = tokenize_chats(tmp_path, records, overlong="truncate", on_bad_row="skip")
 
@@ -615,10 +526,10 @@ def test_a_conversation_that_truncation_would_leave_empty_can_be_skipped(tmp_pat
 def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys):
     """The template drops earlier reasoning, so each turn with reasoning is an example."""
     make(QWEN3).save_pretrained(tmp_path / "tokenizer")
-    with_reasoning = chat("q", "a", "r", "x" * 200)
+    with_reasoning = chat_record("q", "a", "r", "x" * 200)
     for answer in with_reasoning["messages"][1::2]:
         answer["reasoning_content"] = "why"
-    untrained = chat("s", "t")
+    untrained = chat_record("s", "t")
     untrained["messages"][1]["weight"] = 0
 
     tokenized = tokenize_chats(
@@ -629,7 +540,7 @@ def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys
     )
 
     answers = answers_of(tokenized.train, tokenized)
-    assert answers == [f"<think>\nwhy\n</think>\n\na{END}"]
+    assert answers == [f"<think>\nwhy\n</think>\n\na{CHATML_END}"]
     assert log_lines(capsys, "audit")[0].startswith("1 of 3 examples: 1 overlong truncated (")
     audit = audit_of(tokenized)
     assert (audit.records, audit.examples) == (2, 3)
@@ -650,7 +561,9 @@ def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys
 def test_a_bad_record_is_an_error_with_its_place_and_advice(
     tmp_path, cache, bad, reason, suffix, place
 ):
-    path = write(tmp_path / f"a.{suffix}", [*chats(2), bad, *chats(2, start=2)])
+    path = write_records(
+        tmp_path / f"a.{suffix}", [*chat_records(2), bad, *chat_records(2, start=2)]
+    )
 
     error = refusal(path, eval_fraction=0.5)
 
@@ -661,7 +574,7 @@ def test_a_bad_record_is_an_error_with_its_place_and_advice(
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 def test_half_of_a_surrogate_pair_is_bad_for_every_tokenizer(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", [*chats(3), chat("a", "b\ud83d")])
+    path = write_records(tmp_path / "a.jsonl", [*chat_records(3), chat_record("a", "b\ud83d")])
 
     error = refusal(path, tokenizer=tokenizer)
     assert "line 4: message 2 (assistant) holds half of a surrogate pair" in error
@@ -700,14 +613,14 @@ def test_half_of_a_surrogate_pair_is_bad_for_every_tokenizer(tmp_path, tokenizer
             id="none-can-be-read",
         ),
         pytest.param(
-            chats(10),
-            {"chat_template": ENDLESS},
+            chat_records(10),
+            {"chat_template": MARKS_ANSWERS},
             "none of 10 turns trains the token that ends it",
             id="no-turn-trains-its-end",
         ),
         pytest.param(
-            chats(10),
-            {"chat_template": COUNTED},
+            chat_records(10),
+            {"chat_template": COUNTS_WITHOUT_ROLES},
             "10 turns are shown differently from the way they are prompted for",
             id="no-turn-follows-its-prompt",
         ),
@@ -718,7 +631,7 @@ def test_data_without_useful_targets_are_an_error(
 ):
     if "chat_template" in settings:
         settings = {"chat_template": write_template(tmp_path, settings["chat_template"])}
-    path = write(tmp_path / "a.jsonl", records)
+    path = write_records(tmp_path / "a.jsonl", records)
 
     error = refusal(path, packing=packing, **settings)
 
@@ -728,7 +641,7 @@ def test_data_without_useful_targets_are_an_error(
 
 
 def test_the_char_tokenizer_is_refused_because_templates_have_other_characters(tmp_path):
-    path = write(tmp_path / "a.jsonl", chats(4))
+    path = write_records(tmp_path / "a.jsonl", chat_records(4))
 
     error = refusal(path, tokenizer="char")
 
@@ -753,16 +666,16 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.7])
 def test_about_eval_fraction_of_the_conversations_are_eval_data(tmp_path, fraction):
-    _, eval = split_of(tmp_path, chats(200), fraction)
+    _, eval = split_of(tmp_path, chat_records(200), fraction)
 
     assert len(eval) / 200 == pytest.approx(fraction, abs=0.1)
 
 
 def test_conversations_keep_their_split_if_others_are_added_and_all_are_shuffled(tmp_path):
-    shuffled = chats(200)
+    shuffled = chat_records(200)
     random.Random(0).shuffle(shuffled)
 
-    train, eval = split_of(tmp_path, chats(100), fraction=0.1)
+    train, eval = split_of(tmp_path, chat_records(100), fraction=0.1)
     larger_train, larger_eval = split_of(tmp_path, shuffled, fraction=0.1)
 
     assert eval
@@ -781,9 +694,9 @@ def test_conversations_keep_their_split_if_others_are_added_and_all_are_shuffled
     ids=["packing", "tokenizer", "max_length", "overlong"],
 )
 def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path, variant):
-    usual = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2)
+    usual = tokenize_chats(tmp_path, chat_records(40), eval_fraction=0.2)
 
-    tokenized = tokenize_chats(tmp_path, chats(40), eval_fraction=0.2, **variant)
+    tokenized = tokenize_chats(tmp_path, chat_records(40), eval_fraction=0.2, **variant)
 
     usual_texts = texts_of(usual.eval, usual)
     assert sorted(texts_of(tokenized.eval, tokenized)) == sorted(usual_texts)
@@ -792,7 +705,7 @@ def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path, variant):
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99])
 def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction):
-    train, eval = split_of(tmp_path, chats(count), fraction)
+    train, eval = split_of(tmp_path, chat_records(count), fraction)
 
     assert train
     assert eval
@@ -802,7 +715,7 @@ def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction)
     "copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9], ids=["2+1", "1+2", "9+1", "1+9"]
 )
 def test_copies_of_a_conversation_are_in_the_same_split(tmp_path, copies):
-    two_conversations = chats(2)
+    two_conversations = chat_records(2)
 
     # This checks that no text is in both.
     train, eval = split_of(tmp_path, [two_conversations[copy] for copy in copies], fraction=0.1)
@@ -812,7 +725,7 @@ def test_copies_of_a_conversation_are_in_the_same_split(tmp_path, copies):
 
 
 def test_a_single_conversation_is_training_data(tmp_path):
-    tokenized = tokenize_chats(tmp_path, chats(1), eval_fraction=0.9)
+    tokenized = tokenize_chats(tmp_path, chat_records(1), eval_fraction=0.9)
 
     assert tokenized.eval is None
     assert tokenized.metadata.eval_bytes == 0
@@ -856,27 +769,27 @@ def test_eval_bytes_are_those_of_the_assistants_messages(tmp_path):
     tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.5)
 
     answers = "".join(answers_of(tokenized.eval, tokenized))
-    eval_bytes = len(answers.replace(END, "").encode())
+    eval_bytes = len(answers.replace(CHATML_END, "").encode())
     assert tokenized.metadata.eval_bytes == eval_bytes > 0
-    assert tokenized.metadata.eval_tokens == eval_bytes + answers.count(END)
+    assert tokenized.metadata.eval_tokens == eval_bytes + answers.count(CHATML_END)
 
 
 def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
-    tokenized = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    tokenized = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
 
     prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
 
     eval_prompts = []
     for text in texts_of(tokenized.eval, tokenized):
-        question, _, _ = text.partition(f"{END}\n")
-        eval_prompts.append(f"{question}{END}\n<|im_start|>assistant\n")
+        question, _, _ = text.partition(f"{CHATML_END}\n")
+        eval_prompts.append(f"{question}{CHATML_END}\n<|im_start|>assistant\n")
     assert prompt in eval_prompts
-    assert tokenized.tokenizer.convert_tokens_to_ids(END) in tokenized.stop_token_ids
+    assert tokenized.tokenizer.convert_tokens_to_ids(CHATML_END) in tokenized.stop_token_ids
 
 
 def test_a_tokenizer_is_trained_on_the_messages_of_the_training_data(tmp_path):
-    records = chats(40)
-    path = write(tmp_path / "a.jsonl", records)
+    records = chat_records(40)
+    path = write_records(tmp_path / "a.jsonl", records)
     tokenized = tokenize_files(path, eval_fraction=0.5)
     train_texts = texts_of(tokenized.train, tokenized)
 
@@ -897,9 +810,9 @@ def test_a_tokenizer_is_trained_on_the_messages_of_the_training_data(tmp_path):
 
 
 def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
-    short = chats(6)
+    short = chat_records(6)
     smallest_hash = min(hash_of(conversation_of(record, "messages")) for record in short)
-    candidates = (chat(f"{i}?", "x" * 500) for i in range(999))
+    candidates = (chat_record(f"{i}?", "x" * 500) for i in range(999))
     # With the smallest hash, it is the only eval record.
     long = next(
         record
@@ -923,10 +836,10 @@ def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
     def fail(*_, **__):
         raise AssertionError("the conversations were read again")
 
-    first = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    first = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
     first_log = capsys.readouterr().out
     monkeypatch.setattr(prepare, "Records", fail)
-    second = tokenize_chats(tmp_path, chats(20), eval_fraction=0.2)
+    second = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
     second_log = capsys.readouterr().out
 
     assert "; tokenised\n" in first_log
@@ -940,7 +853,7 @@ def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param({"records": chats(9)}, id="records"),
+        pytest.param({"records": chat_records(9)}, id="records"),
         pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
         pytest.param({"eval_fraction": 0.5}, id="eval_fraction"),
         pytest.param({"packing": False}, id="packing"),
@@ -952,8 +865,8 @@ def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
     ],
 )
 def test_settings_that_can_shape_the_rows_have_their_own_cache_entry(tmp_path, capsys, variant):
-    settings = {"records": chats(8)} | variant
-    tokenize_chats(tmp_path, chats(8))
+    settings = {"records": chat_records(8)} | variant
+    tokenize_chats(tmp_path, chat_records(8))
     capsys.readouterr()
 
     tokenize_chats(tmp_path, **settings)
@@ -965,48 +878,54 @@ def test_settings_that_can_shape_the_rows_have_their_own_cache_entry(tmp_path, c
 def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, capsys):
     def tokenize_with(text: str) -> tuple[str, str]:
         """Return the first conversation, and the log."""
-        tokenized = tokenize_chats(tmp_path, chats(1), chat_template=write_template(tmp_path, text))
+        tokenized = tokenize_chats(
+            tmp_path, chat_records(1), chat_template=write_template(tmp_path, text)
+        )
         return texts_of(tokenized.train, tokenized)[0], capsys.readouterr().out
 
-    text, log = tokenize_with(ENDED)
+    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS)
     assert text.startswith("user:0?")
     assert "; tokenised\n" in log
 
-    text, log = tokenize_with(ENDED.replace("m.role +", "m.role | upper +"))
+    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS.replace("m.role +", "m.role | upper +"))
     assert text.startswith("USER:0?")
     assert "; tokenised\n" in log
 
-    text, log = tokenize_with(ENDED)
+    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS)
     assert text.startswith("user:0?")
     assert "; from the cache\n" in log
 
     moved = (tmp_path / "template.jinja").rename(tmp_path / "moved.jinja")
-    tokenize_chats(tmp_path, chats(1), chat_template=str(moved))
+    tokenize_chats(tmp_path, chat_records(1), chat_template=str(moved))
     assert "; from the cache\n" in capsys.readouterr().out
 
 
 def test_a_template_that_is_edited_in_the_home_folder_makes_other_rows(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    write_template(tmp_path, ENDED)
-    first = tokenize_chats(tmp_path, chats(4), chat_template="~/template.jinja")
-    write_template(tmp_path, "!" + ENDED)
-    second = tokenize_chats(tmp_path, chats(4), chat_template="~/template.jinja")
+    write_template(tmp_path, MARKS_ANSWERS_AND_ENDS)
+    first = tokenize_chats(tmp_path, chat_records(4), chat_template="~/template.jinja")
+    write_template(tmp_path, "!" + MARKS_ANSWERS_AND_ENDS)
+    second = tokenize_chats(tmp_path, chat_records(4), chat_template="~/template.jinja")
 
     assert first.metadata.data_sha256 != second.metadata.data_sha256
 
 
 def test_the_data_hash_does_not_depend_on_settings_that_change_no_row(tmp_path):
-    usual = tokenize_chats(tmp_path, chats(8))
+    usual = tokenize_chats(tmp_path, chat_records(8))
 
-    tokenized = tokenize_chats(tmp_path, chats(8), overlong="truncate", on_bad_row="skip")
+    tokenized = tokenize_chats(tmp_path, chat_records(8), overlong="truncate", on_bad_row="skip")
 
     assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
 
 
 def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tmp_path):
-    usual = tokenize_chats(tmp_path, chats(8), chat_template=write_template(tmp_path, ENDED))
-    ends = tokenize_chats(tmp_path, chats(8), chat_template=write_template(tmp_path, ONLY_ENDS))
+    usual = tokenize_chats(
+        tmp_path, chat_records(8), chat_template=write_template(tmp_path, MARKS_ANSWERS_AND_ENDS)
+    )
+    ends = tokenize_chats(
+        tmp_path, chat_records(8), chat_template=write_template(tmp_path, MARKS_ENDS)
+    )
 
     assert ends.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
     assert ends.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
@@ -1018,13 +937,13 @@ def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tm
     [
         pytest.param({"packing": False}, id="packing"),
         pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
-        pytest.param({"records": chats(9)}, id="records"),
+        pytest.param({"records": chat_records(9)}, id="records"),
     ],
 )
 def test_the_data_hash_differs_if_the_rows_differ(tmp_path, variant):
-    usual = tokenize_chats(tmp_path, chats(8))
+    usual = tokenize_chats(tmp_path, chat_records(8))
 
-    tokenized = tokenize_chats(tmp_path, **{"records": chats(8)} | variant)
+    tokenized = tokenize_chats(tmp_path, **{"records": chat_records(8)} | variant)
 
     assert tokenized.metadata.data_sha256 != usual.metadata.data_sha256
 
@@ -1035,7 +954,9 @@ def test_the_data_hash_differs_if_the_rows_differ(tmp_path, variant):
 @pytest.mark.parametrize(
     ("records", "config_type"),
     [
-        pytest.param([*chats(50), AMBIGUOUS, *chats(9, start=50)], ChatConfig, id="chats"),
+        pytest.param(
+            [*chat_records(50), AMBIGUOUS, *chat_records(9, start=50)], ChatConfig, id="chats"
+        ),
         pytest.param(
             [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)],
             PairConfig,
@@ -1048,7 +969,7 @@ def test_the_rows_do_not_depend_on_the_number_of_processes(
 ):
     monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
     monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
-    data = config(write(tmp_path / "a.jsonl", records), eval_fraction=0.3)
+    data = data_config(write_records(tmp_path / "a.jsonl", records), eval_fraction=0.3)
 
     def tokenize_in(processes: int) -> Tokenized:
         monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
@@ -1074,8 +995,10 @@ def test_fewer_than_one_process_is_refused(processes):
 
 
 def test_the_rows_of_files_follow_each_other_and_a_mixture_draws_from_each(tmp_path):
-    first_path = write(tmp_path / "a.jsonl", chats(30))
-    second_path = write(tmp_path / "b.parquet", [alpaca(f"b{i}", "from b") for i in range(12)])
+    first_path = write_records(tmp_path / "a.jsonl", chat_records(30))
+    second_path = write_records(
+        tmp_path / "b.parquet", [alpaca(f"b{i}", "from b") for i in range(12)]
+    )
 
     tokenized = tokenize_files(first_path, second_path, mixture=[3, 1], eval_fraction=0.2)
 
@@ -1094,10 +1017,10 @@ def test_the_rows_of_files_follow_each_other_and_a_mixture_draws_from_each(tmp_p
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_a_file_of_one_conversation_has_no_eval_data_next_to_one_that_has(tmp_path, is_first):
-    (single,) = chats(1)
-    others = chats(20, start=50)
-    single_path = write(tmp_path / "a.jsonl", [single])
-    others_path = write(tmp_path / "b.jsonl", others)
+    (single,) = chat_records(1)
+    others = chat_records(20, start=50)
+    single_path = write_records(tmp_path / "a.jsonl", [single])
+    others_path = write_records(tmp_path / "b.jsonl", others)
     paths = [single_path, others_path] if is_first else [others_path, single_path]
 
     tokenized = tokenize_files(*paths, eval_fraction=0.2)
@@ -1108,4 +1031,4 @@ def test_a_file_of_one_conversation_has_no_eval_data_next_to_one_that_has(tmp_pa
     assert chatml(single) in train
     assert tokenized.metadata.eval_rows == len(tokenized.eval)
     answers = "".join(answers_of(tokenized.eval, tokenized))
-    assert tokenized.metadata.eval_bytes == len(answers.replace(END, "").encode())
+    assert tokenized.metadata.eval_bytes == len(answers.replace(CHATML_END, "").encode())

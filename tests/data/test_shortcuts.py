@@ -18,61 +18,35 @@ from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
-from tests.data import test_published_templates as published
-from tests.data import test_render
+from tests.data import published_templates
 from tests.data.chats import (
-    CALL,
-    CALLING,
     CONTROLS,
     QWEN3,
     R1,
     TEMPLATES,
     TEXT,
-    TOOL,
+    assert_same_rendering,
     chat,
     make,
+    make_sentencepiece,
     marked,
     unmarked,
 )
+from tests.data.odd_templates import (
+    CALL_WITHOUT_END,
+    COUNTS,
+    ENDED_ONCE,
+    ENDED_TWICE,
+    GLM,
+    JOINED,
+    LOOKING_AHEAD,
+    PLAIN,
+    SWITCHED,
+    WITHOUT_FIRST,
+)
+from tests.data.random_conversations import random_conversation
 
 # --- templates and tokenizers
-
-# Templates that look ahead: the last turn of a conversation ends with another token.
-LOOKING_AHEAD = """
-{%- for m in messages -%}
-    {%- set end = '</s>' if m.role == 'assistant' and IS_LAST else '<|im_end|>' -%}
-    {{- '<|im_start|>' + m.role + '\\n' + m.content + end + '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-IS_LAST = {
-    "length": "loop.index == messages | length",
-    "last": "loop.last",
-    "next item": "loop.nextitem is not defined",
-    "last message": "messages[-1] is sameas m",
-    "rest": "messages[loop.index :] == []",
-    "rest in a list": "messages[loop.index :] | list == []",
-    "next message": "messages[loop.index] is not defined",
-    "reversed": "(messages | reverse | first) is sameas m",
-    "as text": '(messages | string).endswith(m.content ~ "\'}]")',
-    "a copy": "(messages + [])[-1] is sameas m",
-}
-
-# A template that writes more after the last turn.
-ENDED_TWICE = unmarked(TEMPLATES["llama"]) + "{%- if not add_generation_prompt -%}</s>{%- endif -%}"
-
-# A template whose loop leaves out the first message, as for many system prompts.
-WITHOUT_FIRST = """
-{%- if messages[0].role == 'system' -%}
-    {{- messages[0].content + '\\n' -}}{%- set rest = messages[1:] -%}
-{%- else -%}{%- set rest = messages -%}{%- endif -%}""" + unmarked(TEMPLATES["chatml"]).replace(
-    "in messages", "in rest[0:]"
-)
-
-
-def sentencepiece(template: str) -> PreTrainedTokenizerFast:
-    tokenizer = test_render.sentencepiece()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def with_token_flag(template: str, flag: str) -> PreTrainedTokenizerFast:
@@ -93,16 +67,15 @@ def our_chatml() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-# Names of templates in test_render.
-OTHER_TEMPLATES = [
-    "SWITCHED",
-    "GLM",
-    "JOINED",
-    "PLAIN",
-    "COUNTS",
-    "ENDED_ONCE",
-    "CALL_WITHOUT_END",
-]
+OTHER_TEMPLATES = {
+    "SWITCHED": SWITCHED,
+    "GLM": GLM,
+    "JOINED": JOINED,
+    "PLAIN": PLAIN,
+    "COUNTS": COUNTS,
+    "ENDED_ONCE": ENDED_ONCE,
+    "CALL_WITHOUT_END": CALL_WITHOUT_END,
+}
 
 
 def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
@@ -111,14 +84,13 @@ def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
     for name, template in TEMPLATES.items():
         makers[f"{name} marked"] = partial(make, marked(template), "bpe:320")
         makers[f"{name} unmarked"] = partial(make, unmarked(template), "bpe:320")
-        makers[f"{name} sentencepiece"] = partial(sentencepiece, unmarked(template))
+        makers[f"{name} sentencepiece"] = partial(make_sentencepiece, unmarked(template))
         for flag in ("lstrip", "rstrip", "single_word", "normalized"):
             makers[f"{name} {flag}"] = partial(with_token_flag, unmarked(template), flag)
 
-    for name in OTHER_TEMPLATES:
-        makers[name] = partial(make, unmarked(getattr(test_render, name)), "bpe:320")
-    for name, condition in IS_LAST.items():
-        template = LOOKING_AHEAD.replace("IS_LAST", condition)
+    for name, template in OTHER_TEMPLATES.items():
+        makers[name] = partial(make, unmarked(template), "bpe:320")
+    for name, template in LOOKING_AHEAD.items():
         makers[f"looks ahead: {name}"] = partial(make, template)
 
     makers["ended twice"] = partial(make, ENDED_TWICE)
@@ -127,58 +99,12 @@ def all_tokenizers() -> dict[str, Callable[[], PreTrainedTokenizerFast]]:
     makers["qwen3"] = partial(make, QWEN3.replace("m.content", calls_or_content), "bpe:320")
     makers["r1"] = partial(make, R1)
     makers["our chatml"] = our_chatml
-    for name in published.TEMPLATES:
-        makers[f"published {name}"] = partial(published.tokenizer_of, name, "bpe:320")
+    for name in published_templates.TEMPLATES:
+        makers[f"published {name}"] = partial(published_templates.tokenizer_of, name, "bpe:320")
     return makers
 
 
 TOKENIZERS = all_tokenizers()
-
-
-# --- random conversations
-
-WORDS = [
-    *("yes", "no ", " the answer", "\n", "\n\n", "  ", "question?", "漢字", "🙂", "e\u0301", "\t"),
-    *("<|im_end", "</s", "<think>", "</think>", "[/INST]", "assistant\n", "user", "|>", "<", "▁b"),
-]
-
-
-def random_text(generator: random.Random, words: list[str]) -> str:
-    text = "".join(generator.choice(words) for _ in range(generator.randint(1, 8)))
-    return text if text.strip() else text + "a"
-
-
-def random_message(generator: random.Random, role: str, words: list[str]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": role, "content": random_text(generator, words)}
-    if role == "assistant":
-        if generator.random() < 0.2:
-            message[generator.choice(["reasoning_content", "thinking"])] = random_text(
-                generator, words
-            )
-        if generator.random() < 0.1:
-            message["content"] = f"<think>\n{random_text(generator, words)}\n</think>\n\nso"
-        if generator.random() < 0.2:
-            message["tool_calls"] = [CALL] * generator.randint(1, 2)
-            message["content"] = generator.choice(["", message["content"]])
-    return message
-
-
-def random_conversation(generator: random.Random, words: list[str] = WORDS) -> Conversation:
-    """Mostly the user and the assistant in turn; sometimes with calls, or roles in any order."""
-    roles = ["system"] if generator.random() < 0.2 else []
-    for _ in range(generator.randint(1, 5)):
-        roles += ["user", "assistant"]
-    if generator.random() < 0.2:
-        roles = [generator.choice(["user", "assistant", "tool"]) for _ in roles]
-
-    messages = []
-    for role in roles:
-        messages.append(random_message(generator, role, words))
-        if "tool_calls" in messages[-1] and generator.random() < 0.9:
-            messages.append(CALLING[2])
-            messages.append({"role": "assistant", "content": random_text(generator, words)})
-    tools = [TOOL] if generator.random() < 0.5 else None
-    return Conversation(messages, tools)
 
 
 # --- one piece or turn by turn
@@ -199,22 +125,6 @@ def render(renderer: Renderer, conversation: Conversation) -> Rendered | str:
         return str(error)
 
 
-def assert_same(actual: Rendered | str, expected: Rendered | str) -> None:
-    if isinstance(actual, str) or isinstance(expected, str):
-        assert actual == expected
-        return
-    _, *counts = actual
-    _, *expected_counts = expected
-    assert counts == expected_counts
-    for sequence, expected_sequence in zip(actual.sequences, expected.sequences, strict=True):
-        assert sequence.ids.dtype == np.int32
-        assert sequence.loss_mask.dtype == np.bool_
-        np.testing.assert_array_equal(sequence.ids, expected_sequence.ids)
-        np.testing.assert_array_equal(sequence.loss_mask, expected_sequence.loss_mask)
-        assert sequence.target_bytes == expected_sequence.target_bytes
-        assert sequence.turn_ends == expected_sequence.turn_ends
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
@@ -226,13 +136,13 @@ def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str
     for _ in range(12):
         conversation = random_conversation(generator)
         before = json.dumps(conversation)
-        assert_same(render(renderer, conversation), render(turn_by_turn, conversation))
+        assert_same_rendering(render(renderer, conversation), render(turn_by_turn, conversation))
         assert json.dumps(conversation) == before, "the conversation is not changed"
 
 
-@pytest.mark.parametrize("condition", IS_LAST.values(), ids=IS_LAST)
-def test_each_turn_is_trained_on_as_the_last_one_of_a_conversation(condition: str) -> None:
-    tokenizer = make(LOOKING_AHEAD.replace("IS_LAST", condition))
+@pytest.mark.parametrize("template", LOOKING_AHEAD.values(), ids=LOOKING_AHEAD)
+def test_each_turn_is_trained_on_as_the_last_one_of_a_conversation(template: str) -> None:
+    tokenizer = make(template)
     messages = chat("a", "b", "c", "d", "e", "f").messages
     sequences = Renderer(tokenizer)(Conversation(messages, None)).sequences
 

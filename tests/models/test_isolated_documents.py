@@ -19,7 +19,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.placement import place
 from llmtrain.training.start import place as place_recipe
-from tests.data.test_prepare import TEXTS, tokenize_texts
+from tests.data.preparation import TEXTS, tokenize_texts
 from tests.models.small_models import perturbed
 
 BLOCK_SIZE = 24

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from llmtrain.models.packing_support import VERDICTS
-from tests.data.test_published_templates import PAGE as TEMPLATES_PAGE
+from tests.data.published_templates import TEMPLATES_PAGE
 from tests.families import FAMILIES as TRAINED
 from tests.models.models_table import FAMILIES, PAGE, TABLES, lines_of, rows_of, try_families
 from tests.models.packing_trials import ORDER, types_of_classes

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,54 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.record import tensor_files
-from llmtrain.record.checkpoint import (
-    checkpoints,
-    find_fault,
-    newest_valid,
-    path_of,
-    prune,
-    read_state,
-)
-from llmtrain.record.saver import Saver
-from llmtrain.record.state_tree import FlatState
-from llmtrain.record.tensor_files import unchanged
+from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, read_state
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.settings import OptimConfig
-
-
-class Files:
-    """The files of a model folder, for no kind of model."""
-
-    weights_name = "model.safetensors"
-    may_split_weights = True
-
-    def write(self, folder: Path, parameters: int) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text("{}")
-
-    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return model.state_dict()
-
-    export_tensors = tensors
-
-    def finished(self, dtype: str) -> "Files":
-        return self
-
-    def tensor_converter(self, model: nn.Module) -> TensorConverter:
-        return unchanged
-
-
-def save(folder: Path, step: int) -> Path:
-    """Save a checkpoint whose weights are the step, and whose moments are twice the step."""
-    weights = {"w": torch.full((64,), float(step))}
-    moments = {"w.exp_avg": weights["w"] * 2}
-    states = {"optimizer": FlatState({}, moments)}
-    saver = Saver(folder, Files(), keep=100)
-    saver.save(step=step, weights=weights, states=states, state={"step": step})
-    return path_of(folder, step)
+from tests.record.checkpoint_files import DAMAGE, flip, save_checkpoint
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -69,7 +26,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_a_checkpoint_holds_the_tensors_and_the_state_that_were_saved(tmp_path: Path) -> None:
-    path = save(tmp_path, 7)
+    path = save_checkpoint(tmp_path, 7)
 
     assert path.name == "step-00000007"
     assert find_fault(path) is None
@@ -82,7 +39,7 @@ def test_a_checkpoint_holds_the_tensors_and_the_state_that_were_saved(tmp_path: 
 
 
 def test_the_manifest_has_the_size_and_hash_of_every_other_file(tmp_path: Path) -> None:
-    path = save(tmp_path, 7)
+    path = save_checkpoint(tmp_path, 7)
     manifest = json.loads((path / "MANIFEST.json").read_text())
 
     expected = {}
@@ -97,39 +54,12 @@ def test_the_manifest_has_the_size_and_hash_of_every_other_file(tmp_path: Path) 
 # --- damage
 
 
-def flip(path: Path) -> None:
-    """Flip the lowest bit of the last byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def replace_by_link(file: Path, target: Path) -> None:
-    file.rename(target)
-    file.symlink_to(target)
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a flipped bit in the weights": lambda path: flip(path / "model/model.safetensors"),
-    "a flipped bit in the optimizer": lambda path: flip(path / "optimizer/state.safetensors"),
-    "a truncated file": lambda path: (path / "model/model.safetensors").write_bytes(b""),
-    "a missing file": lambda path: (path / "state.json").unlink(),
-    "a missing manifest": lambda path: (path / "MANIFEST.json").unlink(),
-    "a manifest that is not JSON": lambda path: (path / "MANIFEST.json").write_text("{"),
-    "a manifest that is a list": lambda path: (path / "MANIFEST.json").write_text("[]"),
-    "a file that is not in the manifest": lambda path: (path / "model/x.bin").write_bytes(b"x"),
-    "a link instead of a file": lambda path: replace_by_link(
-        path / "state.json", target=path.with_name("elsewhere.json")
-    ),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(
     damage: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    older = save(tmp_path, 10)
-    newer = save(tmp_path, 20)
+    older = save_checkpoint(tmp_path, 10)
+    newer = save_checkpoint(tmp_path, 20)
     assert newest_valid(tmp_path) == newer
 
     DAMAGE[damage](newer)
@@ -144,7 +74,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path) -> None:
-    flip(save(tmp_path, 10) / "model/model.safetensors")
+    flip(save_checkpoint(tmp_path, 10) / "model/model.safetensors")
 
     for _attempt in ("finds the damage", "finds what was set aside"):
         with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
@@ -162,14 +92,14 @@ def test_a_folder_that_does_not_exist_has_no_checkpoint(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_earlier_checkpoints_and_nothing_else(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = save(tmp_path, 10)
+    earlier = save_checkpoint(tmp_path, 10)
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(f"llmtrain.record.saver.{function}", fail)
     with pytest.raises(UserError, match=r"could not be written.*No space left.*untouched"):
-        save(tmp_path, 20)
+        save_checkpoint(tmp_path, 20)
 
     assert [*tmp_path.iterdir()] == [earlier]
     assert find_fault(earlier) is None
@@ -178,7 +108,7 @@ def test_a_save_that_fails_leaves_earlier_checkpoints_and_nothing_else(
 def test_a_full_disk_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    earlier = save(tmp_path, 10)
+    earlier = save_checkpoint(tmp_path, 10)
     usage = SimpleNamespace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(
@@ -187,7 +117,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(
 
     message = r"16\.\d MiB are needed and 1\.00 MiB are free on that disk\); older checkpoints"
     with pytest.raises(UserError, match=message):
-        save(tmp_path, 20)
+        save_checkpoint(tmp_path, 20)
 
     assert checkpoints(tmp_path) == [earlier]
 
@@ -206,7 +136,7 @@ def test_pruning_keeps_the_newest_checkpoints(
     keep: int, remaining: list[int], tmp_path: Path
 ) -> None:
     for step in (9, 100, 11, 1000):
-        save(tmp_path, step)
+        save_checkpoint(tmp_path, step)
 
     prune(tmp_path, keep, verified=checkpoints(tmp_path))
 
@@ -216,7 +146,7 @@ def test_pruning_keeps_the_newest_checkpoints(
 
 def test_pruning_is_not_stopped_by_the_remains_of_an_earlier_pruning(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        save(tmp_path, step)
+        save_checkpoint(tmp_path, step)
     remains = tmp_path / ".tmp-doomed-step-00000010" / "model"
     remains.mkdir(parents=True)
 

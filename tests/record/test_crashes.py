@@ -21,8 +21,8 @@ from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, re
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from tests.launching import ROOT, bound
+from tests.record.checkpoint_files import Files
 from tests.record.power import Disk, watched
-from tests.record.test_checkpoint import Files
 from tests.waiting import wait_until
 
 KILLS = int(os.environ.get("LLMTRAIN_WRITER_KILLS", "20"))

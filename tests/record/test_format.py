@@ -14,8 +14,8 @@ from llmtrain.files import digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.history import History
 from llmtrain.record.resume import choose_folder
-from tests.test_cli import run_cli
-from tests.test_runs import save
+from tests.command_line import run_cli
+from tests.record.checkpoint_files import save_checkpoint
 
 FINGERPRINT = {"seed": 0}
 CHECKPOINT = "checkpoints/step-00000020"
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     """An unfinished run with two checkpoints."""
     folder = tmp_path / "run"
     for step in (10, 20):
-        save(folder / "checkpoints", step, fingerprint=digest(FINGERPRINT))
+        save_checkpoint(folder / "checkpoints", step, fingerprint=digest(FINGERPRINT))
     record = {
         "format_version": 1,
         "run_id": "abc",

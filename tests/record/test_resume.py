@@ -11,7 +11,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 
 def fingerprint_of(seed: int) -> JsonObject:

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.errors import UserError
 from llmtrain.record.run_description import check_ranks_agree, named_difference, run_description
 from llmtrain.record.running_code import code_digest, git_commit
-from tests.record.test_team import TwoRanks
+from tests.record.two_ranks import TwoRanks
 
 ImportHelper = Callable[[str], Path]
 

@@ -24,7 +24,7 @@ from llmtrain.record.checkpoint import (
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState, flatten, tensor_names, unflatten
 from llmtrain.record.tensor_files import STORABLE_DTYPES, read_tensors
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 VALUES = [
     None,

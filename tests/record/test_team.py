@@ -12,16 +12,7 @@ from llmtrain.errors import UserError
 from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.run_description import check_ranks_agree, run_description
-
-
-class TwoRanks(Team):
-    """Stands for two ranks. This one is rank 0, and the other one always has the same answer."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        return [action(), self.answer]
+from tests.record.two_ranks import TwoRanks
 
 
 def action_raising(error: Exception) -> Callable[[], None]:

@@ -38,7 +38,7 @@ from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
 from tests.launching import bound, read_json
 from tests.models.some_rows import SomeRows
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
 

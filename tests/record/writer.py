@@ -15,7 +15,7 @@ import torch
 
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 
 def write_with_saver(folder: Path, step: int) -> None:

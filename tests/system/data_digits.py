@@ -18,9 +18,7 @@ from typing import Any, TypeAlias
 import pyarrow
 import pyarrow.parquet
 
-from tests.data import chats
-from tests.data import test_published_templates as published
-from tests.data import test_shortcuts as shortcuts
+from tests.data import chats, odd_templates, published_templates
 from tests.launching import ROOT, write_text
 
 Record: TypeAlias = dict[str, Any]
@@ -192,7 +190,7 @@ def text_cases(folder: Path) -> Iterator[NamedCase]:
     data_sets = {"one": text, "many": many, "few": few, "empty": empty, "special": special}
 
     chats.make("{{ messages }}").save_pretrained(folder / "own")
-    published.tokenizer_of("qwen3").save_pretrained(folder / "qwen")
+    published_templates.tokenizer_of("qwen3").save_pretrained(folder / "qwen")
     write_tokenizer_with_bos(folder / "bos")
     tokenizers = ["char", "byte", "bpe:300", folder / "own", folder / "qwen", folder / "bos"]
 
@@ -382,15 +380,13 @@ def template_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield cases of templates with and without generation blocks, and of reasoning."""
     templates = {f"{name} unmarked": chats.unmarked(text) for name, text in chats.TEMPLATES.items()}
     templates |= {f"{name} marked": chats.marked(text) for name, text in chats.TEMPLATES.items()}
-    templates |= {
-        f"ahead {name}": shortcuts.LOOKING_AHEAD.replace("IS_LAST", condition)
-        for name, condition in shortcuts.IS_LAST.items()
-    }
+    for name, template in odd_templates.LOOKING_AHEAD.items():
+        templates[f"ahead {name}"] = template
     templates |= {
         "qwen3": chats.QWEN3,
         "r1": chats.R1,
-        "ended twice": shortcuts.ENDED_TWICE,
-        "without first": shortcuts.WITHOUT_FIRST,
+        "ended twice": odd_templates.ENDED_TWICE,
+        "without first": odd_templates.WITHOUT_FIRST,
     }
     reasoning = [
         {
@@ -424,15 +420,15 @@ def template_cases(folder: Path) -> Iterator[NamedCase]:
 def published_cases(folder: Path) -> Iterator[NamedCase]:
     """Yield a case for each published template, with conversations of every kind."""
     records = []
-    for kind, messages in published.KINDS.items():
+    for kind, messages in published_templates.KINDS.items():
         record: Record = {"messages": messages}
         if "call" in kind or any("tool_calls" in message for message in messages):
-            record["tools"] = published.TOOLS
+            record["tools"] = published_templates.TOOLS
         records.append(record)
     path = write_records(folder / "kinds.jsonl", records)
-    for name in published.TEMPLATES:
+    for name in published_templates.TEMPLATES:
         tokenizer = folder / f"published {name}"
-        published.tokenizer_of(name).save_pretrained(tokenizer)
+        published_templates.tokenizer_of(name).save_pretrained(tokenizer)
         flags = {"on_bad_row": "skip"}
         yield (
             f"published {name}",

@@ -25,7 +25,7 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training.step import train_step
 from tests.memory import resident
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 CONFIG = GPTConfig(n_layer=4, n_head=4, n_embd=512, block_size=32)
 

@@ -40,7 +40,7 @@ from llmtrain.training.run_state import compare_states
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
 from tests.odd_optimizer import Odd
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 heavyball = pytest.importorskip("heavyball")
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")

@@ -24,7 +24,7 @@ from llmtrain.record import checkpoint, tensor_files
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 
 # Shards of equal size, of different sizes, and an empty one.
 SHAPES = {"even": (8, 2), "uneven": (7, 5), "vector": (3,), "one row": (1, 4)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.data.test_published_templates import (
+from tests.data.published_templates import (
     TEMPLATES,
     TOOLS,
     answer,

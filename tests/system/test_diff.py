@@ -11,9 +11,9 @@ import pytest
 from llmtrain.lab.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
+from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, series
-from tests.test_cli import run_cli
 
 SCRIPT = "tests/system/differing_runs.py"
 FLAGS = [

@@ -15,9 +15,9 @@ from llmtrain.lab.commands.doctor import _merge_findings
 from llmtrain.lab.doctor import local_checks
 from llmtrain.lab.doctor.group_checks import JoinResult, Process, join_group
 from llmtrain.lab.doctor.local_checks import Finding
+from tests.command_line import run_cli
 from tests.launching import PYTHON, ROOT, Ended, accelerate, long_form, run, start_process, wait
 from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
-from tests.test_cli import run_cli
 
 SUBJECTS = {
     "versions",

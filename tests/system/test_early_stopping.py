@@ -16,13 +16,10 @@ from tests.launching import (
     PYTHON,
     SIX_STEPS,
     TINY,
-    Ended,
+    interrupt,
     read_json,
     series,
-    start_process,
     torchrun,
-    wait,
-    wait_for_log_entries,
     write_chats,
 )
 
@@ -57,17 +54,6 @@ def reference(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference") / "run"
     run_forked(early_stopping_command(noise, folder)).assert_ok()
     return folder
-
-
-def interrupt(command: list[str], folder: Path, signal_number: int, log_entries: int) -> Ended:
-    """Start a run, and send it a signal when it has written some log entries."""
-    process = start_process(command)
-    try:
-        wait_for_log_entries(process, folder, log_entries)
-        process.send_signal(signal_number)
-    finally:
-        ended = wait(process)
-    return ended
 
 
 def status_of(folder: Path) -> dict[str, object]:

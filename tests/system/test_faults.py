@@ -22,6 +22,7 @@ from tests.launching import (
     accelerate,
     long_form,
     metrics,
+    ranks_of,
     read_json,
     run,
     series,
@@ -35,16 +36,6 @@ from tests.system.digits import sharded
 
 TIMES = int(os.environ.get("LLMTRAIN_FAULT_TIMES", "1"))
 ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
-
-
-def ranks_of(process: psutil.Process | int) -> list[psutil.Process]:
-    """The workers below a launcher, by rank."""
-    pid = process if isinstance(process, int) else process.pid
-    workers = {}
-    for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):  # it may be ending
-            workers[int(child.environ()["RANK"])] = child
-    return [workers[rank] for rank in sorted(workers)]
 
 
 def errors(ended: Ended) -> list[str]:

@@ -23,13 +23,13 @@ from tests.launching import (
     bound,
     long_form,
     metrics,
+    ranks_of,
     read_json,
     series,
     start_process,
     stop_group,
     torchrun,
 )
-from tests.system.test_faults import ranks_of
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 MAX_STEPS = 150 if KILLS > 1 else 30  # a single kill needs fewer steps

@@ -4,7 +4,6 @@ LLMTRAIN_WRITE_DOCS=1 writes the losses into the page.
 """
 
 import dataclasses
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +12,19 @@ import pytest
 from transformers import TrainingArguments
 
 from recipes import finetune
-from tests.launching import BIN, PYTHON, ROOT, long_form, series, start_process, torchrun, wait
+from tests.launching import (
+    BIN,
+    PYTHON,
+    ROOT,
+    WRITE_DOCS,
+    long_form,
+    series,
+    start_process,
+    torchrun,
+    wait,
+)
 
 PAGE = ROOT / "docs" / "guides" / "migrate.md"
-WRITE = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 CPU_DDP = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--config_file", str(CPU_DDP)]
 
@@ -109,7 +117,7 @@ def test_the_page_has_the_losses_of_the_plain_loop(plain: Printed) -> None:
     page = PAGE.read_text()
     block = re.search(r"```\n(.*?)```", page, re.DOTALL)
     assert block is not None
-    if WRITE:
+    if WRITE_DOCS:
         PAGE.write_text(page[: block.start(1)] + plain.text + page[block.end(1) :])
         return
 

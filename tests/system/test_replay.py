@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from llmtrain.lab.commands import replay
+from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import GPT, PYTHON, TINY, long_form, metrics, read_json, torchrun
-from tests.test_cli import run_cli
 
 FLAGS = [*TINY, *shlex.split("--max_steps 12 --save_steps 5 --dropout 0.1 --log_rows")]
 

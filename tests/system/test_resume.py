@@ -20,14 +20,13 @@ from tests.launching import (
     PYTHON,
     ROOT,
     TINY,
-    Ended,
     accelerate,
+    interrupt,
     long_form,
     read_json,
     run,
     series,
     start_process,
-    stop_group,
     torchrun,
     wait,
     wait_for_log_entries,
@@ -49,23 +48,6 @@ def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     run_forked([*PYTHON, GPT, *FLAGS, *flags_of(text_file, folder)]).assert_ok()
     return folder
-
-
-def interrupt(command: list[str], folder: Path, signal_number: int, log_entries: int = 25) -> Ended:
-    """Start a run, and send it a signal when it has written some log entries.
-
-    SIGKILL is sent to all its processes.
-    """
-    process = start_process(command)
-    try:
-        wait_for_log_entries(process, folder, log_entries)
-        if signal_number == signal.SIGKILL:
-            stop_group(process)
-        else:
-            process.send_signal(signal_number)
-    finally:
-        ended = wait(process)
-    return ended
 
 
 def starts_of(folder: Path, key: str) -> list[int]:

@@ -26,6 +26,7 @@ from tests.launching import (
     SIX_STEPS,
     TINY,
     accelerate,
+    interrupt,
     long_form,
     metrics,
     read_json,
@@ -34,7 +35,6 @@ from tests.launching import (
     torchrun,
 )
 from tests.system.sharded_ranks import Case
-from tests.system.test_resume import interrupt
 
 SCRIPT = "tests/system/sharded_ranks.py"
 IN_FLOAT32 = ["--mixed_precision", "no"]

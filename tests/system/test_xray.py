@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -23,7 +24,6 @@ from tests.launching import (
     run,
     torchrun,
 )
-from tests.test_cli import run_cli
 
 RANKS = 2
 STEPS = [3, 4, 5]

@@ -10,16 +10,7 @@ from torch import nn
 
 import llmtrain as lt
 from llmtrain.training.run import Run
-from recipes import gpt
-
-SETTINGS = gpt.Settings(
-    model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
-    data=lt.DataConfig(tokenizer="byte", eval_fraction=0.02, global_batch_size=2),
-    optim=lt.OptimConfig(optim="adamw", max_steps=12),
-    eval=lt.EvalConfig(eval_steps=4),
-    log=lt.LogConfig(logging_steps=1),
-    run=lt.RunConfig(report_to=["none"], save_steps=4),
-)
+from tests.training.small_runs import TWELVE_STEPS
 
 
 @pytest.fixture
@@ -33,10 +24,10 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
         **parts: Any,
     ) -> Run:
         settings = dataclasses.replace(
-            SETTINGS,
-            data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
+            TWELVE_STEPS,
+            data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
             run=dataclasses.replace(
-                SETTINGS.run,
+                TWELVE_STEPS.run,
                 output_dir=str(tmp_path / "run"),
                 resume_from_checkpoint=resume,
                 async_save=async_save,

@@ -16,7 +16,7 @@ from llmtrain.record.resume import ResumePoint
 from llmtrain.training.checks import check_optimizer_flags, say_changed_settings, say_rates
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.settings import LogConfig, OptimConfig
-from tests.training.test_learning_rates import triangle, two_groups, user_set
+from tests.training.learning_rates import triangle, two_groups, user_set
 
 # Each flag of the optimizer, with a value that is not the default.
 FLAGS = {

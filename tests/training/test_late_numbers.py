@@ -26,7 +26,7 @@ from llmtrain.training.context import LoopContext
 from llmtrain.training.device_skip import can_skip_on_device
 from llmtrain.training.run import Run
 from tests.launching import read_json
-from tests.training.conftest import SETTINGS
+from tests.training.small_runs import TWELVE_STEPS
 
 STEPS = 12
 NAN_STEPS = (2, 6, 7)
@@ -86,11 +86,11 @@ def train_with_nan(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         **optim: Any,
     ) -> tuple[Run, NanLossAt]:
         settings = dataclasses.replace(
-            SETTINGS,
-            data=dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]),
+            TWELVE_STEPS,
+            data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
             optim=lt.OptimConfig(**{"max_steps": STEPS, "optim": "adamw", **optim}),
             log=lt.LogConfig(logging_steps=logging_steps, log_rows=True),
-            run=dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name)),
+            run=dataclasses.replace(TWELVE_STEPS.run, output_dir=str(tmp_path / name)),
         )
         rows = lt.tokenize(settings.data, 16)
         model = lt.GPT(settings.model, rows.vocabulary, seed=0)

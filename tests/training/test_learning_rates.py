@@ -29,15 +29,10 @@ from llmtrain.training.learning_rates import LearningRates, rate_at
 from llmtrain.training.settings import OptimConfig
 from recipes import gpt
 from tests.launching import metrics
+from tests.training.learning_rates import triangle, two_groups, user_set
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 FALLING_SCHEDULES = ("cosine", "linear", "warmup_stable_decay")
-
-
-def user_set(config: OptimConfig, *names: str) -> OptimConfig:
-    """Return a config as if the user had set these flags on the command line."""
-    config.origins = dict.fromkeys(names, "command line")
-    return config
 
 
 # --- the schedules of --lr_scheduler_type
@@ -266,18 +261,6 @@ def test_a_decay_share_needs_the_schedule_that_has_it() -> None:
 # --- parameter groups
 
 
-def two_groups(embedding: Any = 1e-2, head: Any = 1e-4) -> torch.optim.AdamW:
-    """Make an optimizer of two groups with these learning rates."""
-    first = {"params": [nn.Parameter(torch.ones(2))], "lr": embedding, "name": "embedding"}
-    second = {
-        "params": [nn.Parameter(torch.ones(2))],
-        "lr": head,
-        "name": "head",
-        "weight_decay": 0.3,
-    }
-    return torch.optim.AdamW([first, second], betas=(0.8, 0.9), eps=1e-7)
-
-
 def rates_in(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [group["lr"] for group in optimizer.param_groups]
 
@@ -438,11 +421,6 @@ def test_the_last_digit_of_a_peak_is_not_in_the_fingerprint() -> None:
 
 
 # --- schedules of the user
-
-
-def triangle(step: int, max_steps: int) -> float:
-    """Rise until the middle of the run, and fall again."""
-    return 1 - abs(2 * step / max_steps - 1)
 
 
 TRIANGLE_SHARES = [0, 0.2, 0.4, 0.6, 0.8, 1, 0.8, 0.6, 0.4, 0.2]

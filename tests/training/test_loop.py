@@ -20,15 +20,8 @@ from llmtrain.training import periodic
 from llmtrain.training.checks import check_wrapping
 from llmtrain.training.context import LoopContext
 from llmtrain.training.periodic import Finish
-from recipes import gpt
 from tests.launching import read_json
-
-SETTINGS = gpt.Settings(
-    model=lt.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, architecture="gpt2"),
-    data=lt.DataConfig(tokenizer="byte", eval_fraction=0, global_batch_size=2),
-    optim=lt.OptimConfig(optim="adamw", max_steps=3),
-    run=lt.RunConfig(report_to=["none"]),
-)
+from tests.training.small_runs import THREE_STEPS
 
 
 class CrashError(Exception):
@@ -37,12 +30,12 @@ class CrashError(Exception):
 
 @pytest.fixture
 def rows(text_file: Path) -> Tokenized:
-    return lt.tokenize(dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]), 16)
+    return lt.tokenize(dataclasses.replace(THREE_STEPS.data, dataset=[str(text_file)]), 16)
 
 
 @pytest.fixture
 def model(rows: Tokenized) -> Any:
-    return lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
+    return lt.GPT(THREE_STEPS.model, rows.vocabulary, seed=0)
 
 
 @pytest.fixture
@@ -50,8 +43,8 @@ def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
     """A function that trains the model in a folder below ``tmp_path``, with callbacks."""
 
     def train(name: str, callbacks: Sequence[Callback] = ()) -> None:
-        run_config = dataclasses.replace(SETTINGS.run, output_dir=str(tmp_path / name))
-        settings = dataclasses.replace(SETTINGS, run=run_config)
+        run_config = dataclasses.replace(THREE_STEPS.run, output_dir=str(tmp_path / name))
+        settings = dataclasses.replace(THREE_STEPS, run=run_config)
         bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
         lt.fit(settings, rows, lambda *_: bundle, callbacks=callbacks)
 

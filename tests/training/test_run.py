@@ -37,7 +37,7 @@ from llmtrain.training.run import Run, RunSummary
 from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
 from tests.engines import engine_of, finish
 from tests.launching import metrics, read_json
-from tests.record.test_checkpoint import Files
+from tests.record.checkpoint_files import Files
 from tests.waiting import wait_until
 from tests.wandb_file import read_history
 

@@ -28,12 +28,12 @@ from llmtrain.training.muon import Muon
 from llmtrain.training.optim import MuonWithAdamW
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.odd_optimizer import Odd
-from tests.training.test_loop import SETTINGS
+from tests.training.small_runs import THREE_STEPS
 
 
 @pytest.fixture
 def rows(text_file: Path) -> Tokenized:
-    return lt.tokenize(dataclasses.replace(SETTINGS.data, dataset=[str(text_file)]), 16)
+    return lt.tokenize(dataclasses.replace(THREE_STEPS.data, dataset=[str(text_file)]), 16)
 
 
 # --- runs that stop and are resumed
@@ -90,12 +90,12 @@ def train(
         The average.
     """
     settings = dataclasses.replace(
-        SETTINGS,
-        optim=dataclasses.replace(SETTINGS.optim, max_steps=4),
-        run=dataclasses.replace(SETTINGS.run, output_dir=str(folder)),
+        THREE_STEPS,
+        optim=dataclasses.replace(THREE_STEPS.optim, max_steps=4),
+        run=dataclasses.replace(THREE_STEPS.run, output_dir=str(folder)),
     )
     accelerator = lt.start(settings)
-    model: Any = lt.GPT(SETTINGS.model, rows.vocabulary, seed=0)
+    model: Any = lt.GPT(THREE_STEPS.model, rows.vocabulary, seed=0)
     bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
     optimizer = optimizer_class(model.parameters())
 

@@ -10,8 +10,8 @@ import pytest
 
 from llmtrain.lab.compare import compare_groups
 from llmtrain.record.history import History
+from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run, write_setting
-from tests.test_cli import run_cli
 
 TRUE_DIFFERENCE = -0.04
 FIVE_SEEDS = range(5)

@@ -17,6 +17,7 @@ from llmtrain.lab.commands.seeds import repeat_command
 from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
 from llmtrain.record.resume import lock_of
+from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
 from tests.launching import (
     GPT,
@@ -30,7 +31,6 @@ from tests.launching import (
     wait_for_log_entries,
     write_text,
 )
-from tests.test_cli import run_cli
 
 LLMTRAIN = [*PYTHON, "-m", "llmtrain"]
 LOSSES: dict[int, float | None] = {0: 5.0, 40: 2.0}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import run_cli
 from tests.launching import GPT, ROOT
-from tests.test_cli import run_cli
 
 RECORDING = {
     "processes": 1,

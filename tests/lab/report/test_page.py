@@ -16,8 +16,8 @@ from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
+from tests.command_line import run_cli
 from tests.recorded_settings import EFFECTS, recorded
-from tests.test_cli import run_cli
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

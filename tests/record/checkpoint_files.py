@@ -1,0 +1,89 @@
+"""Small checkpoints of no kind of model, and the ways in which one can be damaged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llmtrain.interfaces.model_bundle import TensorConverter
+from llmtrain.record.checkpoint import path_of
+from llmtrain.record.saver import Saver
+from llmtrain.record.state_tree import FlatState
+from llmtrain.record.tensor_files import unchanged
+
+
+class Files:
+    """The files of a model folder, for no kind of model."""
+
+    weights_name = "model.safetensors"
+    may_split_weights = True
+
+    def write(self, folder: Path, parameters: int) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+    def tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return model.state_dict()
+
+    export_tensors = tensors
+
+    def finished(self, dtype: str) -> "Files":
+        return self
+
+    def tensor_converter(self, model: nn.Module) -> TensorConverter:
+        return unchanged
+
+
+def save_checkpoint(
+    folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine"
+) -> Path:
+    """Save a checkpoint whose weights are the step, and whose moments are twice the step.
+
+    Args:
+        folder: the folder of checkpoints.
+        step: the step after which it is saved.
+        loss: its eval loss, if it has one.
+        fingerprint: the digest of the run's settings, which says to which run it belongs.
+
+    Returns:
+        The path of the checkpoint.
+    """
+    weights = {"w": torch.full((64,), float(step))}
+    moments = {"w.exp_avg": weights["w"] * 2}
+    saver = Saver(folder, Files(), keep=100)
+    saver.save(
+        step=step,
+        weights=weights,
+        states={"optimizer": FlatState({}, moments)},
+        state={"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint},
+    )
+    return path_of(folder, step)
+
+
+def flip(path: Path) -> None:
+    """Flip the lowest bit of the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _replace_by_link(file: Path, target: Path) -> None:
+    file.rename(target)
+    file.symlink_to(target)
+
+
+# The name of a damage -> a function that damages the checkpoint at a path in this way.
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the weights": lambda path: flip(path / "model/model.safetensors"),
+    "a flipped bit in the optimizer": lambda path: flip(path / "optimizer/state.safetensors"),
+    "a truncated file": lambda path: (path / "model/model.safetensors").write_bytes(b""),
+    "a missing file": lambda path: (path / "state.json").unlink(),
+    "a missing manifest": lambda path: (path / "MANIFEST.json").unlink(),
+    "a manifest that is not JSON": lambda path: (path / "MANIFEST.json").write_text("{"),
+    "a manifest that is a list": lambda path: (path / "MANIFEST.json").write_text("[]"),
+    "a file that is not in the manifest": lambda path: (path / "model/x.bin").write_bytes(b"x"),
+    "a link instead of a file": lambda path: _replace_by_link(
+        path / "state.json", target=path.with_name("elsewhere.json")
+    ),
+}
