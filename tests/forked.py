@@ -38,13 +38,15 @@ IMPORTED = [
     __name__,
 ]
 
+GRACE = 30  # seconds between SIGTERM and SIGKILL, as torchrun has it
+
 
 def run_forked(
     command: list[str], env: dict[str, str] | None = None, timeout: float = 240
 ) -> Ended:
     """Run a command in forked processes, and wait for them to end.
 
-    If a process fails, the others are killed, and the result has its exit status.
+    If a process fails, the others get SIGTERM, and the result has its exit status.
 
     Args:
         command: begins with ``python``, ``torchrun``, or ``accelerate launch`` with several
@@ -121,10 +123,10 @@ def _rank_variables(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def _wait(processes: list[Any], timeout: float) -> list[int | None]:
-    """Wait until all processes have ended, one has failed, or the time is over. Kill the rest.
+    """Wait until all processes have ended, one has failed, or the time is over. End the rest.
 
     Returns:
-        The exit statuses. That of a killed process is None.
+        The exit statuses at that moment. That of a process that was still running is None.
     """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -135,11 +137,24 @@ def _wait(processes: list[Any], timeout: float) -> list[int | None]:
         time.sleep(0.01)
 
     statuses = [process.exitcode for process in processes]
+    if time.monotonic() < deadline:
+        # As torchrun does it: after a failure, the others can still write what they have to.
+        _send(signal.SIGTERM, processes)
+        end_of_grace = time.monotonic() + GRACE
+        for process in processes:
+            process.join(max(0, end_of_grace - time.monotonic()))
+
+    _send(signal.SIGKILL, processes)
     for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)
         process.join()
     return statuses
+
+
+def _send(signal_number: int, processes: list[Any]) -> None:
+    """Send a signal to the processes that are still running."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal_number)
 
 
 def _run_script(script: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
