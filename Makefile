@@ -6,6 +6,9 @@ TRAIN := .venv/.train
 READY := .venv/.ready
 INSTALL := $(BIN)/pip install -qq --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
+# The tests start hundreds of processes, which would compile all modules of the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all check clean
 
 train: $(TRAIN)

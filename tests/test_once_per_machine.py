@@ -13,7 +13,7 @@ from llmtrain import once_per_machine as module
 from llmtrain.data import recipe_records
 from llmtrain.data.recipe_records import records_source
 from llmtrain.once_per_machine import once_per_machine
-from tests.launching import PYTHON, run, torchrun
+from tests.launching import PYTHON, long_form, run, torchrun
 
 # Two functions of one name, whose records are other ones. Each writes a line when all are read.
 SCRIPT = """
@@ -102,6 +102,7 @@ def test_a_named_fingerprint_reads_nothing(tmp_path: Path, script: Path) -> None
     assert lines(tmp_path, "reads") == []
 
 
+@long_form
 def test_restarted_processes_read_the_records_again(tmp_path: Path, script: Path) -> None:
     command = [*torchrun(2), "--max-restarts", "1", str(script), str(tmp_path), "changing"]
     run(command, environment(tmp_path)).assert_ok()
@@ -111,6 +112,7 @@ def test_restarted_processes_read_the_records_again(tmp_path: Path, script: Path
     assert rows["1", "one", digests["1", "one"]] == 2
 
 
+@long_form
 def test_a_notebook_that_launches_twice_reads_the_records_twice(tmp_path: Path) -> None:
     path = tmp_path / "launches.py"
     path.write_text(LAUNCHED_TWICE)

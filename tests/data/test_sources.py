@@ -15,6 +15,7 @@ from llmtrain.data.dataset_names import open_source
 from llmtrain.data.recipe_records import records_source
 from llmtrain.data.sources import Source, SplitChoice, documents
 from llmtrain.errors import UserError
+from tests.launching import long_form
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
 
@@ -468,6 +469,7 @@ def test_an_unknown_builtin_is_an_error_that_names_the_others(name):
     assert "builtin:python-docs" in message
 
 
+@long_form
 def test_the_documentation_of_python_is_more_than_a_megabyte():
     source = open_source("builtin:python-docs")
     texts = list(documents(source, "text"))

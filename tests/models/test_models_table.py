@@ -9,6 +9,7 @@ import transformers
 from llmtrain.models.packing_support import VERDICTS
 from tests.data.published_templates import TEMPLATES_PAGE
 from tests.families import FAMILIES as TRAINED
+from tests.launching import long_form
 from tests.models.models_table import FAMILIES, PAGE, TABLES, lines_of, rows_of, try_families
 from tests.models.packing_trials import ORDER, types_of_classes
 
@@ -21,6 +22,7 @@ HINT = (
 )
 
 
+@long_form
 def test_five_random_families_are_in_the_table_with_the_results_of_their_trials() -> None:
     families = random.SystemRandom().sample([*FAMILIES], 5)
     for family, trial in try_families(families).items():

@@ -41,6 +41,7 @@ from llmtrain.parallel.placement import place
 from recipes import preference
 from tests.engines import engine_of
 from tests.families import FAMILIES, OVERRIDES
+from tests.launching import long_form
 from tests.models.small_models import byte_tokenizer, export_model
 from tests.models.some_rows import SomeRows
 from tests.pair_rows import TokenPair, write_pair_rows
@@ -345,9 +346,13 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "loss", "layout"),
     [
-        *itertools.product(["gpt2", "llama"], LOSSES, LAYOUTS),
+        *itertools.product(["llama"], LOSSES, LAYOUTS),
         *itertools.product(["llama"], LIKE_TRL, ["shared prompts", "unpacked"]),
         *itertools.product(["gpt2"], ["sigmoid", "robust", "ipo"], LAYOUTS),
+        *(
+            pytest.param("gpt2", *case, marks=long_form)
+            for case in itertools.product(LOSSES, LAYOUTS)
+        ),
         *itertools.product(["llama"], ["sigmoid", "robust", "ipo"], ["separate prompts"]),
     ],
 )

@@ -32,7 +32,8 @@ def test_compiled_blocks_of_a_sharded_model_have_the_same_gradients(
         }
 
 
-@pytest.mark.parametrize("config", ["fsdp2", pytest.param("cpu_ddp", marks=long_form)])
+@long_form
+@pytest.mark.parametrize("config", ["fsdp2", "cpu_ddp"])
 def test_both_ranks_end_if_the_compiler_of_one_fails(
     config: str, text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.launching import (
     SIX_STEPS,
     TINY,
     interrupt,
+    long_form,
     read_json,
     series,
     torchrun,
@@ -187,6 +188,7 @@ def test_flags_that_exclude_each_other_are_an_error_of_one_line(
 # --- the best weights without early stopping
 
 
+@long_form
 def test_load_best_model_at_end_takes_the_best_weights_also_after_a_resume(
     noise: Path, tmp_path: Path
 ) -> None:

@@ -277,6 +277,7 @@ def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(
     assert checkpoint_step(tmp_path / "b") > 0
 
 
+@long_form
 def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
     text_file: Path, tmp_path: Path
 ) -> None:

@@ -308,6 +308,7 @@ def accuracy_by_transformers(folder: Path, script: Script) -> float:
     return right_answers / len(capitals)
 
 
+@long_form
 def test_llmtrain_evaluates_the_model_that_trl_has_saved(
     grpo_run: GrpoRun, script: Script, tmp_path: Path
 ) -> None:

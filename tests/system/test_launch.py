@@ -208,6 +208,7 @@ def test_the_shipped_config_for_several_gpus_starts_the_recipe(
         assert is_warned or cpu_has_bfloat16()
 
 
+@long_form
 def test_a_launch_without_a_config_starts_the_recipe_also_without_evaluations(
     text_file: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launching import BIN, PYTHON, run, start_process, stop_group, torchrun
+from tests.launching import BIN, PYTHON, long_form, run, start_process, stop_group, torchrun
 from tests.waiting import wait_until
 
 SCRIPT = "tests/system/launched.py"
@@ -110,7 +110,7 @@ use_cpu: true
 """
 
 
-@pytest.fixture(params=["named config", "default config"])
+@pytest.fixture(params=["named config", pytest.param("default config", marks=long_form)])
 def launch_with_config(request: pytest.FixtureRequest, config_folder: Path) -> list[str]:
     """Write CONFIG, and return the beginning of a command that reads it."""
     if request.param == "default config":
@@ -137,7 +137,10 @@ def test_a_flag_of_accelerate_comes_before_its_config(launch_with_config: list[s
 
 @pytest.mark.parametrize(
     ("is_wrapped", "number"),
-    [pytest.param(False, "2", id="direct"), pytest.param(True, "several", id="wrapper script")],
+    [
+        pytest.param(False, "2", id="direct"),
+        pytest.param(True, "several", id="wrapper script", marks=long_form),
+    ],
 )
 def test_two_processes_requested_and_one_started_is_one_line(
     is_wrapped: bool, number: str, tmp_path: Path
@@ -164,6 +167,7 @@ def test_the_threads_that_torchrun_exports_by_default_are_no_setting() -> None:
 # --- a wrapper script
 
 
+@long_form
 def test_behind_a_wrapper_script_the_variables_of_accelerate_count(tmp_path: Path) -> None:
     flags = "--mixed_precision bf16 --num_cpu_threads_per_process 2"
     settings = launched(behind_wrapper([*LAUNCH_ONE, *flags.split()], tmp_path))
@@ -181,6 +185,7 @@ def test_behind_a_wrapper_script_torchrun_is_a_launcher_but_not_the_parent(tmp_p
 # --- one process
 
 
+@long_form
 @pytest.mark.parametrize(
     "command",
     [
@@ -211,6 +216,7 @@ def test_a_stopped_run_has_its_exit_status_only_without_a_launcher(
     assert run([*command, SCRIPT, "130"]).status == status
 
 
+@long_form
 @pytest.mark.parametrize(
     ("command", "status"),
     [pytest.param(torchrun(1), 0, id="torchrun"), pytest.param(PYTHON, 130, id="python")],

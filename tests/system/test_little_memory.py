@@ -130,6 +130,7 @@ def test_frozen_weights_stay_beside_trained_ones_in_bfloat16(
     assert metrics(folder)[-1]["eval/loss"] > 0
 
 
+@long_form
 def test_an_adapter_of_a_reward_model_trains_in_bfloat16(tmp_path: Path) -> None:
     base = tmp_path / "base"
     config = LlamaConfig(

@@ -55,7 +55,7 @@ def planned(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[str, A
 @pytest.mark.parametrize(
     ("layout_name", "processes"),
     [
-        pytest.param("one process", 1, id="one process"),
+        pytest.param("one process", 1, id="one process", marks=long_form),
         pytest.param("FSDP2", 2, id="FSDP2", marks=long_form),
         pytest.param("DDP", 2, id="DDP", marks=long_form),
     ],

@@ -11,7 +11,7 @@ from llmtrain.record.checkpoint import read_structure
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.forked import run_forked
-from tests.launching import accelerate, read_json
+from tests.launching import accelerate, long_form, read_json
 from tests.odd_optimizer import Odd
 
 pytest.importorskip("heavyball")
@@ -37,7 +37,7 @@ class Results(NamedTuple):
     ranks: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=LAUNCHERS)
+@pytest.fixture(scope="module", params=["DDP", pytest.param("FSDP2", marks=long_form)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     layout = request.param
     folder = tmp_path_factory.mktemp("states")

@@ -95,7 +95,7 @@ def assert_each_step_waits_once(steps: list[dict[str, Any]]) -> None:
         pytest.param(Training.of_gpt(PYTHON, "--dropout 0.1"), id="gpt"),
         pytest.param(Training.of_gpt(ON_TWO), id="gpt on 2"),
         pytest.param(Training.of_llama(PYTHON), id="packed"),
-        pytest.param(Training.of_llama(ON_TWO), id="packed on 2"),
+        pytest.param(Training.of_llama(ON_TWO), id="packed on 2", marks=long_form),
         pytest.param(Training.of_llama(FSDP2), id="packed, sharded"),
         pytest.param(Training.of_llama(PYTHON, "--no_packing"), id="not packed"),
     ],
@@ -118,7 +118,7 @@ def test_a_step_of_an_adapter_waits_once(base: Path, tmp_path: Path, text_file: 
         pytest.param(
             Training.of_gpt(FSDP2, "--dropout 0.1"), 2, id="gpt, sharded", marks=long_form
         ),
-        pytest.param(Training.of_llama(FSDP2), 1, id="packed, sharded"),
+        pytest.param(Training.of_llama(FSDP2), 1, id="packed, sharded", marks=long_form),
     ],
 )
 def test_nothing_is_compiled_after_the_first_step(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llmtrain.lab.plan.fit import Fit, fit_into
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts
-from tests.launching import FINETUNE, GPT
+from tests.launching import FINETUNE, GPT, long_form
 
 MODEL = (
     "--n_layer 8 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte "
@@ -54,6 +54,7 @@ def ever_smaller() -> list[Fit]:
     return fits
 
 
+@long_form
 def test_the_chosen_flags_fit_and_cheaper_ones_do_not(ever_smaller: list[Fit]) -> None:
     for fitting in ever_smaller:
         assert fitting.chosen.total <= fitting.limit
@@ -62,6 +63,7 @@ def test_the_chosen_flags_fit_and_cheaper_ones_do_not(ever_smaller: list[Fit]) -
     assert ever_smaller[-1].too_large is not None
 
 
+@long_form
 def test_less_memory_costs_seconds_before_it_changes_the_arithmetic(
     ever_smaller: list[Fit],
 ) -> None:
