@@ -83,7 +83,7 @@ digits: $(READY)
 # Campaigns: the same tests, many times; they end with a scoreboard.
 # 100 two-rank launches on a busy machine: about 15 minutes on two cores.
 launches: $(READY)
-	LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest tests/system/test_exit.py
+	LLMTRAIN_LONG=1 LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest --timeout 7200 tests/system/test_exit.py
 # Kills, crashes, corruption, hangs and signals, many times each; `make test-all` has the rest.
 CAMPAIGNS := tests/record/test_crashes.py tests/record/test_untrusted.py tests/system/test_faults.py tests/system/test_kills.py
 torture: $(READY)

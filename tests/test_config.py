@@ -21,6 +21,7 @@ from llmtrain.config.flags import Config, configs_of, flag, resolved
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
 from recipes import gpt
 
@@ -439,6 +440,14 @@ def test_a_flag_without_its_value_is_an_error_with_its_meaning(flags: str, messa
 def test_an_infinite_value_is_not_called_too_small(value: str, requirement: str) -> None:
     message = error_of(OptimConfig(), f"--weight_decay={value}")
     assert message.endswith(f"is out of range: it must be {requirement}.")
+
+
+def test_a_value_that_would_never_end_or_overflow_is_an_error() -> None:
+    too_many_layers = error_of(GPTConfig(), "--n_layer 10001")
+    assert too_many_layers == "--n_layer 10001 is out of range: it must be at most 10,000."
+
+    too_many_seconds = error_of(ParallelConfig(), f"--ddp_timeout {10**30}")
+    assert too_many_seconds.endswith("is out of range: it must be at most 31,536,000.")
 
 
 @pytest.mark.parametrize(

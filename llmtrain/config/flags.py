@@ -162,6 +162,13 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
         raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
+def require_at_most(config: Config, maximum: float, name: str) -> None:
+    """Raise :class:`UserError` unless the named flag is at most ``maximum``."""
+    value = getattr(config, name)
+    if value > maximum:
+        raise UserError(f"--{name} {value} is out of range: it must be at most {maximum:,}.")
+
+
 def configs_of(settings: Any) -> dict[str, Config]:
     """Return the sections of a dataclass of settings, by the names of its fields.
 

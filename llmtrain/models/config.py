@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import yaml
 
-from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
@@ -21,6 +21,8 @@ from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+MAX_LAYERS = 10_000  # a slip of the finger would otherwise build layers until the memory is full
 
 
 @dataclass
@@ -61,6 +63,7 @@ class GPTConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
+        require_at_most(self, MAX_LAYERS, "n_layer")
         if not 0 <= self.dropout < 1:
             raise UserError(
                 f"--dropout {self.dropout} is out of range: it must be at least 0 and below 1."

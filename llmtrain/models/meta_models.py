@@ -13,7 +13,7 @@ from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
 from llmtrain.model_folders import is_adapter
-from llmtrain.models.config import ModelConfig, parse_overrides
+from llmtrain.models.config import MAX_LAYERS, ModelConfig, parse_overrides
 from llmtrain.models.hub_models import (
     auto_class,
     causal_lm_classes,
@@ -208,8 +208,15 @@ def model_configuration(
             config.model_revision,
             trust_remote_code=config.trust_remote_code,
         )
+    name = str(config.model_name_or_path or config.from_config)
+    layers = getattr(loaded.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise UserError(
+            f"the configuration of {name} has {layers:,} layers, and a model can have at most "
+            f"{MAX_LAYERS:,}; correct num_hidden_layers."
+        )
     if not config.attn_implementation:
-        refuse_hub_attention(loaded, str(config.model_name_or_path or config.from_config))
+        refuse_hub_attention(loaded, name)
     return loaded
 
 

@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.errors import UserError
+
+SECONDS_OF_A_YEAR = 365 * 24 * 60 * 60
 
 
 @dataclass
@@ -52,6 +54,7 @@ class ParallelConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_timeout")
+        require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # gloo takes no number of any size
         size = self.ddp_bucket_cap_mb
         if size <= 0 or not math.isfinite(size):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")

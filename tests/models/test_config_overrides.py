@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from llmtrain.errors import UserError
 from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.meta_models import configuration_of
+from llmtrain.models.meta_models import configuration_of, model_configuration
 
 
 def head_dim_of(source: str, overrides: str) -> int | None:
@@ -91,3 +91,12 @@ def test_from_config_may_be_a_folder_unless_it_is_the_name_of_a_model_type(
     assert ModelConfig(from_config="tiny").max_positions() == 48
     assert ModelConfig(from_config="run").from_config == "run/model"
     assert ModelConfig(from_config="llama").max_positions() is None
+
+
+@pytest.mark.parametrize("source", ["model_name_or_path", "from_config"])
+def test_a_configuration_with_a_billion_layers_is_an_error_at_once(
+    source: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model("llama", num_hidden_layers=10**9).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has 1,000,000,000 layers, .* correct num_hidden_layers"):
+        model_configuration(ModelConfig(**{source: str(tmp_path)}))

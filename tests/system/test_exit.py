@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, LONG, PYTHON, TINY, accelerate, bound, run
+from tests.launching import GPT, PYTHON, TINY, accelerate, bound, long_form, run
 
-LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", str(int(LONG))))
+LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "1"))
 
 
 def spin(seconds: float) -> None:
@@ -45,7 +45,7 @@ def busy_machine() -> Iterator[None]:
             process.join()
 
 
-@pytest.mark.skipif(not LAUNCHES, reason="a long form: make launches runs it")
+@long_form
 @pytest.mark.timeout(60 + 60 * LAUNCHES)
 def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
     text_file: Path, tmp_path: Path, score: Callable[[str], None]

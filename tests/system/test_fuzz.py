@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LONG, PYTHON, run
-
-COUNT = 150 if LONG else 25
-SEEDS = range(6) if LONG else range(1)
+from tests.launching import PYTHON, long_form, run
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 25), *(pytest.param(seed, 150, marks=long_form) for seed in range(1, 6))],
+)
 def test_bad_input_ends_in_an_error_of_one_line_and_leaves_nothing(
-    seed: int, tmp_path: Path, score: Callable[[str], None]
+    seed: int, count: int, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    arguments = [str(tmp_path), str(seed), str(COUNT)]
+    arguments = [str(tmp_path), str(seed), str(count)]
     ended = run([*PYTHON, "tests/system/fuzz.py", *arguments], timeout=800)
 
     lines = (tmp_path / "attempts.jsonl").read_text().splitlines()
@@ -33,5 +33,5 @@ def test_bad_input_ends_in_an_error_of_one_line_and_leaves_nothing(
         if attempt["outcome"] not in ("one line", "success") or attempt["temporary_files"]
     ]
     assert faults == [], json.dumps(faults[:3], indent=1)
-    assert len(attempts) == COUNT, f"an attempt hung, or ended the process:\n{ended.err[-3000:]}"
-    assert outcomes["one line"] > COUNT / 3, "few attempts succeed"
+    assert len(attempts) == count, f"an attempt hung, or ended the process:\n{ended.err[-3000:]}"
+    assert outcomes["one line"] > count / 3, "few attempts succeed"

@@ -25,6 +25,7 @@ from tests.launching import (
     ROOT,
     SIX_STEPS,
     TINY,
+    Ended,
     accelerate,
     interrupt,
     long_form,
@@ -494,23 +495,33 @@ def assert_trained_in_bfloat16(folder: Path) -> None:
     assert not torch.equal(losses, losses.bfloat16().double()), "losses are not rounded"
 
 
+def train_two_steps(launcher: list[str], text_file: Path, folder: Path) -> Ended:
+    flags = f"--max_steps 2 --warmup_steps 1 --dataset {text_file} --output_dir {folder}"
+    return run_forked([*launcher, GPT, *TINY, *shlex.split(flags)]).assert_ok()
+
+
 def test_the_shipped_config_shards_a_gpt_in_bfloat16(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    flags = [*TINY, *shlex.split(f"--max_steps 2 --warmup_steps 1 --dataset {text_file}")]
 
-    command = [*accelerate("fsdp2"), GPT, *flags, "--output_dir", str(folder)]
-    ended = run_forked(command).assert_ok()
+    ended = train_two_steps(accelerate("fsdp2"), text_file, folder)
 
     # Each of the two blocks, its norms, and the rest of the model.
     assert "FSDP2 over 2 processes in 5 units" in ended.out
     assert_trained_in_bfloat16(folder)
 
-    if LONG:
-        reference = tmp_path / "reference"
-        one_process = accelerate("cpu", "--mixed_precision", "bf16")
-        run([*one_process, GPT, *flags, "--output_dir", str(reference)]).assert_ok()
-        losses = series(folder, "train/loss")
-        assert losses == pytest.approx(series(reference, "train/loss"), rel=2e-3)
+
+@long_form
+def test_the_shipped_config_has_the_losses_of_one_process(text_file: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    reference = tmp_path / "reference"
+
+    train_two_steps(accelerate("fsdp2"), text_file, sharded)
+    flags = f"--max_steps 2 --warmup_steps 1 --dataset {text_file} --output_dir {reference}"
+    one_process = accelerate("cpu", "--mixed_precision", "bf16")
+    run([*one_process, GPT, *TINY, *shlex.split(flags)]).assert_ok()
+
+    losses = series(sharded, "train/loss")
+    assert losses == pytest.approx(series(reference, "train/loss"), rel=2e-3)
 
 
 def test_the_shipped_config_shards_an_adapter_in_bfloat16(
