@@ -7,6 +7,7 @@ from pathlib import Path
 
 import llmtrain
 from llmtrain.training.step import train_step
+from tests.launching import PYTHON, long_form, run
 
 PACKAGE = Path(llmtrain.__file__).parent
 ROOT = PACKAGE.parent
@@ -130,3 +131,17 @@ def test_no_file_imports_from_a_file_of_tests() -> None:
             for name in imported_files_of_tests(path.read_text()):
                 found.append(f"{path.relative_to(ROOT)}: {name}.py")
     assert found == []
+
+
+def collected_tests(variables: dict[str, str]) -> set[str]:
+    command = [*PYTHON, "-m", "pytest", "--collect-only", "-p", "no:xdist"]
+    output = run(command, variables).assert_ok().out
+    return {line for line in output.splitlines() if "::" in line}
+
+
+@long_form
+def test_the_mark_alone_decides_what_a_long_form_is() -> None:
+    """``make test-all`` selects the mark. A test that is collected for it only would run nowhere."""
+    tests = collected_tests({"LLMTRAIN_LONG": ""})
+    assert len(tests) > 1000
+    assert collected_tests({"LLMTRAIN_LONG": "1"}) == tests

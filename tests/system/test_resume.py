@@ -249,7 +249,11 @@ def test_a_signal_to_launcher_and_worker_twice_still_saves(
 
 
 @pytest.mark.parametrize(
-    "launcher", [accelerate("cpu"), torchrun(1)], ids=["accelerate", "torchrun"]
+    "launcher",
+    [
+        pytest.param(accelerate("cpu"), id="accelerate"),
+        pytest.param(torchrun(1), id="torchrun", marks=long_form),
+    ],
 )
 def test_a_launcher_reports_success_after_a_signal_to_its_worker(
     launcher: list[str], text_file: Path, tmp_path: Path

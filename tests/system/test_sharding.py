@@ -524,6 +524,7 @@ def test_the_shipped_config_has_the_losses_of_one_process(text_file: Path, tmp_p
     assert losses == pytest.approx(series(reference, "train/loss"), rel=2e-3)
 
 
+@long_form
 def test_the_shipped_config_shards_an_adapter_in_bfloat16(
     bases: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_an_optimizer_continues_after_a_restart_bit_for_bit(results: Results) ->
         assert differences == {name: [] for name in names}
 
 
+@long_form
 @pytest.mark.parametrize("results", ["FSDP2"], indirect=True)
 def test_an_optimizer_that_cannot_be_sharded_ends_in_an_error(results: Results) -> None:
     errors = ("the optimizer SOAP fails on", "the optimizer AdamW fails on")
