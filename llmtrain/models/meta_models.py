@@ -209,15 +209,22 @@ def model_configuration(
             trust_remote_code=config.trust_remote_code,
         )
     name = str(config.model_name_or_path or config.from_config)
-    layers = getattr(loaded.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise UserError(
-            f"the configuration of {name} has {layers:,} layers, and a model can have at most "
-            f"{MAX_LAYERS:,}; correct num_hidden_layers."
-        )
+    _check_number_of_layers(loaded, name)
     if not config.attn_implementation:
         refuse_hub_attention(loaded, name)
     return loaded
+
+
+def _check_number_of_layers(config: "PreTrainedConfig", name: str) -> None:
+    """Raise :class:`UserError` if a model, or a part of it, has more layers than can be built."""
+    parts = [config, *(getattr(config, key, None) for key in config.sub_configs)]
+    for part in parts:
+        layers = getattr(part, "num_hidden_layers", 0)
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise UserError(
+                f"the configuration of {name} has {layers:,} layers, and a model can have at most "
+                f"{MAX_LAYERS:,}; correct num_hidden_layers."
+            )
 
 
 def _load_configuration(name: str, revision: str, *, trust_remote_code: bool) -> "PreTrainedConfig":

@@ -1,6 +1,8 @@
 """``--config_overrides``: the size of attention heads follows from the width and the heads."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -94,9 +96,20 @@ def test_from_config_may_be_a_folder_unless_it_is_the_name_of_a_model_type(
 
 
 @pytest.mark.parametrize("source", ["model_name_or_path", "from_config"])
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {"num_hidden_layers": 10**9}),
+        ("llava", {"text_config": {"num_hidden_layers": 10**9}}),
+    ],
+)
 def test_a_configuration_with_a_billion_layers_is_an_error_at_once(
-    source: str, tmp_path: Path
+    source: str, family: str, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    AutoConfig.for_model("llama", num_hidden_layers=10**9).save_pretrained(tmp_path)
+    config = AutoConfig.for_model(family).to_dict()
+    for name, value in values.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
     with pytest.raises(UserError, match=r"has 1,000,000,000 layers, .* correct num_hidden_layers"):
         model_configuration(ModelConfig(**{source: str(tmp_path)}))
