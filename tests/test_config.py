@@ -18,7 +18,7 @@ import pytest
 from llmtrain.config.command_line import parse
 from llmtrain.config.flag_parser import FlagParser
 from llmtrain.config.flags import Config, configs_of, flag, resolved
-from llmtrain.data.config import DataConfig
+from llmtrain.data.config import BatchConfig, DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.parallel.config import ParallelConfig
@@ -442,12 +442,21 @@ def test_an_infinite_value_is_not_called_too_small(value: str, requirement: str)
     assert message.endswith(f"is out of range: it must be {requirement}.")
 
 
-def test_a_value_that_would_never_end_or_overflow_is_an_error() -> None:
-    too_many_layers = error_of(GPTConfig(), "--n_layer 10001")
-    assert too_many_layers == "--n_layer 10001 is out of range: it must be at most 10,000."
-
-    too_many_seconds = error_of(ParallelConfig(), f"--ddp_timeout {10**30}")
-    assert too_many_seconds.endswith("is out of range: it must be at most 31,536,000.")
+@pytest.mark.parametrize(
+    ("config", "name", "maximum"),
+    [
+        (GPTConfig(), "n_layer", 10_000),
+        (BatchConfig(), "global_batch_size", 10_000_000),
+        (ParallelConfig(), "ddp_timeout", 365 * 24 * 60 * 60),
+    ],
+)
+def test_a_number_with_which_a_run_would_never_end_or_overflow_is_an_error(
+    config: Config, name: str, maximum: int
+) -> None:
+    for value in (maximum + 1, 10**30):
+        message = error_of(config, f"--{name} {value}")
+        assert message == f"--{name} {value} is out of range: it must be at most {maximum:,}."
+    parsed(config, f"--{name} {maximum}")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.data.column_names import ColumnNames
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
@@ -14,6 +14,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
 _MOST_DEFAULT_PROCESSES = 16  # that render conversations
+_MOST_ROWS = 10_000_000  # in a step: the numbers of its rows are in memory, and it takes days
 _MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
 
 
@@ -39,6 +40,7 @@ class BatchConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
+        require_at_most(self, _MOST_ROWS, "global_batch_size")
 
     def fit_micro_batch(self, row_tokens: int) -> None:
         """Lower the default micro-batch to 4,096 tokens, and log it.
