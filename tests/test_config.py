@@ -446,6 +446,9 @@ def test_an_infinite_value_is_not_called_too_small(value: str, requirement: str)
     ("config", "name", "maximum"),
     [
         (GPTConfig(), "n_layer", 10_000),
+        (GPTConfig(), "n_embd", 1_000_000),
+        (GPTConfig(), "block_size", 100_000_000),
+        (ModelConfig(), "max_length", 100_000_000),
         (BatchConfig(), "global_batch_size", 10_000_000),
         (ParallelConfig(), "ddp_timeout", 365 * 24 * 60 * 60),
     ],
@@ -457,6 +460,11 @@ def test_a_number_with_which_a_run_would_never_end_or_overflow_is_an_error(
         message = error_of(config, f"--{name} {value}")
         assert message == f"--{name} {value} is out of range: it must be at most {maximum:,}."
     parsed(config, f"--{name} {maximum}")
+
+
+def test_a_learning_rate_that_a_float32_cannot_hold_is_an_error() -> None:
+    message = error_of(OptimConfig(), "--learning_rate 1e308")
+    assert message.endswith("is out of range: it must be at most 1,000,000.")
 
 
 @pytest.mark.parametrize(

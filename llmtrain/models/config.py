@@ -22,7 +22,10 @@ from llmtrain.planning import current_plan
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MAX_LAYERS = 10_000  # a slip of the finger would otherwise build layers until the memory is full
+# A slip of the finger would otherwise build layers until the memory is full, or overflow a number.
+MAX_LAYERS = 10_000
+_MAX_WIDTH = 1_000_000
+_MAX_ROW_LENGTH = 100_000_000
 
 
 @dataclass
@@ -64,6 +67,8 @@ class GPTConfig(Config):
     def __post_init__(self) -> None:
         require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
         require_at_most(self, MAX_LAYERS, "n_layer")
+        require_at_most(self, _MAX_WIDTH, "n_embd")
+        require_at_most(self, _MAX_ROW_LENGTH, "block_size")
         if not 0 <= self.dropout < 1:
             raise UserError(
                 f"--dropout {self.dropout} is out of range: it must be at least 0 and below 1."
@@ -210,6 +215,7 @@ class ModelConfig(Config):
     def __post_init__(self) -> None:
         if self.max_length != "auto":
             require_at_least(self, 2, "max_length")
+            require_at_most(self, _MAX_ROW_LENGTH, "max_length")
         if self.router_aux_loss_coef is not None:
             require_at_least(self, 0, "router_aux_loss_coef")
         self._check_attention()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from llmtrain.config.command_line import COMMAND_LINE
-from llmtrain.config.flags import Config, flag, require_at_least
+from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
@@ -148,6 +148,7 @@ class OptimConfig(Config):
         require_at_least(
             self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon", "skip_nonfinite"
         )
+        require_at_most(self, 1_000_000, "learning_rate")  # a float32 overflows far above it
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
         _require_steps(self, 0, "warmup_steps")
