@@ -54,7 +54,7 @@ class ParallelConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_timeout")
-        require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # gloo takes no number of any size
+        require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # larger ones overflow
         size = self.ddp_bucket_cap_mb
         if size <= 0 or not math.isfinite(size):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")

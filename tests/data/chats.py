@@ -137,15 +137,20 @@ def marked(template: str) -> str:
     return template.replace("«", "{%- generation -%}").replace("»", "{%- endgeneration -%}")
 
 
-def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizerFast:
-    """Return a small tokenizer with a chat template. ``spec`` is a value of ``--tokenizer``."""
-    backend = tok.train_tokenizer(spec, iter(TEXT), lambda: iter(TEXT))
-    backend.add_special_tokens(CONTROLS)
+def with_template(backend: tokenizers.Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a chat template, whose texts are between ``<s>`` and ``</s>``."""
     tokenizer = tok.as_pretrained(backend, block_size=32)
     tokenizer.bos_token = "<s>"
     tokenizer.eos_token = "</s>"
     tokenizer.chat_template = template
     return tokenizer
+
+
+def make(template: str | None = None, spec: str = "byte") -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a chat template. ``spec`` is a value of ``--tokenizer``."""
+    backend = tok.train_tokenizer(spec, iter(TEXT), lambda: iter(TEXT))
+    backend.add_special_tokens(CONTROLS)
+    return with_template(backend, template)
 
 
 def make_sentencepiece(template: str) -> PreTrainedTokenizerFast:
@@ -166,11 +171,7 @@ def make_sentencepiece(template: str) -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
-    tokenizer = tok.as_pretrained(backend, block_size=32)
-    tokenizer.bos_token = "<s>"
-    tokenizer.eos_token = "</s>"
-    tokenizer.chat_template = template
-    return tokenizer
+    return with_template(backend, template)
 
 
 def chat(*contents: str) -> Conversation:

@@ -38,6 +38,7 @@ from tests.data.chats import (
     only_sequence,
     target_texts,
     unmarked,
+    with_template,
 )
 from tests.data.odd_templates import (
     CALL_WITHOUT_END,
@@ -836,11 +837,7 @@ def unigram() -> PreTrainedTokenizerFast:
     scores = [(piece, -1.0) for piece in pieces]
     backend = tokenizers.Tokenizer(models.Unigram(scores, unk_id=pieces.index("<unk>")))
     backend.add_special_tokens([*CONTROLS, tok.END_OF_TEXT])
-    tokenizer = tok.as_pretrained(backend, block_size=32)
-    tokenizer.bos_token = "<s>"
-    tokenizer.eos_token = "</s>"
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return with_template(backend, CHATML)
 
 
 def test_a_control_token_that_the_tokenizer_makes_of_text_is_refused():
