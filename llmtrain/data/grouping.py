@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmtrain.data.shuffle import Mixture, key_of, permute
+from llmtrain.data.shuffle import Mixture, permute
+from llmtrain.seeds import key_of
 
 # More batches in a megabatch make the lengths in a batch more alike, and the batches of a small
 # data set more similar from epoch to epoch.

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.grouping import LengthGrouping
 from llmtrain.data.samplers import EvalSampler, GlobalBatchSampler, Slot, eval_batch_size
-from llmtrain.data.shuffle import Mixture, key_of, mix
+from llmtrain.data.shuffle import Mixture
 from llmtrain.data.store import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
+from llmtrain.seeds import mix, seed_of
 
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row
 
@@ -149,8 +150,7 @@ class Collate:
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.dropout_seed is not None:
-            # Without their lowest bit, keys fit into int64.
-            keys = [key_of(self.dropout_seed, slot.position) >> 1 for slot in row_batch.slots]
+            keys = [seed_of(self.dropout_seed, slot.position) for slot in row_batch.slots]
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
 
         rows = np.array([-1 if slot.row is None else slot.row for slot in row_batch.slots])

@@ -13,7 +13,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from llmtrain.data.grouping import LengthGrouping
-from llmtrain.data.shuffle import Mixture, key_of, permute
+from llmtrain.data.shuffle import Mixture, permute
+from llmtrain.seeds import key_of
 
 _POSITIONS_PER_CHUNK = 4096  # for which one call computes the order
 

@@ -12,6 +12,7 @@ from math import lcm
 import numpy as np
 
 from llmtrain.errors import UserError
+from llmtrain.seeds import key_of, mix
 
 # Half of the bits that the smallest permutation works on: 2**3 values for each half, because with
 # fewer the key would choose among too few permutations.
@@ -20,25 +21,6 @@ _ROUNDS = 8
 _U64 = np.uint64
 # The largest number of positions after which a mixture repeats. Weights are exact to a thousandth.
 _MAX_PERIOD = 1000
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finaliser (Steele, Lea & Flood 2014, OOPSLA) to uint64 values.
-
-    Every input bit affects every output bit.
-    """
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    x = x ^ (x >> _U64(31))
-    return x
-
-
-def key_of(*numbers: int) -> int:
-    """Return a 64-bit key made from several integers, such as (seed, epoch)."""
-    state = np.zeros(1, _U64)
-    for number in numbers:
-        state = mix(state + _U64(0x9E3779B97F4A7C15) + np.array([number & (2**64 - 1)], _U64))
-    return int(state[0])
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:

@@ -13,7 +13,6 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.data.shuffle import key_of
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo
 from llmtrain.launching.process import restore_garbage_collection
@@ -21,6 +20,7 @@ from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.seeds import seed_of
 from llmtrain.training.callbacks import loop_callbacks
 from llmtrain.training.checks import (
     check_engine,
@@ -226,7 +226,7 @@ def _seed_dropout(engine: Engine, seed: int, step: int) -> None:
     ``dropout_keys`` computes its dropout from these instead, and draws nothing.
     """
     count = step * engine.ranks.world_size + engine.ranks.rank
-    seed_of_rank = key_of(seed, count) >> 1  # a key has 64 bits, and a seed 63
+    seed_of_rank = seed_of(seed, count)
 
     # `torch.manual_seed` would look for devices of every kind, which takes 0.3 ms.
     torch.default_generator.manual_seed(seed_of_rank)
