@@ -75,9 +75,10 @@ learn: $(READY)
 	LLMTRAIN_LONG=1 $(BIN)/pytest tests/test_lessons.py
 .PHONY: learn
 
-# Every digit of 16 short runs against those of another commit: two minutes on two cores.
+# Every digit of short runs against those of another commit: five minutes on two cores. WEIGHTS=base: all of them begin
+# with the weights of that commit, for a change of random weights.
 digits: $(READY)
-	LLMTRAIN_BASE=$(or $(BASE),HEAD~1) $(BIN)/pytest tests/system/test_digits.py
+	LLMTRAIN_BASE=$(or $(BASE),HEAD~1) LLMTRAIN_WEIGHTS=$(WEIGHTS) $(BIN)/pytest tests/system/test_digits.py
 .PHONY: digits
 
 # Campaigns: the same tests, many times; they end with a scoreboard.

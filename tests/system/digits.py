@@ -2,7 +2,8 @@
 
 `python -m tests.system.digits TREE FOLDER` makes every run with the source in TREE, and writes
 FOLDER/digits.json. A refactoring changes no digit. `test_digits.py` compares this tree with an
-earlier commit.
+earlier commit. If random weights have changed between the two, both begin with the weights of the
+earlier commit (`make digits WEIGHTS=base`).
 """
 
 import hashlib
@@ -74,15 +75,45 @@ class Command(NamedTuple):
     exit_status: int = 0
 
 
-def commands(folder: Path) -> dict[str, Command]:
-    """Return the command of each run by its name; a run may load what an earlier one saved."""
-    return {
+def commands(folder: Path, begun: Path | None = None) -> dict[str, Command]:
+    """Return the command of each run by its name; a run may load what an earlier one saved.
+
+    Args:
+        folder: of the data and of the runs.
+        begun: a folder of the same runs, to begin with their weights instead of random ones. Runs
+            of a GPT or an adapter resume from their checkpoint of step 3, and the others fine-tune
+            the finished model.
+    """
+    result = {
         **gpt_commands(folder),
-        **finetune_commands(folder),
+        **finetune_commands(folder, begun or folder),
         **preference_commands(folder),
         **poisoned_commands(folder),
-        **resumed_commands(folder),
     }
+    if begun is not None:
+        result = {
+            name: begin_with(command, begun / "runs" / name) for name, command in result.items()
+        }
+    return {**result, **resumed_commands(folder, begun or folder)}
+
+
+def begin_with(command: Command, run: Path) -> Command:
+    """Return the command of a run that begins with the weights of another run."""
+    recipe = list(command.recipe)
+    if "--from_config" not in recipe:
+        return command._replace(recipe=[*recipe, *resume_flags(run)])
+
+    del recipe[1:3]  # --from_config TYPE
+    while "--config_overrides" in recipe:
+        position = recipe.index("--config_overrides")
+        del recipe[position : position + 2]
+    # Without it, the learning rate of models that were trained before would change little.
+    model = ["--model_name_or_path", str(run / "model"), "--learning_rate", "1e-3"]
+    return command._replace(recipe=[recipe[0], *model, *recipe[1:]])
+
+
+def resume_flags(run: Path) -> list[str]:
+    return ["--resume_from_checkpoint", str(run / "checkpoints" / "step-00000003")]
 
 
 def gpt_flags(folder: Path) -> list[str]:
@@ -115,13 +146,13 @@ def gpt_commands(folder: Path) -> dict[str, Command]:
     }
 
 
-def finetune_commands(folder: Path) -> dict[str, Command]:
+def finetune_commands(folder: Path, begun: Path) -> dict[str, Command]:
     text = str(folder / "text.txt")
     more_text = str(folder / "more.txt")
     chats = ["--dataset", str(folder / "chats.jsonl")]
 
     llama = [FINETUNE, "--from_config", "llama", *SMALL_LLAMA, *OFTEN]
-    trained_llama = str(folder / "runs" / "full" / "model")
+    trained_llama = str(begun / "runs" / "full" / "model")
     # SMALL_LLAMA without the sizes of the model, which come from the loaded model.
     lora = [FINETUNE, "--model_name_or_path", trained_llama, *SMALL_LLAMA[2:], *OFTEN, *chats]
     lora += shlex.split("--lora_r 4 --lora_dropout 0.1")
@@ -159,7 +190,9 @@ def preference_commands(folder: Path) -> dict[str, Command]:
 
 def poisoned_commands(folder: Path) -> dict[str, Command]:
     """Return the commands of runs in which the loss of three steps is not finite."""
-    poisoned = [POISONED, *TINY, "--max_steps", "9", "--dataset", str(folder / "text.txt"), *OFTEN]
+    poisoned = [POISONED, *TINY, "--dataset", str(folder / "text.txt"), *OFTEN]
+    # The checkpoint of step 3 stays, for runs that begin with its weights.
+    poisoned += ["--max_steps", "9", "--save_total_limit", "3"]
     result = {}
     for optimizer in ("adamw", "muon"):
         for allowed in (0, 1, 5):
@@ -171,17 +204,14 @@ def poisoned_commands(folder: Path) -> dict[str, Command]:
     return result
 
 
-def resumed_commands(folder: Path) -> dict[str, Command]:
+def resumed_commands(folder: Path, begun: Path) -> dict[str, Command]:
     """Return the commands of runs that resume from the checkpoints of earlier runs."""
-
-    def resume(name: str) -> list[str]:
-        checkpoint = folder / "runs" / name / "checkpoints" / "step-00000003"
-        return ["--resume_from_checkpoint", str(checkpoint)]
-
+    dropout = resume_flags(begun / "runs" / "dropout")
+    three_processes = resume_flags(begun / "runs" / "three processes")
     return {
-        "resumed": Command(PYTHON, [*gpt_with_dropout(folder), *resume("dropout")]),
+        "resumed": Command(PYTHON, [*gpt_with_dropout(folder), *dropout]),
         "three processes, resumed": Command(
-            torchrun(3), [*gpt_on_three_processes(folder), *resume("three processes")]
+            torchrun(3), [*gpt_on_three_processes(folder), *three_processes]
         ),
     }
 
@@ -191,8 +221,14 @@ def sharded(config: str) -> list[str]:
     return accelerate(config, "--num_processes", "2", "--mixed_precision", "no")
 
 
-def measure(tree: Path, folder: Path) -> Digits:
-    """Make every run with the source in ``tree`` and return the digits of each."""
+def measure(tree: Path, folder: Path, begun: Path | None = None) -> Digits:
+    """Make every run with the source in ``tree`` and return the digits of each.
+
+    Args:
+        tree: a tree of the source.
+        folder: gets the runs.
+        begun: see :func:`commands`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "text.txt")
     write_text(folder / "more.txt", seed=1)
@@ -208,7 +244,7 @@ def measure(tree: Path, folder: Path) -> Digits:
     }
 
     digits = {}
-    for name, command in commands(folder).items():
+    for name, command in commands(folder, begun).items():
         run = folder / "runs" / name
         process = start_process(
             [*command.launcher, *command.recipe, "--output_dir", str(run)],
@@ -219,6 +255,8 @@ def measure(tree: Path, folder: Path) -> Digits:
         output = f"{ended.out[-2000:]}\n{ended.err[-2000:]}"
         assert ended.status == command.exit_status, f"{name}: status {ended.status}\n{output}"
         digits[name] = digits_of(run)
+        has_failed = command.exit_status != 0
+        assert has_failed or any((run / "checkpoints").glob("step-*")), f"{run} has no checkpoint"
     return digits
 
 
@@ -235,7 +273,6 @@ def digits_of(run: Path) -> dict[str, Any]:
     digits["end"] = {name: status.get(name) for name in ("state", "reason")}
 
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
-    assert checkpoints, f"{run} has no checkpoint"
     for checkpoint in checkpoints:
         state = read_json(checkpoint / "state.json")
         digits[f"{checkpoint.name}/counts"] = {name: state[name] for name in ("tokens", "skipped")}
