@@ -9,6 +9,10 @@ import hashlib
 
 import numpy as np
 
+# The version of all random weights: models, adapters, rows of new tokens. A change of what is drawn
+# for a seed raises it, so that no run goes on in its folder from weights that would differ today.
+RANDOM_VERSION = 2
+
 _U64 = np.uint64
 
 

@@ -94,7 +94,7 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
         raise UserError(f"'{text}' is neither a number of tokens nor auto") from None
 
 
-def _is_model_type(name: str) -> bool:
+def is_model_type(name: str) -> bool:
     """Return whether ``--from_config`` names a model type, not a folder or a model of the hub.
 
     A model type is one even if there is such a folder.
@@ -262,7 +262,7 @@ class ModelConfig(Config):
         self._check_revision()
         # Only a folder takes the time to import the types of transformers.
         is_folder = self.from_config is not None and Path(self.from_config).is_dir()
-        if is_folder and not _is_model_type(str(self.from_config)):
+        if is_folder and not is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
 
     def _check_revision(self) -> None:
@@ -313,7 +313,7 @@ class ModelConfig(Config):
             return positions
 
         name = self.model_name_or_path
-        if name is None and self.from_config and not _is_model_type(self.from_config):
+        if name is None and self.from_config and not is_model_type(self.from_config):
             name = self.from_config
         if name is None:
             return None

@@ -25,6 +25,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.loss import inputs_of, linear_nll, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
+from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -282,7 +283,7 @@ class GPT(TrainableModel):
         They depend only on ``seed``. Matrices are normal with the standard deviation of
         :meth:`init_std`, the weights of norms are 1, and biases are 0.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed_of(seed, "initial weights"))
         for name, parameter in self.named_parameters():
             values = torch.empty(parameter.shape, dtype=parameter.dtype)
             if parameter.dim() < 2:

@@ -31,6 +31,7 @@ from llmtrain.models.export import (
 from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.reward_card import scoring_code
+from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     import peft
@@ -306,18 +307,16 @@ def _matches(target: str, name: str) -> bool:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Initialise LoRA's matrices, from the seed and the number of the layer only.
+    """Initialise LoRA's matrices, from the seed and the name of the layer only.
 
     Afterwards they are real tensors, also if the model is on the meta device.
     """
     from peft.tuners.lora import LoraLayer
 
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, LoraLayer) and isinstance(module, nn.Module)
-    ]
-    for number, layer in enumerate(layers):
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+    }
+    for name, layer in layers.items():
         for matrices in (
             layer.lora_A,
             layer.lora_B,
@@ -326,7 +325,7 @@ def _initialise(model: nn.Module, seed: int) -> None:
         ):
             if any(parameter.is_meta for parameter in matrices.parameters()):
                 matrices.to_empty(device="cpu")
-        torch.manual_seed((seed + (number << 32)) % 2**63)
+        torch.manual_seed(seed_of(seed, "lora", name))
         layer.reset_lora_parameters("default", True)  # type: ignore[no-untyped-call]
 
 

@@ -13,7 +13,7 @@ from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
 from llmtrain.model_folders import is_adapter
-from llmtrain.models.config import MAX_LAYERS, ModelConfig, parse_overrides
+from llmtrain.models.config import MAX_LAYERS, ModelConfig, is_model_type, parse_overrides
 from llmtrain.models.hub_models import (
     auto_class,
     causal_lm_classes,
@@ -36,12 +36,14 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
+    "rotary_dim": 32,
     # mixture of experts
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -97,7 +99,7 @@ def build_model(
 
     if not is_reward_model:
         check_causal_lm_class(config)
-    with as_user_error(_flag(config)):
+    with as_user_error(_building_problem(config)):
         model_config = model_configuration(config, tokenizer)
         if name is not None:
             is_quantized = getattr(model_config, "quantization_config", None) is not None
@@ -183,6 +185,14 @@ def _flag(config: ModelConfig) -> str:
     if config.model_name_or_path:
         return f"--model_name_or_path {config.model_name_or_path}"
     return f"--from_config {config.from_config}"
+
+
+def _building_problem(config: ModelConfig) -> str:
+    """Return what is wrong if a model cannot be built, and what to do."""
+    names_type = config.model_name_or_path is None and is_model_type(str(config.from_config))
+    if names_type and not config.config_overrides:
+        return f"{_flag(config)} needs --config_overrides, or name a model instead of its type"
+    return _flag(config)
 
 
 def model_configuration(
@@ -316,10 +326,9 @@ def configuration_of(
         UserError: if ``--config_overrides`` is malformed or has a key that the configuration lacks.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     name = str(config.from_config)
-    is_type = name in CONFIG_MAPPING
+    is_type = is_model_type(name)
     make: Callable[..., PreTrainedConfig] = AutoConfig.for_model
     if not is_type:
         make = functools.partial(

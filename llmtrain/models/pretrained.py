@@ -49,6 +49,7 @@ from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -477,7 +478,7 @@ def _fit_vocabulary(
         )
 
     if needed_size > size:
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(seed, "rows of new tokens"))
         model.resize_token_embeddings(needed_size)
         tokens = rows.tokenizer.convert_ids_to_tokens(list(range(size, needed_size)))
         say(

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.parallel.blocks import block_classes
+from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,8 +89,9 @@ def random_weights(
 ) -> Weights:
     """Yield random initial weights, as the model's class initialises them.
 
-    The weights of a module depend only on ``seed`` and on the position of the module in the model.
+    The weights of a module depend only on ``seed`` and on the name of the module in the model.
     Every rank can therefore initialise one part at a time and arrive at the same weights.
+    A parameter that ``_init_weights`` leaves alone keeps the values that ``__init__`` gives it.
 
     Args:
         model: the model. It may be on the meta device, and it does not change.
@@ -98,17 +100,19 @@ def random_weights(
 
     Yields:
         Names of parameters with full tensors on the CPU.
+
+    Raises:
+        UserError: if the class does not initialise a parameter.
     """
     from transformers import PreTrainedModel, initialization
 
-    positions: dict[str, int] = {}
-    submodels: dict[str, PreTrainedModel] = {}
-    for position, (name, module) in enumerate(model.named_modules()):
-        positions[name] = position
-        if isinstance(module, PreTrainedModel):
-            submodels[name] = module
-
+    submodels = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel)
+    }
     stream = _ParameterStream(model)
+    values_by_owner: dict[type[nn.Module], dict[str, Tensor]] = {}
     for part in _selected_parts(model, modules):
         real = copy.deepcopy(part.module).to_empty(device="cpu")
         with (
@@ -116,13 +120,61 @@ def random_weights(
             initialization.guard_torch_init_functions(),
             torch.random.fork_rng(devices=[]),
         ):
+            for parameter in real.parameters():
+                parameter.fill_(torch.nan)
             # Children come first, because a module may initialise parameters of its children.
             for name, module in reversed([*real.named_modules(prefix=part.name)]):
                 # `torch.manual_seed` would also seed devices of every kind, which takes 0.3 ms.
-                torch.default_generator.manual_seed((seed + (positions[name] << 32)) % 2**63)
+                torch.default_generator.manual_seed(seed_of(seed, name))
                 submodel = submodels[_innermost(submodels, name)]
                 submodel._init_weights(module)  # type: ignore[no-untyped-call]
-        yield from stream.new_parameters(part.name, real)
+
+        for name, tensor in stream.new_parameters(part.name, real):
+            if not tensor.isnan().any():
+                yield name, tensor
+                continue
+            owner = type(model.get_submodule(name.rpartition(".")[0]))
+            if owner not in values_by_owner:
+                values_by_owner[owner] = _values_set_by_init(model, owner, seed)
+            value = values_by_owner[owner][name]
+            if value.isnan().any():
+                raise UserError(
+                    f"{type(model).__name__} gives {name} no initial values; start from a trained "
+                    "model with --model_name_or_path."
+                )
+            yield name, value
+
+
+def _values_set_by_init(
+    model: "PreTrainedModel", owner: type[nn.Module], seed: int
+) -> dict[str, Tensor]:
+    """Return the parameters of modules of one class, with the values that ``__init__`` sets.
+
+    The other parameters are on the meta device meanwhile, so this takes little memory. A value that
+    nothing sets is NaN.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def without_others(module: nn.Module, _: str, parameter: nn.Parameter) -> nn.Parameter:
+        if type(module) is owner:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    hook = register_module_parameter_registration_hook(without_others)
+    torch.use_deterministic_algorithms(True)  # `torch.empty` then fills its result with NaN
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed_of(seed, owner.__name__))
+            built = type(model)(copy.deepcopy(model.config))
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        hook.remove()
+    return {
+        name: parameter.detach()
+        for name, parameter in built.named_parameters()
+        if not parameter.is_meta
+    }
 
 
 def stored_weights(

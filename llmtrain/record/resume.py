@@ -26,6 +26,7 @@ _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still h
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named.
 MAY_CHANGE = (
+    "random",
     "optimizer",
     "learning_rates",
     "gradient_exchange",
@@ -35,7 +36,7 @@ MAY_CHANGE = (
     "own_settings",
 )
 # Keys whose change is only told; another line tells how the optimizer has changed.
-_TOLD_KEYS = ("gradient_exchange", "callbacks", "metrics", "own_settings")
+_TOLD_KEYS = ("random", "gradient_exchange", "callbacks", "metrics", "own_settings")
 # Keys that take no article in a sentence.
 _PLURAL_KEYS = (
     "data",

@@ -6,6 +6,7 @@ from llmtrain.config.flags import settings_fingerprint
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
+from llmtrain.seeds import RANDOM_VERSION
 from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
@@ -38,6 +39,7 @@ def run_fingerprint(
     return {
         "model": bundle.files.config,
         "initial_weights": bundle.start,
+        "random": RANDOM_VERSION,
         "data": rows.metadata.data_sha256,
         "mixture": settings.data.proportions,
         "tokenizer": rows.metadata.tokenizer_sha256,

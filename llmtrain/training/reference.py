@@ -33,6 +33,7 @@ from llmtrain.interfaces.part import as_json, is_own
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
+from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4
 _ROWS_PER_CHUNK = 64  # a chunk is stored and verified as a whole
@@ -57,6 +58,7 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
             "weights": (bundle.start or {}).get("weights"),
             "config": bundle.files.config,
             "seed": seed,
+            "random": RANDOM_VERSION,
             "rows": rows.metadata.data_sha256,
             "objective": _objective_key(bundle.objective),
             "how": [

@@ -23,6 +23,7 @@ from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.planning import current_plan
+from llmtrain.seeds import seed_of
 from llmtrain.training.auto_recomputation import choose_recomputation
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
@@ -105,7 +106,7 @@ def place(
     )
     say("batch", _describe_layout(layout, settings))
     say("steps", describe_steps(settings, rows))
-    torch.manual_seed(settings.optim.seed)
+    torch.manual_seed(seed_of(settings.optim.seed, "model"))
     bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
     check_built_weights(Ranks(accelerator), bundle.model)
     _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)

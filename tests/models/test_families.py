@@ -40,6 +40,7 @@ from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
+from llmtrain.seeds import seed_of
 from recipes import finetune, preference
 from tests.families import FAMILIES, OVERRIDES
 from tests.models.small_models import byte_tokenizer, export_model
@@ -481,7 +482,7 @@ def built_at_once(
 
     new_tokens = [*range(VOCABULARY, len(tokenizer))]
     if new_tokens:
-        torch.manual_seed(3)
+        torch.manual_seed(seed_of(3, "rows of new tokens"))
         model.resize_token_embeddings(len(tokenizer))
     if lora is not None:
         add_lora(model, lora, base, 3, new_tokens)

@@ -185,6 +185,18 @@ def change_json(path: Path, **changes: Any) -> None:
 # --- trained parameters
 
 
+def test_no_two_adapted_layers_begin_with_the_same_numbers(adapt):
+    """peft draws A of a layer uniformly, within a bound that depends on the layer's width."""
+    beginnings = []
+    for name, parameter in adapt(lora_target_modules=["all-linear"]).model.named_parameters():
+        if "lora_A" in name:
+            numbers = parameter.detach().flatten()[:16]
+            beginnings.append(tuple((numbers / numbers.norm()).tolist()))
+
+    assert len(beginnings) == 14, "two layers with seven linear modules each"
+    assert len({*beginnings}) == 14
+
+
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("base", ["untied", "tied"])
 def test_training_changes_the_adapter_and_nothing_else(adapt, base, use_dora):

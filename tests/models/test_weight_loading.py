@@ -12,7 +12,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from llmtrain.errors import UserError
 from llmtrain.models.base_tensors import BaseTensors, stored_base_tensors
@@ -143,6 +148,55 @@ def test_a_part_has_the_random_weights_that_it_has_in_the_full_model() -> None:
     block_weights = read_all(random_weights(model, seed=5, modules=[block]))
     assert block_weights
     check_equal(block_weights, {name: weights[name] for name in block_weights})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_two_modules_begin_with_the_same_numbers(family: str) -> None:
+    """Torch's CPU generator reads 32 bits of a seed, so the numbers themselves are compared."""
+    for seeds in ([5, 6], [5, 5 + 2**32]):
+        names: dict[str, str] = {}
+        for seed in seeds:
+            for name, tensor in random_weights(meta_model(family), seed):
+                if tensor.std() > 0:
+                    # The first rows of an embedding may be zeros, and widths differ by a factor.
+                    numbers = tensor.flatten()[-64:].double()
+                    beginning = (numbers / numbers.norm()).round(decimals=4).tolist()
+                    twin = names.setdefault(str(beginning), f"{name}, seed {seed}")
+                    assert twin == f"{name}, seed {seed}"
+
+
+# Families with parameters that only the `__init__` of their class sets.
+SET_BY_INIT = ["apertus", "data2vec-text", "openai-gpt"]
+
+
+@pytest.mark.parametrize("family", SET_BY_INIT)
+def test_what_only_the_class_sets_is_as_in_transformers(family: str) -> None:
+    expected = parameters_of(real_model(family))
+    weights = read_all(random_weights(meta_model(family), seed=5))
+
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if tensor.numel() == 1 or tensor.std() == 0:
+            torch.testing.assert_close(weights[name], tensor, msg=name)
+        else:
+            assert float(weights[name].std()) == pytest.approx(float(tensor.std()), rel=0.2), name
+
+
+def test_a_parameter_that_nothing_sets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = meta_model("llama")
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda model, module: None)
+
+    # `nn.Linear` and `nn.Embedding` set their weights, and Llama's norm sets its own to 1.
+    weights = read_all(random_weights(model, seed=5))
+    assert not any(tensor.isnan().any() for tensor in weights.values())
+
+    def without_values(norm: Any, size: int, eps: float = 1e-6) -> None:
+        torch.nn.Module.__init__(norm)
+        norm.weight = torch.nn.Parameter(torch.empty(size))
+
+    monkeypatch.setattr(type(model.model.norm), "__init__", without_values)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM gives .*norm.weight no initial values"):
+        read_all(random_weights(model, seed=5))
 
 
 # --- stored weights
