@@ -94,7 +94,7 @@ def random_weights(
     A parameter that ``_init_weights`` leaves alone keeps the values that ``__init__`` gives it.
 
     Args:
-        model: the model. It may be on the meta device, and it does not change.
+        model: the model, on the meta device. It is on the meta device again after each part.
         seed: the seed of the run.
         modules: yield only the weights of these parts of the model. If empty, yield all weights.
 
@@ -104,45 +104,71 @@ def random_weights(
     Raises:
         UserError: if the class does not initialise a parameter.
     """
-    from transformers import PreTrainedModel, initialization
-
-    submodels = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel)
-    }
     stream = _ParameterStream(model)
     values_by_owner: dict[type[nn.Module], dict[str, Tensor]] = {}
     for part in _selected_parts(model, modules):
-        real = copy.deepcopy(part.module).to_empty(device="cpu")
-        with (
-            torch.no_grad(),
-            initialization.guard_torch_init_functions(),
-            torch.random.fork_rng(devices=[]),
-        ):
-            for parameter in real.parameters():
-                parameter.fill_(torch.nan)
-            # Children come first, because a module may initialise parameters of its children.
-            for name, module in reversed([*real.named_modules(prefix=part.name)]):
-                # `torch.manual_seed` would also seed devices of every kind, which takes 0.3 ms.
-                torch.default_generator.manual_seed(seed_of(seed, name))
-                submodel = submodels[_innermost(submodels, name)]
-                submodel._init_weights(module)  # type: ignore[no-untyped-call]
-
-        for name, tensor in stream.new_parameters(part.name, real):
-            if not tensor.isnan().any():
+        # In its place in the model, because a class may ask for the name of a module.
+        with _parameters_restored(part.module):
+            _initialise(model, part, seed)
+            for name, initialised in stream.new_parameters(part.name, part.module):
+                tensor = initialised
+                if tensor.isnan().any():
+                    owner = type(model.get_submodule(name.rpartition(".")[0]))
+                    if owner not in values_by_owner:
+                        values_by_owner[owner] = _values_set_by_init(model, owner, seed)
+                    tensor = values_by_owner[owner][name]
+                if tensor.isnan().any():
+                    raise UserError(
+                        f"{type(model).__name__} gives {name} no initial values; start from a "
+                        "trained model with --model_name_or_path."
+                    )
                 yield name, tensor
-                continue
-            owner = type(model.get_submodule(name.rpartition(".")[0]))
-            if owner not in values_by_owner:
-                values_by_owner[owner] = _values_set_by_init(model, owner, seed)
-            value = values_by_owner[owner][name]
-            if value.isnan().any():
-                raise UserError(
-                    f"{type(model).__name__} gives {name} no initial values; start from a trained "
-                    "model with --model_name_or_path."
-                )
-            yield name, value
+
+
+def _initialise(model: "PreTrainedModel", part: Part, seed: int) -> None:
+    """Make the parameters of a part real, and initialise them as the model's class does.
+
+    Parameters that the class leaves alone are NaN afterwards.
+    """
+    from transformers import PreTrainedModel, initialization
+
+    _fill_with_nan(part.module)
+    # Children come first, because a module may initialise parameters of its children.
+    inner = [*part.module.named_modules(prefix=part.name)]
+    outer = [(name, model.get_submodule(name)) for name in _ancestors(part.name)]
+    submodels = {
+        name: module for name, module in [*inner, *outer] if isinstance(module, PreTrainedModel)
+    }
+    with (
+        torch.no_grad(),
+        initialization.guard_torch_init_functions(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        for name, module in [*reversed(inner), *outer]:
+            # `torch.manual_seed` would also seed devices of every kind, which takes 0.3 ms.
+            torch.default_generator.manual_seed(seed_of(seed, name, part.name))
+            submodel = submodels[_innermost(submodels, name)]
+            submodel._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _ancestors(name: str) -> list[str]:
+    """Return the names of the modules that contain a module, the innermost first."""
+    names = []
+    while name:
+        name = name.rpartition(".")[0]
+        names.append(name)
+    return names
+
+
+def _fill_with_nan(module: nn.Module) -> None:
+    """Replace the parameters of a module by real ones that are NaN. Tied ones stay tied."""
+    real: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter not in real:
+                values = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device="cpu")
+                real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            setattr(owner, name, real[parameter])
 
 
 def _values_set_by_init(
@@ -203,7 +229,7 @@ def stored_weights(
         UserError: if a file cannot be read, if a parameter is missing or has another shape, or if
             two tied parameters are stored with different values.
     """
-    tied_names = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied_names = _tied_names(model)
     tensors = [*stored_tensors(model, folder)]
     stored_twice = {tied_names[tensor.name] for tensor in tensors if tensor.name in tied_names}
     tensors_of_part = _group_by_part(model, tensors)
@@ -280,7 +306,7 @@ class _ParameterStream:
                 values must agree, because ``from_pretrained`` unties parameters that differ.
         """
         self.names: set[str] = set()
-        self._tied_names = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self._tied_names = _tied_names(model)
         self._stored_twice = stored_twice
         self._first_values: dict[str, Tensor] = {}
 
@@ -305,6 +331,16 @@ class _ParameterStream:
                     f"{own_name} differs from {name}, to which it is tied; "
                     "set tie_word_embeddings to false in config.json."
                 )
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tied parameters, with the name under which each is listed."""
+    listed = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        name: listed[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name != listed[parameter]
+    }
 
 
 def _selected_parts(model: nn.Module, modules: Collection[nn.Module]) -> Iterator[Part]:

@@ -1,6 +1,8 @@
 """The optimizers that ``--optim`` names."""
 
 import importlib.util
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
+from llmtrain.models.gpt import Projection
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.shipped import shipped_config
@@ -25,9 +28,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer that ``--optim`` names, over the parameters that are trained.
 
-    AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices and not to vectors. With
-    ``--optim muon``, Muon takes the hidden matrices, and AdamW the rest. Muon computes in bfloat16
-    if that is the accelerator's mixed precision.
+    AdamW (Loshchilov & Hutter 2019) applies weight decay to matrices; see
+    :func:`decayed_parameters`. With ``--optim muon``, Muon takes the hidden matrices, and AdamW the
+    rest. Muon computes in bfloat16 if that is the accelerator's mixed precision.
 
     Raises:
         UserError: if the optimizer is not installed, or does not support the model's weights.
@@ -41,9 +44,13 @@ def make_optimizer(
 
     muon_ids = {id(p) for p in for_muon}
     others = [p for p in trained if id(p) not in muon_ids]
+    decayed_ids = {id(p) for _, p in decayed_parameters(model)}
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [p for p in others if id(p) in decayed_ids],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for p in others if id(p) not in decayed_ids], "weight_decay": 0.0},
     ]
     if config.optim == "adafactor":
         optimizer = _adafactor(groups, config)
@@ -162,23 +169,42 @@ def _may_share_work(accelerator: Accelerator) -> bool:
     return isinstance(accelerator, TrainingAccelerator) and not accelerator.bitwise
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained matrices between the embedding and the head.
+# What transformers' Trainer excludes from weight decay by its name, in lower case
+# (Trainer.get_decay_parameter_names, transformers 5.23).
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
-    The head predicts tokens, or is the ``score`` head of a reward model.
+
+def decayed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield the trained parameters that decay, each with the module that it belongs to.
+
+    They are the matrices and larger tensors that transformers' Trainer lets decay, without the
+    weights of norms that have another name, and without the ``A_log`` of state space models, whose
+    authors do not let it decay. A table with biases for several experts is no matrix.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    excluded_ids: set[int] = set()
-    for module in [*embeddings, *_heads(model)]:
-        excluded_ids.update(id(p) for p in module.parameters())
-
-    matrices = []
     for name, p in model.named_parameters():
-        # peft keeps the trained rows of an embedding in a separate module, `trainable_tokens`.
-        is_embedding = id(p) in excluded_ids or "trainable_tokens" in name
-        if p.requires_grad and p.dim() == 2 and not is_embedding:
-            matrices.append(p)
-    return matrices
+        module_name, _, own_name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        # Some embeddings are called normed embeddings.
+        is_norm = "Norm" in type(module).__name__ and not isinstance(module, nn.Embedding)
+        is_excluded = is_norm or own_name == "A_log" or _WITHOUT_DECAY.search(name.lower())
+        if p.requires_grad and p.dim() >= 2 and not is_excluded:
+            yield module, p
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of linear layers that are trained and decay, without those of the head.
+
+    The head predicts tokens, or is the ``score`` head of a reward model. Other matrices, such as
+    the stacked weights of experts, are no products with one input, so Muon leaves them alone.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head_ids = {id(p) for head in _heads(model) for p in head.parameters()}
+    return [
+        p
+        for module, p in decayed_parameters(model)
+        if isinstance(module, nn.Linear | Conv1D | Projection) and id(p) not in head_ids
+    ]
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
