@@ -397,7 +397,7 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
             ),
         ):
             yield
-    except (RuntimeError, IndexError, ValueError, AttributeError) as error:
+    except (RuntimeError, IndexError, ValueError, AttributeError, TypeError) as error:
         if is_out_of_memory(error):
             raise
         raise UserError(
