@@ -64,7 +64,7 @@ COMMANDS = {
     "export": Command(
         group="Use a model",
         module="llmtrain.commands.export",
-        summary="Write the model of a run to its own folder or GGUF file, or merge a LoRA adapter.",
+        summary="Write the model of a run to its own folder, or merge a LoRA adapter.",
     ),
     "generate": Command(
         group="Use a model",

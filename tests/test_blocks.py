@@ -381,8 +381,8 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
     "export.md": (
         "another program, and an upload, which test_publish.py makes to a stand-in",
         [
-            "python llama.cpp/convert_hf_to_gguf.py runs/finetune/model --outfile model.gguf",
             "python -m sglang.launch_server --model-path runs/finetune/model",
+            "python llama.cpp/convert_hf_to_gguf.py runs/finetune/model --outfile model.gguf",
             "accelerate launch recipes/finetune.py --dataset chats.jsonl --push_to_hub NAME/MODEL",
         ],
     ),

@@ -1,4 +1,4 @@
-"""Write the model of a run to its own folder or GGUF file, or merge a LoRA adapter."""
+"""Write the model of a run to its own folder, or merge a LoRA adapter."""
 
 import argparse
 import shutil
@@ -16,8 +16,6 @@ EXAMPLES = (
     "llmtrain export runs/gpt --to model",
     "llmtrain export runs/finetune --merge --to merged",
     "llmtrain export runs/gpt --dtype bfloat16",
-    "llmtrain export runs/finetune --to_gguf --to model.gguf",
-    "llmtrain export runs/finetune --ollama --to model",
 )
 
 # The dtypes that --dtype names. This module imports torch only when it runs.
@@ -52,20 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
-        "--to_gguf",
-        action="store_true",
-        help="write one GGUF file, which llama.cpp and Ollama read (needs llmtrain[gguf])",
-    )
-    parser.add_argument(
-        "--ollama",
-        action="store_true",
-        help="write a Modelfile beside the model, for `ollama create`",
-    )
-    parser.add_argument(
         "--to",
         metavar="FOLDER",
-        help="folder or GGUF file to write (default: RUN/merged with --merge, otherwise "
-        "RUN/export; with --to_gguf RUN/merged.gguf or RUN/model.gguf)",
+        help="folder to write (default: RUN/merged with --merge, otherwise RUN/export)",
     )
 
 
@@ -74,7 +61,6 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.files import new_folder
     from llmtrain.model_folders import is_adapter, model_folder
     from llmtrain.models.export import how_to_load
-    from llmtrain.models.ollama import write_modelfile
 
     model = Path(arguments.model)
     if not model.is_dir():
@@ -92,18 +78,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
-    if arguments.to_gguf:
-        _export_gguf(arguments, source, target)
-        return
 
     result: JsonObject = {"model": str(target)}
-    notes: list[str] = []
     outcome = ""
     with new_folder(target) as working:
         _write_folder(arguments, source, working)
-        if arguments.ollama:
-            notes = write_modelfile(working)
-            result["notes"] = notes
         if arguments.check:
             difference, largest = _logit_difference(arguments, source, working)
             result |= {"logits_differ_by": difference, "largest_logit": largest}
@@ -112,8 +91,6 @@ def run(arguments: argparse.Namespace) -> None:
         print(json_text(result))
     else:
         print(f"{target} holds the model ({how_to_load(target)}){outcome}")
-        for note in notes:
-            print(f"note: {note}")
 
 
 def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:
@@ -176,36 +153,6 @@ def _tolerance_of(dtype: "torch.dtype") -> float:
     return max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
 
 
-def _export_gguf(arguments: argparse.Namespace, source: Path, target: Path) -> None:
-    """Write a GGUF file, from a merged model if ``--merge`` asks for it."""
-    from llmtrain.errors import UserError
-    from llmtrain.model_folders import is_adapter
-    from llmtrain.models.export import folder_name
-    from llmtrain.models.gguf import write_gguf
-
-    if arguments.check:
-        raise UserError("--check loads a folder with transformers; leave it out with --to_gguf.")
-    if arguments.ollama:
-        raise UserError(
-            "--ollama writes a Modelfile beside a model folder; leave it out with --to_gguf."
-        )
-    if is_adapter(source) and not arguments.merge:
-        raise UserError(f"--to_gguf: {source} is an adapter; add --merge.")
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.merge or arguments.dtype:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".tmp-model-") as folder:
-            _write_folder(arguments, source, Path(folder))
-            write_gguf(Path(folder), target, folder_name(source))
-    else:
-        write_gguf(source, target, folder_name(source))
-
-    if arguments.json:
-        print(json_text({"model": str(target)}))
-    else:
-        print(f"{target} holds the model (llama.cpp: llama-cli -m {target})")
-
-
 def _checkpoint_of(source: Path) -> Path | None:
     """Return the checkpoint that a model folder belongs to, if there is one."""
     from llmtrain.model_folders import is_of_checkpoint
@@ -214,7 +161,7 @@ def _checkpoint_of(source: Path) -> Path | None:
 
 
 def _default_target(model: Path, source: Path, arguments: argparse.Namespace) -> Path:
-    """Return the folder or file to write to.
+    """Return the folder to write to.
 
     It is in the folder of a run, but never in a checkpoint or in a model: a checkpoint with another
     file fails its verification, and a model folder would be copied with it.
@@ -224,20 +171,13 @@ def _default_target(model: Path, source: Path, arguments: argparse.Namespace) ->
         source: the model folder that it refers to.
         arguments: of the command.
     """
-    kind = "export"
-    suffix = ""
-    if arguments.to_gguf:
-        kind = "model"
-        suffix = ".gguf"
-    if arguments.merge:
-        kind = "merged"
-
+    kind = "merged" if arguments.merge else "export"
     folder = model.absolute()
     checkpoint = _checkpoint_of(source)
     if checkpoint is not None and folder in (checkpoint, checkpoint / "model"):
         is_in_run = checkpoint.parent.name == "checkpoints"
         parent = checkpoint.parent.parent if is_in_run else checkpoint.parent
-        return parent / f"{kind}-{checkpoint.name}{suffix}"
+        return parent / f"{kind}-{checkpoint.name}"
     if folder == source.absolute():
-        return folder.with_name(f"{folder.name}-{kind}{suffix}")
-    return model / f"{kind}{suffix}"
+        return folder.with_name(f"{folder.name}-{kind}")
+    return model / kind

@@ -187,7 +187,8 @@ def _values_set_by_init(
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    hook = register_module_parameter_registration_hook(without_others)
+    # torch's annotation says that the hook returns nothing; its documentation says a parameter.
+    hook = register_module_parameter_registration_hook(without_others)  # type: ignore[arg-type]
     torch.use_deterministic_algorithms(True)  # `torch.empty` then fills its result with NaN
     try:
         with torch.random.fork_rng(devices=[]):

@@ -97,11 +97,6 @@ def test_tensorboard_without_its_extra_is_named(
             "report RUN", "llmtrain report needs plotly: pip install 'llmtrain[lab]'.", id="lab"
         ),
         pytest.param(
-            "export RUN --to_gguf",
-            "--to_gguf needs the package gguf: pip install 'llmtrain[gguf]'.",
-            id="gguf",
-        ),
-        pytest.param(
             "eval RUN --tasks arc_easy",
             "llmtrain eval needs lm-evaluation-harness: pip install 'llmtrain[eval]'.",
             id="eval",
@@ -148,18 +143,6 @@ def test_a_report_is_written_with_the_extra_lab_alone(finished_run: Path, tmp_pa
     Environment(tmp_path, "lab").llmtrain(f"report {run_folder}").assert_ok()
 
     assert "<html" in (run_folder / "report.html").read_text()
-
-
-@long_form
-def test_a_gguf_file_is_written_with_the_extra_gguf_alone(
-    finished_run: Path, tmp_path: Path
-) -> None:
-    environment = Environment(tmp_path, "gguf")
-    file = tmp_path / "model.gguf"
-
-    environment.llmtrain(f"export {finished_run} --to_gguf --to {file}").assert_ok()
-
-    assert file.read_bytes().startswith(b"GGUF")
 
 
 @long_form

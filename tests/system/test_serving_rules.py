@@ -201,31 +201,6 @@ def test_an_adapter_is_served_beside_its_base_unless_it_brings_tokens(
     assert refusals(folders["adapter with new tokens"]) == [rows]
 
 
-def test_export_writes_a_modelfile_and_says_what_ollama_cannot_do(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    def export(name: str, *flags: str) -> str:
-        target = ["--to", str(tmp_path / name)]
-        main(["export", str(folders[name].parent), "--ollama", *flags, *target])
-        return capsys.readouterr().out
-
-    # Ollama's names in config.json leave the model as it is.
-    assert "its logits differ by 0 " in export("llama", "--check")
-    modelfile = (tmp_path / "llama" / "Modelfile").read_text()
-    assert modelfile.startswith('FROM .\nTEMPLATE """')
-    assert "PARAMETER repeat_penalty 1.1\n" in modelfile
-
-    assert "\nnote: Ollama cannot import this model" in export("gpt2")
-    modelfile = (tmp_path / "gpt2" / "Modelfile").read_text()
-    assert modelfile == (
-        'FROM ./model.gguf\nPARAMETER stop "<|endoftext|>"\nPARAMETER num_ctx 64\n'
-    )
-    with pytest.raises(SystemExit):
-        export("adapter")
-    assert "this is an adapter; add --merge" in capsys.readouterr().err
-    assert not (tmp_path / "adapter").exists()
-
-
 def test_a_pipeline_writes_what_generate_writes(folders: dict[str, Path]) -> None:
     chat = [{"role": "user", "content": "ab"}]
     pipe = pipeline("text-generation", model=str(folders["merged"]))
