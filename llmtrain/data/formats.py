@@ -39,11 +39,14 @@ class Conversation(NamedTuple):
         tools: the tools that the messages may call.
         is_plain_text: whether it is a prompt and a completion that are plain texts, so that it
             needs no chat template.
+        untrained: the number of messages at the beginning that are not trained: those of a prompt
+            that has a completion.
     """
 
     messages: list[Message]
     tools: list[Fields] | None
     is_plain_text: bool = False
+    untrained: int = 0
 
     @property
     def prompt(self) -> list[Message]:
@@ -115,11 +118,14 @@ def _read_messages(record: Fields) -> Conversation:
 
 def _read_prompt_completion(record: Fields) -> Conversation:
     """Read a prompt and a completion, each of which is a text or a list of messages."""
-    raw_messages = [
-        *_raw_messages(record, "prompt", role="user"),
-        *_raw_messages(record, "completion", role="assistant"),
-    ]
-    return _conversation(record, raw_messages, is_plain_text=is_plain_text(record))
+    prompt = _raw_messages(record, "prompt", role="user")
+    completion = _raw_messages(record, "completion", role="assistant")
+    return _conversation(
+        record,
+        [*prompt, *completion],
+        is_plain_text=is_plain_text(record),
+        untrained=len(prompt),
+    )
 
 
 def _read_sharegpt(record: Fields) -> Conversation:
@@ -344,16 +350,20 @@ def _check_that_only_fits(record: Fields, format: str) -> None:
 
 
 def _conversation(
-    record: Fields, raw_messages: Sequence[object], is_plain_text: bool = False
+    record: Fields,
+    raw_messages: Sequence[object],
+    is_plain_text: bool = False,
+    untrained: int = 0,
 ) -> Conversation:
     """Check the messages of a record, and return them as a conversation with its tools."""
     if not raw_messages:
         raise BadRecord("the record has no messages")
     messages = parse_messages(raw_messages)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("the conversation has no assistant message")
-    check_weights_of_turns(messages)
-    return Conversation(messages, _tools(record), is_plain_text)
+    if not any(message["role"] == "assistant" for message in messages[untrained:]):
+        part = "completion" if untrained else "conversation"
+        raise BadRecord(f"the {part} has no assistant message")
+    check_weights_of_turns(messages, untrained)
+    return Conversation(messages, _tools(record), is_plain_text, untrained)
 
 
 def _check_answer(field: str, answer: list[Message]) -> None:

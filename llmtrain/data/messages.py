@@ -193,11 +193,14 @@ def _other_kind(content: object) -> str:
     return ""
 
 
-def check_weights_of_turns(messages: list[Message]) -> None:
-    """Raise :class:`BadRecord` if messages of one assistant turn have different weights."""
+def check_weights_of_turns(messages: list[Message], untrained: int) -> None:
+    """Raise :class:`BadRecord` if messages of one assistant turn have different weights.
+
+    The first ``untrained`` messages are not trained, so their weights do not matter.
+    """
     for number, (message, following) in enumerate(itertools.pairwise(messages), start=1):
         is_same_turn = message["role"] == following["role"] == "assistant"
-        if is_same_turn and is_untrained(message) != is_untrained(following):
+        if number > untrained and is_same_turn and is_untrained(message) != is_untrained(following):
             raise BadRecord(
                 f"messages {number} and {number + 1} (assistant) are one turn, but one of them has "
                 "weight 0; give all messages of a turn the same weight"

@@ -117,24 +117,19 @@ class Renderer:
         """
         if isinstance(record, PreferenceRecord):
             return self._render_answers(record)
-        return self._render_conversation(record, after=self._untrained_messages(record))
-
-    def _untrained_messages(self, conversation: Conversation) -> int:
-        """Return the number of messages within which no turn is trained.
-
-        With ``only_last_turns``, these are the messages before the last question.
-        """
-        if not self.only_last_turns:
-            return 0
-        roles = [message["role"] for message in conversation.messages]
-        questions = [i for i, role in enumerate(roles) if role == "user"]
-        return max(questions, default=0)
+        if self.only_last_turns:
+            roles = [message["role"] for message in record.messages]
+            questions = [i for i, role in enumerate(roles) if role == "user"]
+            record = record._replace(untrained=max([record.untrained, *questions]))
+        return self._render_conversation(record)
 
     def _render_answers(self, record: PreferenceRecord) -> Rendered:
         sequences = []
         for answer in record.answers:
-            conversation = Conversation(record.prompt + answer, record.tools)
-            rendered = self._render_conversation(conversation, after=len(record.prompt))
+            conversation = Conversation(
+                record.prompt + answer, record.tools, untrained=len(record.prompt)
+            )
+            rendered = self._render_conversation(conversation)
             counts = rendered.counts
             mismatched = counts["mismatched_answers"] + counts["mismatched_calls"]
             if mismatched or len(rendered.sequences) != 1:
@@ -151,8 +146,7 @@ class Renderer:
             unread_fields=other_fields_of(record.messages),
         )
 
-    def _render_conversation(self, conversation: Conversation, after: int) -> Rendered:
-        """Render a conversation; turns that end within ``after`` messages are not trained."""
+    def _render_conversation(self, conversation: Conversation) -> Rendered:
         tools = conversation.tools
         adapted = adapt_messages(without_weights(conversation.messages), self.template)
         # The template shows the messages. Some targets are made of reasoning that is not in them.
@@ -174,7 +168,7 @@ class Renderer:
         turns = self._turn_finder.find(
             texts,
             is_trained=trained_messages(conversation.messages),
-            after=after,
+            after=conversation.untrained,
             counts=counts,
         )
 

@@ -177,7 +177,8 @@ class TurnFinder:
         Args:
             texts: the texts of a conversation.
             is_trained: whether the weight of each message lets it be trained.
-            after: leave out turns that end within this many messages.
+            after: the number of messages at the beginning that are not trained. If the last of them
+                and the next one are the assistant's, they do not share a turn.
             counts: the counts of :class:`llmtrain.data.rendered.Rendered`, which are updated.
 
         Raises:
@@ -188,7 +189,7 @@ class TurnFinder:
             raise BadRecord("the chat template's {% generation %} marks nothing in it")
 
         turns = []
-        for messages in _turns_of(texts):
+        for messages in _turns_of(texts, after):
             if messages.stop <= after:
                 continue
             if not is_trained[messages.start]:
@@ -275,21 +276,24 @@ class TurnFinder:
                     f"message {messages.stop} (assistant) follows an assistant turn that has ended"
                 )
 
-        prompt = texts.prompt(messages.start, options)
+        prompt = _prompt_of(texts, messages, options)
         if end:
             return _ShownTurn(prompt, target[: end.end()], end_token="")
         end_token = self._template.end_token_of(messages.messages[-1])
         return _ShownTurn(prompt, target.rstrip(), end_token)
 
 
-def _turns_of(texts: ConversationTexts) -> Iterator[_TurnMessages]:
-    """Yield the messages of each assistant turn.
+def _turns_of(texts: ConversationTexts, after: int) -> Iterator[_TurnMessages]:
+    """Yield the messages of each assistant turn. Another one begins after ``after`` messages.
 
     A turn at the very beginning of a conversation has no prompt, and is left out.
     """
     stop = 0
-    are_assistants = (message["role"] == "assistant" for message in texts.messages)
-    for is_assistant, run in itertools.groupby(are_assistants):
+    kinds = [
+        (message["role"] == "assistant", number < after)
+        for number, message in enumerate(texts.messages)
+    ]
+    for (is_assistant, _), run in itertools.groupby(kinds):
         start = stop
         stop += len(list(run))
         if is_assistant and start:
@@ -305,7 +309,7 @@ def _target_of(
     texts: ConversationTexts, messages: _TurnMessages, options: TemplateOptions
 ) -> str | None:
     """Return the text that should come back for a prompt, or ``None`` if it is not shown."""
-    prompt = texts.prompt(messages.start, options)
+    prompt = _prompt_of(texts, messages, options)
     text = texts.text(messages.stop, options)
     if text.startswith(prompt):
         return text[len(prompt) :]
@@ -313,6 +317,23 @@ def _target_of(
     if target is not None:
         return target
     return _target_after_other_history(texts, messages, options)
+
+
+def _prompt_of(texts: ConversationTexts, messages: _TurnMessages, options: TemplateOptions) -> str:
+    """Return the text before a turn: the earlier messages, with the request for an answer.
+
+    A prompt may end with the beginning of the answer. Some templates show both as one message,
+    which is requested only once:
+
+        request   <|turn>model↵The answer:<turn|>↵<|turn>model↵
+        prompt    <|turn>model↵The answer:
+        target    5.<turn|>
+    """
+    prompt = texts.prompt(messages.start, options)
+    is_continued = texts.messages[messages.start - 1]["role"] == "assistant"
+    if is_continued and not texts.text(messages.stop, options).startswith(prompt):
+        return _text_before(texts, messages, options) or prompt
+    return prompt
 
 
 def _target_of_opened_reasoning(messages: _TurnMessages, prompt: str, text: str) -> str | None:
@@ -353,17 +374,23 @@ def _target_after_other_history(
     """
     text = texts.text(messages.stop, options)
     request = texts.request(messages.start, options)
-    try:
-        altered = texts.altered_text(messages, options)
-    except BadRecord:
-        return None
-
-    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, altered, strict=False))
-    common_length = sum(1 for _ in common)
-    position = text.rfind(request, 0, common_length)
+    position = text.rfind(request, 0, len(_text_before(texts, messages, options)))
     if not request or position < 0:
         return None
     return text[position + len(request) :]
+
+
+def _text_before(
+    texts: ConversationTexts, messages: _TurnMessages, options: TemplateOptions
+) -> str:
+    """Return the text up to the first letter of a turn; empty if the template does not tell it."""
+    try:
+        altered = texts.altered_text(messages, options)
+    except BadRecord:
+        return ""
+    pairs = zip(texts.text(messages.stop, options), altered, strict=False)
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return "".join(letter for letter, _ in common)
 
 
 def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:

@@ -4,11 +4,15 @@
 """
 
 import json
+from pathlib import Path
+from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+import transformers
 
-from llmtrain.data.formats import Conversation
+from llmtrain.data.formats import Conversation, conversation_of
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered
@@ -18,8 +22,10 @@ from tests.data.published_templates import (
     TEMPLATES,
     TEMPLATES_PAGE,
     TOOLS,
+    answer,
     stops_of,
     tokenizer_of,
+    user,
 )
 
 pytestmark = pytest.mark.skipif(not TEMPLATES, reason="needs trl, which comes with the extra dev")
@@ -121,6 +127,74 @@ def test_each_turn_is_a_target_once_and_the_table_has_the_sequences(name: str) -
     cells = [cell_of(name, kind) for kind in KINDS]
 
     assert f"| {name} | {' | '.join(cells)} |" in TEMPLATES_PAGE.read_text().splitlines()
+
+
+# --- prompts with completions
+
+PROMPTS = {
+    "two-questions": [user("q1"), answer("Old"), user("q2")],
+    "prefill": [user("q1"), answer("Old"), user("q2"), answer("The answer:")],
+    "only-a-prefill": [user("q1"), answer("The answer:")],
+}
+
+
+def trl_rows(tokenizer: Any, records: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the rows that TRL's ``SFTTrainer`` makes of prompts with completions."""
+    trl = pytest.importorskip("trl")
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=1, **shape)
+    tokenizer.pad_token = tokenizer.eos_token
+    arguments = trl.SFTConfig(
+        output_dir=str(folder),
+        report_to="none",
+        max_length=None,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+    )
+    trainer = trl.SFTTrainer(
+        transformers.LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    return list(trainer.train_dataset)
+
+
+# Llama 3 and Qwen begin a new message after a prefill, and Gemma 4 continues it.
+@pytest.mark.parametrize("name", ["llama3", "qwen2_5", "gemma4_v5"])
+def test_only_the_completion_is_trained_as_in_trl(name: str, tmp_path: Path) -> None:
+    completion = [answer("Ans-1")]
+    records = [{"prompt": prompt, "completion": completion} for prompt in PROMPTS.values()]
+    renderer = Renderer(tokenizer_of(name))
+
+    rows = trl_rows(renderer.tokenizer, records, tmp_path)
+
+    for record, row in zip(records, rows, strict=True):
+        (sequence,) = renderer(conversation_of(record, "prompt_completion")).sequences
+        labels = np.where(sequence.loss_mask, sequence.ids, -100).tolist()
+        # TRL trains the line break after the token at which generation stops.
+        length = len(labels)
+        assert sequence.ids.tolist() == row["input_ids"][:length]
+        assert labels == row["labels"][:length]
+        assert not renderer.tokenizer.decode(row["input_ids"][length:]).strip()
+
+
+def test_every_answer_of_a_completion_is_trained() -> None:
+    renderer = Renderer(tokenizer_of("llama3"))
+    record = {
+        "prompt": [user("q1"), {**answer("Old"), "weight": 0}],
+        "completion": [answer("Ans-1"), user("q3"), answer("Ans-2")],
+    }
+
+    (sequence,) = renderer(conversation_of(record, "prompt_completion")).sequences
+
+    sections = target_sections(sequence.loss_mask)
+    targets = [renderer.tokenizer.decode(sequence.ids[start:stop]) for start, stop in sections]
+    assert targets == ["Ans-1<|eot_id|>", "Ans-2<|eot_id|>"]
+
+    with pytest.raises(BadRecord, match="the completion has no assistant message"):
+        conversation_of({**record, "completion": [user("q2")]}, "prompt_completion")
 
 
 if __name__ == "__main__":  # print the table
