@@ -49,12 +49,12 @@ class Division(NamedTuple):
     Attributes:
         is_eval: bool [documents].
         is_train: bool [documents]. Documents after the first ``max_train_samples`` are neither.
-        cut: the number of the document whose end is the eval data; ``None`` if none is cut.
+        is_cut: bool [documents], whether the end of a document is eval data.
     """
 
     is_eval: np.ndarray
     is_train: np.ndarray
-    cut: int | None
+    is_cut: np.ndarray
 
 
 class Corpus:
@@ -62,7 +62,7 @@ class Corpus:
 
     A document is eval data if its hash is below ``--eval_fraction``. So adding other documents does
     not move it to the other split. If a split is then almost empty, as with a handful of documents,
-    the eval data are the end of the longest document instead.
+    the eval data are the end of the longest document instead, and of its copies.
 
     Args:
         source: the documents.
@@ -122,9 +122,7 @@ class Corpus:
             yield from enumerate(self)
             return
         division = self.division_of_all()
-        is_used = division.is_eval | division.is_train
-        if division.cut is not None:
-            is_used[division.cut] = True
+        is_used = division.is_eval | division.is_train | division.is_cut
         for number, text in enumerate(self):
             if is_used[number]:
                 yield number, text
@@ -142,14 +140,14 @@ class Corpus:
             is_eval[:] = True
         eval_bytes = self.bytes[is_eval].sum()
         largest = self.bytes.sum() * largest_eval_share(self.fraction)
-        cut = None
+        is_cut = np.zeros(len(is_eval), bool)
         if self.fraction and not 0 < eval_bytes <= largest:
             is_eval[:] = False
-            cut = self.longest
-        return Division(is_eval, first_of(~is_eval, self.max_train_samples), cut)
+            is_cut = self._hashes == self._hashes[self.longest]
+        return Division(is_eval, first_of(~is_eval, self.max_train_samples), is_cut)
 
     def cut(self, text: str) -> tuple[str, str]:
-        """Cut the longest document: return the training data and the eval data in it."""
+        """Cut a document: return the training data and the eval data in it."""
         start = int(len(text) * (1 - self.fraction))
         return text[:start], text[start:]
 
@@ -162,7 +160,7 @@ class Corpus:
         division = self.division_of_all()
         is_selected = division.is_eval if split == "eval" else division.is_train
         for number, text in enumerate(self):
-            if number == division.cut:
+            if division.is_cut[number]:
                 train_text, eval_text = self.cut(text)
                 if split == "eval":
                     yield eval_text
@@ -214,11 +212,11 @@ class EncodedCorpus(EncodedSource):
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
 
-        # The number of the document of each stored sequence. If a document is cut, its training
-        # data are stored under its number, and its eval data are the last sequence.
+        # The number of the document of each stored sequence. If documents are cut, the last
+        # sequences are their eval data, and those before them are their training data.
         self._documents = array.array("q")
         nothing = np.empty(0, bool)
-        self._division = Division(is_eval=nothing, is_train=nothing, cut=None)
+        self._division = Division(is_eval=nothing, is_train=nothing, is_cut=nothing)
         self._bytes_of_cut = (0, 0)
 
     def encode(self) -> None:
@@ -239,11 +237,14 @@ class EncodedCorpus(EncodedSource):
                 self._store(batch)
                 bar.update(sum(len(segment.text.encode()) for segment in batch))
 
-        if self.corpus.only_split is None and not self._bytes_of("train"):
-            raise UserError(
-                f"--eval_fraction {self.corpus.fraction} leaves no text to train on; lower it, or "
-                "set it to 0."
-            )
+        if self.corpus.only_split != "eval" and not self._bytes_of("train"):
+            cause = f"--eval_fraction {self.corpus.fraction}"
+            advice = "lower it, or set it to 0"
+            if self.corpus.max_train_samples is not None:
+                cause = f"--max_train_samples {self.corpus.max_train_samples}"
+                advice = "raise it"
+            name = self.corpus.source.name
+            raise UserError(f"{cause} leaves no text of {name} to train on; {advice}.")
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return no lengths: text is cut into rows of any length."""
@@ -253,13 +254,12 @@ class EncodedCorpus(EncodedSource):
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
         size = self._bytes_of(split)
         sequences = self._sequences_of(split) if size else np.empty(0, np.int64)
-        cut = self._division.cut
-        is_cut = cut is not None and self._division.is_train[cut]
+        cut_documents = int((self._division.is_cut & self._division.is_train).sum())
         stream = self._stream(sequences)
         written = write_stream(path, stream, block_size=max_length, columns=self.columns)
         return SplitStats(
             # A document that is cut counts as eval data.
-            records=len(sequences) - int(is_cut and split == "train"),
+            records=len(sequences) - (cut_documents if split == "train" else 0),
             rows=written.rows,
             targets=written.targets,
             bytes=size,
@@ -269,32 +269,30 @@ class EncodedCorpus(EncodedSource):
     # --- from documents to the store
 
     def _texts(self) -> Iterator[str]:
-        """Yield the documents of both splits, the longest one last, because it may be cut."""
+        """Yield the documents of both splits, the longest ones last, because they may be cut."""
         longest = ""
-        longest_number = -1
+        copies: list[int] = []  # the numbers of the longest document and of its copies
         for number, text in self.corpus.used():
-            if len(text) > len(longest):
-                if longest_number >= 0:
-                    self._documents.append(longest_number)
-                    yield longest
+            if text == longest:
+                copies.append(number)
+            elif len(text) > len(longest):
+                self._documents.extend(copies)
+                yield from itertools.repeat(longest, len(copies))
                 longest = text
-                longest_number = number
+                copies = [number]
             else:
                 self._documents.append(number)
                 yield text
 
         self._division = self.corpus.division()
-        if longest_number < 0:  # --max_train_samples chose only empty documents
-            return
-        self._documents.append(longest_number)
-        if self._division.cut is None:
-            yield longest
-        else:
+        parts = [longest]
+        if self._division.is_cut.any():
             train_text, eval_text = self.corpus.cut(longest)
-            self._documents.append(longest_number)
             self._bytes_of_cut = (len(train_text.encode()), len(eval_text.encode()))
-            yield train_text
-            yield eval_text
+            parts = [train_text, eval_text]
+        for part in parts:
+            self._documents.extend(copies)
+            yield from itertools.repeat(part, len(copies))
 
     def _segments(self, text: str) -> Iterator[_Segment]:
         """Split a text for the threads of the tokenizer, if that changes no token."""
@@ -328,8 +326,7 @@ class EncodedCorpus(EncodedSource):
         documents = np.array(self._documents, np.int64)
         is_document_in = self._division.is_eval if split == "eval" else self._division.is_train
         is_in = is_document_in[documents]
-        if self._division.cut is not None:
-            is_in[-1] = split == "eval"
+        is_in[len(is_in) - self._division.is_cut.sum() :] = split == "eval"
         return is_in
 
     def _sequences_of(self, split: Split) -> np.ndarray:
@@ -341,8 +338,8 @@ class EncodedCorpus(EncodedSource):
     def _bytes_of(self, split: Split) -> int:
         """Return the UTF-8 bytes of the text in a split."""
         sizes = self.corpus.bytes[np.array(self._documents, np.int64)]
-        if self._division.cut is not None:
-            sizes[-2:] = self._bytes_of_cut
+        cut_sizes = np.repeat(self._bytes_of_cut, self._division.is_cut.sum())
+        sizes[len(sizes) - len(cut_sizes) :] = cut_sizes
         return int(sizes[self._is_in(split)].sum())
 
     def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:

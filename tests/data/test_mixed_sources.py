@@ -354,6 +354,13 @@ PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4
             "broken.jsonl, line 2: no field 'text'",
             id="a bad record of text",
         ),
+        pytest.param(
+            "chats late",
+            ChatConfig(),
+            {"eval_dataset": ["{folder}/corpus.jsonl"], "max_train_samples": 1},
+            "--max_train_samples 1 leaves no text of {folder}/late.jsonl to train on; raise it.",
+            id="a source without rows",
+        ),
     ],
 )
 def test_sources_and_settings_that_do_not_fit_are_an_error(
@@ -361,6 +368,9 @@ def test_sources_and_settings_that_do_not_fit_are_an_error(
 ):
     write_records(tmp_path / "pairs.jsonl", PAIRS)
     write_records(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
+    write_records(tmp_path / "late.jsonl", [{"text": ""}, {"text": "words " * 40}])
+    if "eval_dataset" in settings:
+        settings = {**settings, "eval_dataset": [str(text_file)]}
     files = [tmp_path / f"{name}.jsonl" for name in names.split()]
     message = complaint(data_config(*files, **settings), BLOCK, row_config)
     assert error.format(folder=tmp_path) in message

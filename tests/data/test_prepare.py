@@ -18,6 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from llmtrain.data import corpus, file_sources, prepare, text_rows
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
+from llmtrain.data.corpus import Corpus
+from llmtrain.data.dataset_names import open_source
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.store import TOKEN_COLUMNS
@@ -385,6 +387,24 @@ def test_if_the_fraction_selects_no_document_the_longest_is_cut(tmp_path, count)
 
     reversed_texts = texts[::-1]
     assert split_of(tmp_path, reversed_texts, 1e-3)[1] == [eval]
+
+
+@pytest.mark.parametrize("count", [1, 2, 10])
+def test_if_the_longest_document_is_repeated_all_its_copies_are_cut(tmp_path, count):
+    longest = "the longest document of all: " + "words and words " * 10
+    texts = [*numbered_documents(count - 1), longest] * 3
+
+    train, eval = split_of(tmp_path, texts, 1e-3)
+
+    (end,) = set(eval)
+    assert len(eval) == 3
+    assert longest.endswith(end)
+    assert train == [text.removesuffix(end) for text in texts]
+
+    source = open_source(str(tmp_path / "corpus.jsonl"))
+    corpus = Corpus(source, "text", eval_fraction=1e-3, max_train_samples=count)
+    assert [*corpus.texts("train")] == train[:count]
+    assert [*corpus.texts("eval")] == eval
 
 
 @pytest.mark.parametrize("is_first", [True, False])
