@@ -315,6 +315,12 @@ def preference_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
+    prompt = record.get("prompt")
+    for field in ("chosen", "rejected", "completion"):
+        text = record.get(field)
+        if isinstance(prompt, str) and isinstance(text, str):
+            rest = text.removeprefix(prompt)
+            record[field] = rest if rest.strip() else text  # an answer may be the prompt alone
     is_pair = "chosen" in record or "rejected" in record
     if is_pair and "completion" in record and "label" in record:
         raise BadRecord(

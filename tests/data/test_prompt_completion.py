@@ -151,6 +151,17 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the sequence
 
 
+def test_a_prompt_that_text_answers_repeat_is_left_out() -> None:
+    prompt = "the lazy dog"
+    pair = {"prompt": prompt, "chosen": " is A", "rejected": prompt}
+    repeating = {**pair, "chosen": "the lazy dog is A"}
+    single = {"prompt": prompt, "completion": " is A", "label": True}
+
+    # An answer that is nothing but the prompt is an answer.
+    assert preference_of(repeating) == preference_of(pair)
+    assert preference_of({**single, "completion": "the lazy dog is A"}) == preference_of(single)
+
+
 def test_a_pair_of_messages_is_refused() -> None:
     record = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
 
