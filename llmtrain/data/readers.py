@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -134,13 +135,33 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line)
+                fields = json.loads(line, object_pairs_hook=_object_of)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
             if not isinstance(fields, dict):
                 start = line.strip()[:_SHOWN_CHARACTERS]
                 raise UserError(f"{place}: {start!r} is not a JSON object.")
             yield Record(place, fields)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, whose keys must differ."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"the key '{_repeated(key for key, _ in pairs)}' is there twice")
+    return fields
+
+
+def _check_columns(names: Iterable[str], path: Path) -> None:
+    """Raise :class:`UserError` if two columns of a table have one name."""
+    name = _repeated(filter(None, names))  # spreadsheets write empty columns without names
+    if name:
+        raise UserError(f"{path}: the column '{name}' is there twice; rename or remove one.")
+
+
+def _repeated(names: Iterable[str]) -> str:
+    """Return the first name that is there twice; empty if there is none."""
+    return next((name for name, count in Counter(names).items() if count > 1), "")
 
 
 def _json_reason(error: Exception) -> str:
@@ -189,7 +210,7 @@ def _advise_json_lines(path: Path) -> None:
 def _values_of(text: str, path: Path) -> list[object]:
     """Return the values of a JSON array, or of the array under the key ``data`` of an object."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_object_of)
     except (ValueError, RecursionError) as error:
         # Other errors, such as a number with too many digits, have no place.
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
@@ -223,6 +244,7 @@ def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]
             io.TextIOWrapper(raw_file, encoding="utf-8-sig", newline="") as file,
         ):
             reader = csv.DictReader(lines_of(file, path), delimiter=delimiter, strict=True)
+            _check_columns(reader.fieldnames or [], path)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in fields:
@@ -250,6 +272,7 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
 
     def batches() -> Iterator["pyarrow.RecordBatch"]:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _check_columns(file.schema_arrow.names, path)
             columns = [field] if field in file.schema_arrow.names else None
             yield from file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns)
 
@@ -281,6 +304,7 @@ def _read_arrow(path: Path, field: str | None) -> Iterator[Record]:
             else:
                 stored = iter(pyarrow.ipc.open_stream(source))
             for batch in stored:
+                _check_columns(batch.schema.names, path)
                 selected = batch.select([field]) if field in batch.schema.names else batch
                 for first in range(0, len(selected), _ROWS_PER_BATCH):
                     yield selected.slice(first, _ROWS_PER_BATCH)

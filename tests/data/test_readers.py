@@ -51,8 +51,11 @@ def zstd(content: bytes) -> bytes:
     return buffer.getvalue().to_pybytes()
 
 
-def arrow(make_writer: Callable[..., Any]) -> bytes:
-    table = pyarrow.Table.from_pylist(RECORDS)
+TABLE = pyarrow.Table.from_pylist(RECORDS)
+TWICE = pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"])
+
+
+def arrow(make_writer: Callable[..., Any], table: pyarrow.Table = TABLE) -> bytes:
     buffer = pyarrow.BufferOutputStream()
     with make_writer(buffer, table.schema) as writer:
         for batch in table.to_batches(max_chunksize=2):
@@ -60,9 +63,9 @@ def arrow(make_writer: Callable[..., Any]) -> bytes:
     return buffer.getvalue().to_pybytes()
 
 
-def parquet() -> bytes:
+def parquet(table: pyarrow.Table = TABLE) -> bytes:
     buffer = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), buffer)
+    pyarrow.parquet.write_table(table, buffer)
     return buffer.getvalue().to_pybytes()
 
 
@@ -251,6 +254,19 @@ BAD_CONTENT = {
     "long.tsv": ("a\tb\n1\t2\n1\t2\t3\n", "line 3: the line has more fields than the header; "),
     "quote.tsv": ('a\tb\n1\t"2" 3\n', "line 2: not TSV ("),
     "quote.csv": ('a,b\n1,"2" 3\n', "line 2: not CSV ("),
+    # Names that are there twice. Spreadsheets write empty columns without names.
+    "twice.csv": ("text,id,text\na,1,b\n", "twice.csv: the column 'text' is there twice"),
+    "twice.tsv": ("text\t\t\ttext\n", "twice.tsv: the column 'text' is there twice"),
+    "twice.jsonl": (
+        '{"text": "a"}\n{"text": "b", "text": "c"}\n',
+        "twice.jsonl, line 2: not JSON (the key 'text' is there twice",
+    ),
+    "twice.json": (
+        '[{"messages": [{"role": "user", "content": "a", "role": "b"}]}]',
+        "twice.json: not JSON (the key 'role' is there twice",
+    ),
+    "twice.parquet": (parquet(TWICE), "twice.parquet: the column 'text' is there twice"),
+    "twice.arrow": (arrow(pyarrow.ipc.new_file, TWICE), "twice.arrow: the column 'text' is there"),
     # Encodings. The second is Latin-1 after UTF-8.
     "utf16.json": (json.dumps(RECORDS).encode("utf-16"), "is UTF-16, not UTF-8"),
     "two-encodings.json": ('[\n"é",\n'.encode() + '"é"]'.encode("latin-1"), "line 3: byte 0xe9"),
@@ -273,6 +289,11 @@ BAD_CONTENT = {
 def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
     content, error = BAD_CONTENT[name]
     assert error in complaint(write(tmp_path / name, content))
+
+
+def test_columns_without_a_name_may_be_there_twice(tmp_path):
+    path = write(tmp_path / "sheet.csv", "text,,,\na,,,\n")
+    assert [record["text"] for record in read(path)] == ["a"]
 
 
 @pytest.mark.parametrize("compression", COMPRESSORS)
