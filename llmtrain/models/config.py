@@ -427,6 +427,17 @@ class ModelConfig(Config):
                 self.model_name_or_path = merged_model(Path(name))
 
 
+class _OverridesLoader(yaml.SafeLoader):
+    """Reads numbers such as 1e-6, which are text to YAML 1.1, as Python does."""
+
+
+_OverridesLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    [*"-+.0123456789"],
+)
+
+
 def parse_overrides(text: str) -> dict[str, object]:
     """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
 
@@ -436,12 +447,11 @@ def parse_overrides(text: str) -> dict[str, object]:
     mapping = "{" + text.replace("=", ": ") + "}"
     is_valid = False
     with contextlib.suppress(yaml.YAMLError):
-        node = yaml.compose(mapping)
-        # A key without a value becomes None, as null does.
-        is_valid = isinstance(node, yaml.MappingNode) and not any(
-            isinstance(value, yaml.ScalarNode) and value.value == "" and value.style is None
-            for _, value in node.value
-        )
+        node = yaml.compose(mapping, Loader=_OverridesLoader)
+        if isinstance(node, yaml.MappingNode):
+            # A key without a value becomes None, as null does.
+            keys = {key.value for key, value in node.value if value.value != "" or value.style}
+            is_valid = len(keys) == len(node.value)
     if not is_valid:
-        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
-    return cast(dict[str, object], yaml.safe_load(mapping))
+        raise UserError(f"--config_overrides {text}: write key=value,key=value, each key once.")
+    return cast(dict[str, object], yaml.load(mapping, Loader=_OverridesLoader))

@@ -181,10 +181,11 @@ def check_causal_lm_class(config: ModelConfig) -> None:
 
 
 def _flag(config: ModelConfig) -> str:
-    """Return the flag that names the model, with its value."""
+    """Return the flags that say which model it is, with their values."""
     if config.model_name_or_path:
         return f"--model_name_or_path {config.model_name_or_path}"
-    return f"--from_config {config.from_config}"
+    overrides = f" --config_overrides {config.config_overrides}" if config.config_overrides else ""
+    return f"--from_config {config.from_config}{overrides}"
 
 
 def _building_problem(config: ModelConfig) -> str:

@@ -65,9 +65,15 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
 
 @pytest.mark.parametrize(
     "overrides",
-    ["hidden_size,pad_token_id=null", "pad_token_id=null,hidden_size=", "hidden_size", "[1]"],
+    [
+        "hidden_size,pad_token_id=null",
+        "pad_token_id=null,hidden_size=",
+        "hidden_size",
+        "[1]",
+        "hidden_size=8,n=1,hidden_size=16",
+    ],
 )
-def test_a_key_without_a_value_is_refused(overrides: str) -> None:
+def test_a_key_without_a_value_and_a_key_twice_are_refused(overrides: str) -> None:
     with pytest.raises(UserError, match="write key=value,key=value"):
         parse_overrides(overrides)
 
@@ -113,3 +119,17 @@ def test_a_configuration_with_a_billion_layers_is_an_error_at_once(
 
     with pytest.raises(UserError, match=r"has 1,000,000,000 layers, .* correct num_hidden_layers"):
         model_configuration(ModelConfig(**{source: str(tmp_path)}))
+
+
+@pytest.mark.parametrize("number", ["1e-6", "2E-2", "-1e3", "+1e+5", ".5e-3", "1.e-4", "0.1"])
+def test_a_number_is_read_as_in_python(number: str) -> None:
+    overrides = f"rms_norm_eps={number},rope_parameters={{rope_theta: {number}}},name='{number}'"
+
+    values = parse_overrides(overrides)
+
+    assert values == {
+        "rms_norm_eps": float(number),
+        "rope_parameters": {"rope_theta": float(number)},
+        "name": number,
+    }
+    assert parse_overrides("a=1,b=e5,c=1e,d=v1e-6") == {"a": 1, "b": "e5", "c": "1e", "d": "v1e-6"}
