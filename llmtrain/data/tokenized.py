@@ -123,7 +123,7 @@ class Tokenized:
             tokenizer: the tokenizer that made the rows. ``None`` if the rows are no text: the run
                 then has no bits per byte and no samples, and its vocabulary is the largest number
                 in the rows, plus 1.
-            eval: the eval rows.
+            eval: the eval rows, with the same columns.
             in_order: draw the rows in the stored order instead of a permutation.
 
         Raises:
@@ -132,6 +132,7 @@ class Tokenized:
         train_rows = _as_token_rows(train)
         eval_rows = None if eval is None else _as_token_rows(eval)
         splits = [rows for rows in (train_rows, eval_rows) if rows is not None]
+        names = [", ".join(rows.column_names) for rows in splits]
 
         columns = [column for rows in splits for column in rows.data.columns]
         width = _common_length(columns)
@@ -140,6 +141,11 @@ class Tokenized:
             raise UserError(
                 f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one "
                 "length; pad or pack them."
+            )
+        if len(set(names)) > 1:
+            raise UserError(
+                f"Tokenized.of: the training rows have {names[0]}, and the eval rows {names[1]}; "
+                "give both splits the same columns."
             )
 
         train_stats = [_measure(train_rows, tokenizer, "train")]

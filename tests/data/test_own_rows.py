@@ -21,11 +21,14 @@ def dataset(**columns: list) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
+PLAIN = dataset(input_ids=IDS, labels=LABELS)
+
+
 # --- counts
 
 
 def test_rows_are_described_by_their_columns_and_the_tokenizer() -> None:
-    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS), TOKENIZER, dataset(input_ids=IDS))
+    rows = Tokenized.of(PLAIN, TOKENIZER, PLAIN)
 
     metadata = rows.metadata
     assert metadata.task == "text"
@@ -43,7 +46,8 @@ def test_rows_are_described_by_their_columns_and_the_tokenizer() -> None:
 
 def test_target_tokens_are_the_labels_but_not_the_first_of_a_row() -> None:
     """Nothing predicts the first token of a row."""
-    rows = Tokenized.of(dataset(input_ids=IDS, labels=LABELS), TOKENIZER, dataset(input_ids=IDS))
+    eval_rows = dataset(input_ids=IDS, labels=IDS)
+    rows = Tokenized.of(PLAIN, TOKENIZER, eval_rows)
 
     assert rows.metadata.train_tokens == 2 + 3 + 0
     assert rows.metadata.eval_tokens == 3 * 3
@@ -96,7 +100,6 @@ def data_hash(train: datasets.Dataset, eval: datasets.Dataset | None = None) -> 
     return Tokenized.of(train, TOKENIZER, eval).metadata.data_sha256
 
 
-PLAIN = dataset(input_ids=IDS, labels=LABELS)
 INT32 = datasets.Sequence(datasets.Value("int32"), length=4)
 FIRST_ROW = PLAIN.select([0]).flatten_indices()
 OTHER_ROWS = PLAIN.select([1, 2]).flatten_indices()
@@ -182,6 +185,15 @@ def test_columns_that_are_no_rows_are_refused(columns) -> None:
 def test_eval_rows_of_another_length_are_refused() -> None:
     with pytest.raises(UserError, match="all of one length"):
         Tokenized.of(dataset(input_ids=IDS), TOKENIZER, dataset(input_ids=[[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("name", ["labels", "position_ids"])
+def test_splits_with_different_columns_are_refused(name: str) -> None:
+    plain = dataset(input_ids=IDS)
+    other = dataset(input_ids=IDS, **{name: LABELS})
+    for train, eval in [(plain, other), (other, plain)]:
+        with pytest.raises(UserError, match=rf"Tokenized.of: .*input_ids, {name}.*both splits"):
+            Tokenized.of(train, TOKENIZER, eval)
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])

@@ -251,7 +251,7 @@ def test_the_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None
     assert dataclasses.asdict(rows.metadata)["tokenizer"] == "none"
 
     with_labels = table(2).add_column("labels", [[-100] * 5 + [40]] * 2)
-    assert lt.Tokenized.of(table(2), None, eval=with_labels).vocabulary == 41
+    assert lt.Tokenized.of(with_labels, None).vocabulary == 41
 
 
 # --- commands
