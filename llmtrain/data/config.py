@@ -1,5 +1,6 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
@@ -122,6 +123,11 @@ class DataConfig(BatchConfig):
         "name of the field that holds the text, in files of records and in hub data sets",
         hidden=True,
     )
+    text_suffixes: list[str] = flag(
+        [],
+        "suffixes of other files that are read as text, such as .py .rst; each file is a document",
+        hidden=True,
+    )
     isolate_documents: bool = flag(
         False,
         "plain text: keep the documents in a row apart, so that each attends to itself alone and "
@@ -165,6 +171,13 @@ class DataConfig(BatchConfig):
             )
         if self.tokenizer is not None:
             self.tokenizer = tokenizer_folder(self.tokenizer)
+        for suffix in self.text_suffixes:
+            if not re.fullmatch(r"\.[^./*]+", suffix):
+                raise UserError(
+                    f"--text_suffixes {suffix}: write the end of a file's name from its last dot "
+                    "on, such as .py."
+                )
+        self.text_suffixes = [suffix.lower() for suffix in self.text_suffixes]
         if not all(self.dataset):
             raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
         if not all(self.eval_dataset):

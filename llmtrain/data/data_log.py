@@ -1,8 +1,9 @@
 """The lines about the data in the start-up log."""
 
+from collections import Counter
 from collections.abc import Sequence
 
-from llmtrain.console import pluralize, say
+from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit, overlong_sentence
 from llmtrain.data.chat_template import DEFAULT_TEMPLATE
 from llmtrain.data.metadata import DataMetadata
@@ -12,6 +13,7 @@ from llmtrain.data.tokenized import Tokenized, short_names
 
 # How the names of eval splits begin, such as "test_sft" and "validation".
 _EVAL_SPLITS = ("test", "val", "eval", "dev")
+_SHOWN_SUFFIXES = 10  # of files that are not read
 
 
 def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
@@ -35,6 +37,9 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         f"{metadata.train_tokens:,} train tokens, {metadata.eval_tokens:,} eval tokens, "
         f"vocabulary {metadata.vocabulary:,} ({metadata.tokenizer}); {outcome}",
     )
+    for requested in request.sources:
+        if requested.source.unread_files:
+            _describe_unread_files(requested.source)
     if request.takes_conversations:
         _describe_task(request, metadata)
     _describe_shares(rows, [source.name for source in request.train])
@@ -49,6 +54,19 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
+
+
+def _describe_unread_files(source: Source) -> None:
+    """Count the files of a folder or glob that cannot be read, the most frequent suffixes first."""
+    counts = Counter(source.unread_files)
+    kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common()]
+    if len(kinds) > _SHOWN_SUFFIXES:
+        kinds[_SHOWN_SUFFIXES:] = ["others"]
+    say(
+        "data",
+        f"{source.name}: {pluralize(counts.total(), 'file')} {is_or_are(counts.total())} not read: "
+        f"{', '.join(kinds)}; --text_suffixes names suffixes to read as text",
+    )
 
 
 def _describe_unread_splits(sources: Sequence[Source]) -> None:

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from llmtrain.data import builtin
-from llmtrain.data.file_sources import file_source, find_files, saved_files, saved_splits
+from llmtrain.data.file_sources import file_source, found_source, saved_files, saved_splits
 from llmtrain.data.hub import folder_source, has_hub_layout, hub_source
 from llmtrain.data.readers import READABLE, is_readable, numbered
 from llmtrain.data.sources import Source, SplitChoice
@@ -38,10 +38,10 @@ def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
 
     if source is not None:
         return source
-    if _looks_local(name):
+    if _looks_local(name, choice):
         raise UserError(
             f"{choice.data_flag} {name}: no file ending in {READABLE} was found; check the path "
-            f"from {Path.cwd()}."
+            f"from {Path.cwd()}, or read other files as text with --text_suffixes."
         )
     return hub_source(name, choice)
 
@@ -70,9 +70,9 @@ def _local_source(name: str, choice: SplitChoice) -> Source | None:
         if choice.is_named or has_hub_layout(path):
             return folder_source(name, path, None, choice)
 
-    paths = find_files(name, choice)
-    if paths:
-        return file_source(name, paths, choice)
+    source = found_source(name, choice)
+    if source is not None:
+        return source
 
     head, _, configuration = name.rpartition(":")
     folder = Path(head).expanduser()
@@ -81,10 +81,10 @@ def _local_source(name: str, choice: SplitChoice) -> Source | None:
     return None
 
 
-def _looks_local(name: str) -> bool:
+def _looks_local(name: str, choice: SplitChoice) -> bool:
     """Return whether a name can only be a path."""
     return (
-        is_readable(Path(name))
+        is_readable(Path(name), choice.text_suffixes)
         or name.startswith((".", "/", "~"))
         or any(character in name for character in "*?[")
         or Path(name).exists()

@@ -3,7 +3,8 @@
 import glob
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from llmtrain.data.readers import (
     suffix_of,
 )
 from llmtrain.data.sources import Source, SplitChoice
+from llmtrain.data.text_files import split_suffix
 from llmtrain.errors import UserError, first_line
 from llmtrain.file_digests import file_digest
 
@@ -28,10 +30,12 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 
 def file_source(name: str, paths: list[Path], choice: SplitChoice) -> Source:
     """Return the records of files, in the order of the list."""
+    kinds = {path: split_suffix(path).kind for path in paths}
+    kinds |= {path: ".txt" for path, kind in kinds.items() if kind in choice.text_suffixes}
     return Source(
         name,
-        fingerprint=partial(_fingerprint_of_files, paths),
-        records=partial(_read_files, paths),
+        fingerprint=partial(_fingerprint_of_files, kinds),
+        records=partial(_read_files, kinds),
         flag=choice.data_flag,
         has_artificial_nulls=any(map(has_artificial_nulls, paths)),
         count=partial(_count_records, paths),
@@ -52,45 +56,58 @@ def _count_records(paths: list[Path]) -> int | None:
     return total
 
 
-def find_files(name: str, choice: SplitChoice) -> list[Path]:
-    """Return the readable files of a file, folder or glob, sorted."""
+def found_source(name: str, choice: SplitChoice) -> Source | None:
+    """Return the records of a file, folder or glob; ``None`` if no file can be read."""
     path = Path(name).expanduser()
     if path.is_file():
-        if not is_readable(path):
-            raise UserError(
-                f"{choice.data_flag} {name}: cannot read '{suffix_of(path)}' files; convert it to "
-                f"one of {READABLE}."
-            )
-        return [path]
-
-    if path.is_dir():
-        matches = _without_descriptions(set(path.rglob("*")))
+        matches = {path}
+    elif path.is_dir():
+        matches = _without_descriptions(set(visible_files(path)), choice.text_suffixes)
     else:
         # Path.glob takes no absolute patterns.
         names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
-        matches = set(map(Path, names))
-    return sorted(path for path in matches if is_readable(path) and path.is_file())
+        matches = {match for match in map(Path, names) if match.is_file()}
+
+    readable = sorted(file for file in matches if is_readable(file, choice.text_suffixes))
+    unread = Counter(suffix_of(file) for file in sorted(matches.difference(readable)))
+    if readable:
+        return replace(file_source(name, readable, choice), unread_files=unread)
+    if path.is_file():
+        raise UserError(
+            f"{choice.data_flag} {name}: cannot read '{suffix_of(path)}' files; convert it to one "
+            f"of {READABLE}, or read it as text with --text_suffixes."
+        )
+    return None
 
 
-def _without_descriptions(paths: set[Path]) -> set[Path]:
+def visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, but no hidden ones, such as those of git."""
+    for path in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            yield path
+
+
+def _without_descriptions(paths: set[Path], text_suffixes: Sequence[str]) -> set[Path]:
     """Leave out files that describe the data of a folder.
 
     A README.md is a document like others if all files are text.
     """
     described = {path for path in paths if path.name not in _DESCRIPTIONS}
     are_records = any(
-        is_readable(path) and suffix_of(path) not in (".txt", ".md") for path in described
+        is_readable(path) and suffix_of(path) not in (".txt", ".md", *text_suffixes)
+        for path in described
     )
     if not are_records:
         return described
     return {path for path in described if path.name.lower() != "readme.md"}
 
 
-def _fingerprint_of_files(paths: list[Path]) -> str:
-    """Hash the content of files, but not their names. So a data set may be moved."""
+def _fingerprint_of_files(kinds: Mapping[Path, str]) -> str:
+    """Hash the content of files and their kinds, but no names. So a data set may be moved."""
     digest = hashlib.sha256()
-    for path in paths:
-        digest.update(suffix_of(path).encode() + digest_of(path))
+    for path, kind in kinds.items():
+        digest.update((kind + split_suffix(path).compression).encode() + digest_of(path))
     return digest.hexdigest()
 
 
@@ -102,9 +119,9 @@ def digest_of(path: Path) -> bytes:
         raise UserError(f"{path}: {error.strerror}.") from None
 
 
-def _read_files(paths: list[Path], field: str | None) -> Iterator[Record]:
-    for path in paths:
-        yield from read_file(path, field)
+def _read_files(kinds: Mapping[Path, str], field: str | None) -> Iterator[Record]:
+    for path, kind in kinds.items():
+        yield from read_file(path, kind, field)
 
 
 def saved_splits(name: str, folder: Path, choice: SplitChoice) -> Source:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmtrain.console import can_show_bars
-from llmtrain.data.file_sources import digest_of
+from llmtrain.data.file_sources import digest_of, visible_files
 from llmtrain.data.readers import Record, numbered
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.errors import UserError, hub_error
@@ -57,15 +57,13 @@ def _fingerprint_of_folder(folder: Path, selection: list[str | None]) -> str:
     """Hash the names and the content of all files in a folder.
 
     Args:
-        folder: the folder. Hidden files are left out, because ``datasets`` ignores them.
+        folder: the folder. ``datasets`` ignores its hidden files.
         selection: the configuration and the split that are read.
     """
     digest = hashlib.sha256(json_text(selection).encode())
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(visible_files(folder)):
         relative = path.relative_to(folder)
-        is_hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not is_hidden:
-            digest.update(relative.as_posix().encode() + b"\0" + digest_of(path))
+        digest.update(relative.as_posix().encode() + b"\0" + digest_of(path))
     return digest.hexdigest()
 
 

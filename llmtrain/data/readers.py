@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -46,11 +46,12 @@ class Record(NamedTuple):
 Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]
 
 
-def read_file(path: Path, field: str | None) -> Iterator[Record]:
+def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
     """Yield the records of a file that :func:`is_readable` accepts.
 
     Args:
         path: the file.
+        kind: a suffix: the file is read as files with it are.
         field: the name of the field that is needed; other fields may be left out. Texts without
             fields become the field of this name, by default ``text``.
 
@@ -58,14 +59,16 @@ def read_file(path: Path, field: str | None) -> Iterator[Record]:
         UserError: with the file, and the line, row or record that cannot be read.
     """
     try:
-        yield from _READERS[split_suffix(path).kind](path, field)
+        yield from _READERS[kind](path, field)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
 
 
-def is_readable(path: Path) -> bool:
-    """Return whether the end of a file's name says that it can be read."""
+def is_readable(path: Path, text_suffixes: Collection[str] = ()) -> bool:
+    """Return whether the end of a file's name says that it can be read, if need be as text."""
     suffix = split_suffix(path)
+    if suffix.kind in text_suffixes:
+        return True
     return suffix.kind in _READERS and not (suffix.compression and suffix.kind in _ARROW_KINDS)
 
 

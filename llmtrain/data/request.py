@@ -258,7 +258,7 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     if has_own_records:
         flags = ["dataset", "dataset_train_split"]
         if not config.eval_dataset:
-            flags.append("dataset_test_split")
+            flags += ["dataset_test_split", "text_suffixes"]
         for name in flags:
             if config.is_set(name):
                 raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")

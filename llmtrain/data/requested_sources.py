@@ -102,6 +102,7 @@ def _training_sources(config: DataConfig) -> list[Source]:
     choice = SplitChoice(
         config.dataset_train_split or "train",
         is_named=is_named or has_test_split,
+        text_suffixes=config.text_suffixes,
     )
     sources = [open_source(name, choice) for name in config.dataset]
     if is_named:
@@ -119,6 +120,7 @@ def _eval_sources(config: DataConfig) -> list[Source]:
         is_named=is_named,
         data_flag="--eval_dataset" if config.eval_dataset else "--dataset",
         split_flag="--dataset_test_split",
+        text_suffixes=config.text_suffixes,
     )
     sources = [open_source(name, choice) for name in config.eval_dataset or config.dataset]
     if is_named:

@@ -6,8 +6,8 @@ records. :mod:`llmtrain.data.dataset_names` opens the source that a flag names, 
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from llmtrain.data.readers import Record, shown
@@ -18,7 +18,7 @@ Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """The split that is read of a data set that has splits, and the flags that it comes from.
+    """The flags that say what is read of a data set.
 
     Attributes:
         split: the split to read.
@@ -26,12 +26,14 @@ class SplitChoice:
             named a split.
         data_flag: the flag that names the data set.
         split_flag: the flag that names the split.
+        text_suffixes: the suffixes of files that are read as text, whatever they are.
     """
 
     split: str = "train"
     is_named: bool = False
     data_flag: str = "--dataset"
     split_flag: str = "--dataset_train_split"
+    text_suffixes: Sequence[str] = ()
 
     def others(self, splits: list[str]) -> list[str]:
         """Return the splits of a data set that are not read."""
@@ -64,6 +66,7 @@ class Source:
             some files of a source are such, it is true for all.
         count: returns about how many records there are, for a progress bar; ``None`` if counting
             would take as long as reading.
+        unread_files: how many files of a folder or glob are not read, by suffix.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Source:
     other_splits: Callable[[], list[str]] = lambda: []
     has_artificial_nulls: bool = False
     count: Callable[[], int | None] = lambda: None
+    unread_files: Mapping[str, int] = field(default_factory=dict)
 
     def first(self) -> Record | None:
         """Return the first record, or ``None`` if there is none. It is read only once."""

@@ -450,7 +450,7 @@ def parse_overrides(text: str) -> dict[str, object]:
         node = yaml.compose(mapping, Loader=_OverridesLoader)
         if isinstance(node, yaml.MappingNode):
             # A key without a value becomes None, as null does.
-            keys = {key.value for key, value in node.value if value.value != "" or value.style}
+            keys = {str(key.value) for key, value in node.value if value.value != "" or value.style}
             is_valid = len(keys) == len(node.value)
     if not is_valid:
         raise UserError(f"--config_overrides {text}: write key=value,key=value, each key once.")

@@ -31,6 +31,7 @@ from tests.data.preparation import (
     data_config,
     documents_of,
     left_behind,
+    log_lines,
     stream_of,
     tokenize_texts,
     write_texts,
@@ -602,6 +603,41 @@ def test_a_change_of_the_text_or_a_setting_makes_new_rows(tmp_path, capsys, chan
     assert not is_from_cache(capsys)
     assert sorted(documents(**changed)) == expected
     assert is_from_cache(capsys)
+
+
+def test_files_that_are_not_read_are_in_the_log_and_suffixes_of_text_make_new_rows(
+    tmp_path, capsys
+):
+    for name in ["a.md", "a.py", "b.py", "c.rst", "Makefile", "README.md", ".git/d.md"]:
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(f"the text of {name}")
+    folder = tmp_path / "texts"
+    line = (
+        f"{folder}: 4 files are not read: 2 .py, 1 without a suffix, 1 .rst; --text_suffixes names "
+        "suffixes to read as text"
+    )
+
+    for outcome in ("tokenised", "from the cache"):
+        tokenized = tokenize(data_config(folder), 4)
+        about_rows, about_files = log_lines(capsys, "data")
+        assert about_rows.endswith(outcome)
+        assert about_files == line
+        assert tokenized.metadata.records == 2
+
+    tokenized = tokenize(data_config(folder, text_suffixes=[".PY", ".rst"]), 4)
+
+    about_rows, about_files = log_lines(capsys, "data")
+    assert about_rows.endswith("tokenised")
+    assert "1 file is not read: 1 without a suffix; " in about_files
+    assert tokenized.metadata.records == 5
+    assert "the text of b.py" in documents_of(tokenized.train, tokenized)
+
+
+@pytest.mark.parametrize("suffix", ["py", "*.py", ".tar.gz", ".", ""])
+def test_a_suffix_of_text_begins_with_its_only_dot(suffix):
+    with pytest.raises(UserError, match=r"--text_suffixes .*: write .* such as \.py\."):
+        DataConfig(text_suffixes=[suffix])
 
 
 def test_settings_that_do_not_shape_the_rows_use_the_cached_ones(tmp_path, capsys):

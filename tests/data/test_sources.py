@@ -146,6 +146,41 @@ def test_a_glob_is_read_in_the_order_of_its_paths(folder, pattern, expected):
     assert read(folder / pattern) == expected
 
 
+def test_hidden_files_and_folders_are_no_data_as_in_a_glob(folder):
+    write(folder / ".ipynb_checkpoints" / "b-checkpoint.txt", "hidden")
+    write(folder / "deep" / ".git" / "c.jsonl", "no JSON")
+    write(folder / ".b.txt", "hidden")
+    root = folder.rename(folder.parent / ".texts")  # a folder that the user names is read
+
+    assert read(root) == read(root / "**" / "*") == ["a", "b", "c1", "c2", "d"]
+    assert read(root / ".b.txt") == ["hidden"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*"])
+def test_files_of_other_kinds_are_counted_by_suffix_or_read_as_text(folder, pattern):
+    (folder / "deep" / "ignored.PY").write_text("print()")
+    (folder / "Makefile").write_text("all:")
+    suffixes = [".py", ".docx", ".jsonl"]
+
+    without_flag = open_source(str(folder / pattern))
+    with_flag = open_source(str(folder / pattern), SplitChoice(text_suffixes=suffixes))
+
+    python_files = 1 if pattern == "*" else 2
+    assert without_flag.unread_files == {".py": python_files, ".docx.gz": 1, "": 1}
+    assert with_flag.unread_files == {"": 1}
+    lines = (folder / "c.jsonl").read_text()
+    expected = ["a", "b", lines, "d", "print()", "no text", "no text"]
+    if pattern == "*":
+        expected = ["a", "b", lines, "no text", "no text"]
+    assert list(documents(with_flag, "text")) == expected
+
+
+def test_a_file_of_another_kind_is_read_as_text_if_its_suffix_is_named(tmp_path):
+    path = write(tmp_path / "a.PY.gz", gzip.compress(b"print()"))
+    source = open_source(str(path), SplitChoice(text_suffixes=[".py"]))
+    assert list(documents(source, "text")) == ["print()"]
+
+
 def test_a_glob_that_matches_a_file_twice_reads_it_once(folder):
     assert read(folder / "**" / "**" / "*.txt") == ["b", "d"]
 
@@ -205,6 +240,7 @@ def test_a_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path):
     message = complaint(write(tmp_path / "a.docx", "text"))
     assert "'.docx'" in message
     assert ".parquet" in message
+    assert "--text_suffixes" in message
 
 
 # --- errors in records
@@ -382,6 +418,9 @@ def test_a_fingerprint_depends_on_how_a_file_is_read(tmp_path):
     as_text = write(tmp_path / "a.txt", '{"text": "a"}')
     as_records = write(tmp_path / "a.jsonl", '{"text": "a"}')
     assert fingerprint(as_text) != fingerprint(as_records)
+
+    choice = SplitChoice(text_suffixes=[".jsonl"])
+    assert open_source(str(as_records), choice).fingerprint() == fingerprint(as_text)
 
 
 # --- the hub

@@ -70,6 +70,7 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
         "pad_token_id=null,hidden_size=",
         "hidden_size",
         "[1]",
+        "[1]=2,[1]=3",
         "hidden_size=8,n=1,hidden_size=16",
     ],
 )
@@ -132,4 +133,6 @@ def test_a_number_is_read_as_in_python(number: str) -> None:
         "rope_parameters": {"rope_theta": float(number)},
         "name": number,
     }
+    config = ModelConfig(from_config="llama", config_overrides=f"rms_norm_eps={number}")
+    assert configuration_of(config, None).rms_norm_eps == float(number)
     assert parse_overrides("a=1,b=e5,c=1e,d=v1e-6") == {"a": 1, "b": "e5", "c": "1e", "d": "v1e-6"}
