@@ -133,7 +133,8 @@ def _documentation(path: Path) -> str:
         if isinstance(node, ast.ClassDef | _Function):
             docstring = _docstring(node)
             if docstring:
-                texts.append(f"{_signature(node)}\n{_indented(docstring)}")
+                lines = [f"    {line}\n" if line else "\n" for line in docstring.splitlines()]
+                texts.append("".join([f"{_signature(node)}\n", *lines]))
     if not any(texts):
         return ""
 
@@ -148,12 +149,6 @@ def _signature(node: ast.ClassDef | _Function) -> str:
         return f"def {node.name}({ast.unparse(node.args)})"
     bases = ", ".join(map(ast.unparse, node.bases))
     return f"class {node.name}({bases})" if bases else f"class {node.name}"
-
-
-def _indented(docstring: str) -> str:
-    """Indent the lines of a docstring that are not empty, and end each with a line break."""
-    lines = [f"    {line}\n" if line else "\n" for line in docstring.splitlines()]
-    return "".join(lines)
 
 
 @functools.cache

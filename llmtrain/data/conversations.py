@@ -98,7 +98,12 @@ class EncodedConversations(EncodedExamples[Conversation]):
         truncates = self.config.overlong == "truncate"
         is_overlong = selection.lengths > width
         if self.config.overlong == "error" and is_overlong.any():
-            raise self._overlong_error(selection, int(np.argmax(is_overlong)), max_length)
+            example = int(np.argmax(is_overlong))
+            raise UserError(
+                f"{self.records.place_of(selection.records[example])}: "
+                f"{selection.lengths[example]:,} tokens are more than --max_length {max_length} "
+                "allows; raise it, or set --overlong drop or truncate."
+            )
 
         last_turns = np.where(is_overlong, _NO_TURN, selection.last_turns)
         if truncates:
@@ -149,14 +154,6 @@ class EncodedConversations(EncodedExamples[Conversation]):
             first_turns=first_turns[selected],
             last_turns=last_turns[selected],
             lengths=self.store.lengths[selected],
-        )
-
-    def _overlong_error(self, selection: _Selection, example: int, max_length: int) -> UserError:
-        """Return the error for an example that is too long."""
-        place = self.records.place_of(selection.records[example])
-        return UserError(
-            f"{place}: {selection.lengths[example]:,} tokens are more than --max_length "
-            f"{max_length} allows; raise it, or set --overlong drop or truncate."
         )
 
     def _check_cut_away(

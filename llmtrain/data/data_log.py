@@ -59,9 +59,8 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
 def _describe_unread_files(source: Source) -> None:
     """Count the files of a folder or glob that cannot be read, the most frequent suffixes first."""
     counts = Counter(source.unread_files)
-    kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common()]
-    if len(kinds) > _SHOWN_SUFFIXES:
-        kinds[_SHOWN_SUFFIXES:] = ["others"]
+    most = counts.most_common(_SHOWN_SUFFIXES)
+    kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in most]
     say(
         "data",
         f"{source.name}: {pluralize(counts.total(), 'file')} {is_or_are(counts.total())} not read: "

@@ -145,56 +145,46 @@ def _read_alpaca(record: Fields) -> Conversation:
     return _conversation(record, raw_messages)
 
 
-def _read_pair(record: Fields) -> PreferenceRecord:
-    """Read two answers to compare.
+def _read_answers(record: Fields, *fields: str) -> PreferenceRecord:
+    """Read two answers to compare, or a single one with a label.
 
     Each answer is a text or a list of messages, and may repeat the prompt. Without a ``prompt``
-    field, both must be complete conversations. Then the prompt is the messages with which both
-    begin.
+    field, two answers must be complete conversations. Then the prompt is the messages with which
+    both begin.
     """
-    chosen = _messages(record, "chosen", role="assistant")
-    rejected = _messages(record, "rejected", role="assistant")
+    answers = [_messages(record, field, role="assistant") for field in fields]
     if "prompt" in record:
         prompt = _messages(record, "prompt", role="user")
-    elif isinstance(record["chosen"], list) and isinstance(record["rejected"], list):
-        prompt = common_beginning(chosen, rejected)
+    elif len(answers) == 1:
+        raise BadRecord("the record has no prompt")
+    elif all(isinstance(record[field], list) for field in fields):
+        prompt = common_beginning(*answers)
     else:
         raise BadRecord(
             "the record has no prompt, so chosen and rejected must be lists of messages"
         )
 
-    chosen = without_prompt(chosen, prompt)
-    rejected = without_prompt(rejected, prompt)
-    if chosen == rejected:
+    answers = [without_prompt(answer, prompt) for answer in answers]
+    if len(answers) > 1 and answers[0] == answers[1]:
         raise BadRecord("chosen and rejected are the same")
-    _check_answer("chosen", chosen)
-    _check_answer("rejected", rejected)
+    for field, answer in zip(fields, answers, strict=True):
+        if not answer or answer[0]["role"] != "assistant":
+            raise BadRecord(f"{field} has no assistant message right after the prompt")
+        if any(is_untrained(message) for message in answer):
+            raise BadRecord(
+                f"{field} has a message with weight 0, but all of an answer is compared"
+            )
     if not prompt and "prompt" not in record:
         raise BadRecord("chosen and rejected share no prompt")
-    _check_prompt(prompt)
+    if not prompt:
+        raise BadRecord("the prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise BadRecord("the prompt ends with an assistant message")
 
     return PreferenceRecord(
         prompt=prompt,
-        answers=[chosen, rejected],
-        tools=_tools(record),
-        is_plain_text=is_plain_text(record),
-    )
-
-
-def _read_labelled_answer(record: Fields) -> PreferenceRecord:
-    """Read a single answer. It is a text or a list of messages, and may repeat the prompt."""
-    answer = _messages(record, "completion", role="assistant")
-    if "prompt" not in record:
-        raise BadRecord("the record has no prompt")
-    prompt = _messages(record, "prompt", role="user")
-    answer = without_prompt(answer, prompt)
-    _check_answer("completion", answer)
-    _check_prompt(prompt)
-
-    return PreferenceRecord(
-        prompt=prompt,
-        answers=[answer],
-        desirable=_label(record),
+        answers=answers,
+        desirable=len(answers) > 1 or _label(record),
         tools=_tools(record),
         is_plain_text=is_plain_text(record),
     )
@@ -227,12 +217,12 @@ PREFERENCE_FORMATS: dict[str, Format[PreferenceRecord]] = {
     "pairs": Format(
         fields=("chosen", "rejected"),
         optional=("prompt", "tools"),
-        read=_read_pair,
+        read=lambda record: _read_answers(record, "chosen", "rejected"),
     ),
     "labelled_answers": Format(
         fields=("prompt", "completion", "label"),
         optional=("tools",),
-        read=_read_labelled_answer,
+        read=lambda record: _read_answers(record, "completion"),
     ),
 }
 FORMATS: dict[str, Format[Conversation] | Format[PreferenceRecord]] = {
@@ -370,21 +360,6 @@ def _conversation(
         raise BadRecord(f"the {part} has no assistant message")
     check_weights_of_turns(messages, untrained)
     return Conversation(messages, _tools(record), is_plain_text, untrained)
-
-
-def _check_answer(field: str, answer: list[Message]) -> None:
-    """Check the messages of an answer, without the prompt that it may repeat."""
-    if not answer or answer[0]["role"] != "assistant":
-        raise BadRecord(f"{field} has no assistant message right after the prompt")
-    if any(is_untrained(message) for message in answer):
-        raise BadRecord(f"{field} has a message with weight 0, but all of an answer is compared")
-
-
-def _check_prompt(prompt: list[Message]) -> None:
-    if not prompt:
-        raise BadRecord("the prompt is empty")
-    if prompt[-1]["role"] == "assistant":
-        raise BadRecord("the prompt ends with an assistant message")
 
 
 def _label(record: Fields) -> bool:

@@ -144,7 +144,9 @@ class Collate:
         self.prepare = prepare
 
     def __call__(self, row_batch: RowBatch) -> LocalBatch:
-        arrays = {name: _with_wide_integers(column) for name, column in row_batch.columns.items()}
+        arrays = {}
+        for name, column in row_batch.columns.items():
+            arrays[name] = column.astype(np.int64) if column.dtype.kind == "i" else column
         # Inputs of plain text are -100 in empty slots and after the end of the text: there they are
         # the labels (see SlotRows). Any token may replace them, because those labels stay -100.
         arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
@@ -185,11 +187,6 @@ class Collate:
 
         token_columns = [name for name in PREFERENCE_COLUMNS if name in row_batch.columns]
         return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
-
-
-def _with_wide_integers(column: np.ndarray) -> np.ndarray:
-    """Return a column with integers in int64."""
-    return column.astype(np.int64) if column.dtype.kind == "i" else column
 
 
 def fingerprint(rows: np.ndarray) -> int:

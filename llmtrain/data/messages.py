@@ -107,18 +107,14 @@ def _message(raw: object, number: int) -> Message:
 
     if message["role"] == "assistant" and not tool_calls and not content.strip():
         raise BadRecord(f"{place} is empty")
-    if _weight(fields, place) == 0 and message["role"] == "assistant":
-        message["weight"] = 0
-    return message
 
-
-def _weight(fields: Fields, place: str) -> int:
-    """Return the weight of a message in OpenAI's format: 1, or 0 if it must not be trained."""
+    # In OpenAI's format, an assistant message of weight 0 is not trained. True and 1.0 are 1.
     weight = fields.get("weight", 1)
-    # True and 1.0 are equal to 1.
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
         raise BadRecord(f"{place}: its weight is {weight!r:.40}, not 0 or 1")
-    return int(weight)
+    if weight == 0 and message["role"] == "assistant":
+        message["weight"] = 0
+    return message
 
 
 def _calls_in_value(value: object, tool_calls: object, place: str) -> list[object]:

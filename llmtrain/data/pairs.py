@@ -10,7 +10,7 @@ al. 2024, arXiv:2402.01306).
 
 import array
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -185,7 +185,11 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         is_overlong = longest > max_length
         if self.config.overlong == "error" and is_overlong.any():
             example = int(np.argmax(is_overlong))
-            self._refuse_overlong(int(pairs[example, 0]), int(longest[example]), max_length)
+            raise UserError(
+                f"{self.records.place_of(int(pairs[example, 0]))}: an answer with its prompt has "
+                f"{longest[example]:,} tokens, more than --max_length {max_length} allows; raise "
+                "it, or set --overlong drop or truncate."
+            )
 
         is_kept = np.ones(len(pairs), bool)
         if self.config.overlong == "drop":
@@ -249,14 +253,6 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         """Return the length that counts of each pair of answers, int64 [pairs]."""
         longest: np.ndarray = lengths[:, 0] if self.unpaired else lengths.max(axis=1)
         return longest
-
-    def _refuse_overlong(self, record: int, length: int, max_length: int) -> NoReturn:
-        """Raise :class:`UserError` for a pair that is too long."""
-        raise UserError(
-            f"{self.records.place_of(record)}: an answer with its prompt has {length:,} tokens, "
-            f"more than --max_length {max_length} allows; raise it, or set --overlong drop or "
-            "truncate."
-        )
 
     def _truncated_pair(self, number: int, pair: _Pair, max_length: int) -> _Pair | None:
         """Truncate the answers of a pair; return ``None`` if one is left without a target."""

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -163,11 +163,23 @@ def _make(folder: Path, request: DataRequest) -> None:
     with new_folder(folder) as working, contextlib.ExitStack() as temporary:
         tokenizer = request.tokenizer.pretrained
         if tokenizer is None:
-            tokenizer = _trained_tokenizer(spec, readers)
+            trained = tok.train_tokenizer(
+                spec,
+                train=chain.from_iterable(reader.texts("train") for reader in readers),
+                all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
+            )
+            tokenizer = tok.as_pretrained(trained)
             if request.chat is not None:
                 set_template(tokenizer, request.chat.chat_template)
 
-        renderer = _renderer_of(request, tokenizer)
+        renderer = None
+        if request.chat is not None:
+            renderer = make_renderer(
+                tokenizer,
+                stop_token_ids=request.tokenizer.stop_token_ids,
+                only_last_turns=isinstance(request.chat, ChatConfig)
+                and request.chat.turns == "last",
+            )
         encoded: list[EncodedSource] = []
         for number, reader in enumerate(readers):
             encoding = working / f"encoding-{number}"
@@ -181,7 +193,11 @@ def _make(folder: Path, request: DataRequest) -> None:
         covering = covering_length(np.concatenate([one.lengths("train") for one in encoded]))
         length = request.max_length
         if length == "auto":
-            length = _auto_length(covering, request.max_positions)
+            # If there are no examples, writing the rows reports that, whatever their length.
+            auto_length = max(covering, 1)
+            if request.max_positions is not None:
+                auto_length = min(auto_length, request.max_positions)
+            length = auto_length
         if tok.is_trained(spec):
             tokenizer.model_max_length = length
         tokenizer.save_pretrained(working / "tokenizer")
@@ -201,18 +217,6 @@ def _make(folder: Path, request: DataRequest) -> None:
         write_json(working / "facts.json", dataclasses.asdict(metadata), durable=False)
 
 
-def _auto_length(covering: int, max_positions: int | None) -> int:
-    """Return the length of the rows that ``auto`` stands for.
-
-    Args:
-        covering: the length that holds 99.5 % of the examples; 0 if there are none. Writing the
-            rows then reports that, whatever their length.
-        max_positions: the number of positions of the model; ``None`` if there is no limit.
-    """
-    length = max(covering, 1)
-    return length if max_positions is None else min(length, max_positions)
-
-
 # --- the stages of each source
 
 
@@ -228,46 +232,19 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
             max_train_samples=request.max_train_samples,
         )
 
-    skips_bad = request.chat.on_bad_row == "skip"
+    read: Callable[..., Any]
     if isinstance(request.chat, PairConfig):
-        read_preference = partial(
-            preference_of,
-            has_artificial_nulls=source.has_artificial_nulls,
-            allows_single=request.unpaired,
-        )
-        return Records(
-            source,
-            read_preference,
-            request.eval_fraction,
-            skips_bad,
-            only_split,
-            max_train_samples=request.max_train_samples,
-        )
-
-    read_conversation = partial(
-        conversation_of,
-        format=format,
-        has_artificial_nulls=source.has_artificial_nulls,
-        is_format_detected=isinstance(request.chat, ChatConfig) and request.chat.format == "auto",
-    )
+        read = partial(preference_of, allows_single=request.unpaired)
+    else:
+        is_detected = isinstance(request.chat, ChatConfig) and request.chat.format == "auto"
+        read = partial(conversation_of, format=format, is_format_detected=is_detected)
     return Records(
         source,
-        read_conversation,
+        partial(read, has_artificial_nulls=source.has_artificial_nulls),
         request.eval_fraction,
-        skips_bad,
-        only_split,
+        skips_bad=request.chat.on_bad_row == "skip",
+        only_split=only_split,
         max_train_samples=request.max_train_samples,
-    )
-
-
-def _renderer_of(request: DataRequest, tokenizer: tok.FastTokenizer) -> AnyRenderer | None:
-    """Return the renderer of conversations or pairs; ``None`` if all data sets are text."""
-    if request.chat is None:
-        return None
-    return make_renderer(
-        tokenizer,
-        stop_token_ids=request.tokenizer.stop_token_ids,
-        only_last_turns=isinstance(request.chat, ChatConfig) and request.chat.turns == "last",
     )
 
 
@@ -353,13 +330,3 @@ def _check_eval_data(
     raise UserError(
         f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
     )
-
-
-def _trained_tokenizer(spec: str, readers: Sequence[_Reader]) -> tok.FastTokenizer:
-    """Train the tokenizer ``char``, ``byte`` or ``bpe:N`` on the data."""
-    trained = tok.train_tokenizer(
-        spec,
-        train=chain.from_iterable(reader.texts("train") for reader in readers),
-        all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
-    )
-    return tok.as_pretrained(trained)

@@ -151,20 +151,16 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, whose keys must differ."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError(f"the key '{_repeated(key for key, _ in pairs)}' is there twice")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key '{name}' is there twice")
     return fields
 
 
 def _check_columns(names: Iterable[str], path: Path) -> None:
     """Raise :class:`UserError` if two columns of a table have one name."""
-    name = _repeated(filter(None, names))  # spreadsheets write empty columns without names
-    if name:
-        raise UserError(f"{path}: the column '{name}' is there twice; rename or remove one.")
-
-
-def _repeated(names: Iterable[str]) -> str:
-    """Return the first name that is there twice; empty if there is none."""
-    return next((name for name, count in Counter(names).items() if count > 1), "")
+    for name, count in Counter(names).items():
+        if name and count > 1:  # spreadsheets write empty columns without names
+            raise UserError(f"{path}: the column '{name}' is there twice; rename or remove one.")
 
 
 def _json_reason(error: Exception) -> str:

@@ -154,7 +154,7 @@ class Tokenized:
             "rows made by the recipe",
             spec="none" if tokenizer is None else tokenizer.name_or_path,
             tokenizer=tokenizer,
-            vocabulary=max(_largest_token(rows) for rows in splits) + 1,
+            vocabulary=max(0, *(max(_largest_tokens(rows).values()) for rows in splits)) + 1,
             block_size=width - 1,
             train=train_stats,
             eval=eval_stats,
@@ -206,11 +206,6 @@ def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
     return lengths.pop() if kinds == {"i"} else None
 
 
-def _largest_token(rows: TokenRows) -> int:
-    """Return the largest number among the tokens and labels of rows."""
-    return max(0, *_largest_tokens(rows).values())
-
-
 def _largest_tokens(rows: TokenRows) -> dict[str, int]:
     """Return the largest number in each column of tokens or labels."""
     largest = {}
@@ -221,17 +216,6 @@ def _largest_tokens(rows: TokenRows) -> dict[str, int]:
     return largest
 
 
-def _check_vocabulary(rows: TokenRows, tokenizer: tok.FastTokenizer) -> None:
-    """Raise :class:`UserError` if the tokenizer does not have all tokens of the rows."""
-    vocabulary = max(tokenizer.get_vocab().values()) + 1
-    for name, largest in _largest_tokens(rows).items():
-        if largest >= vocabulary:
-            raise UserError(
-                f"Tokenized.of: {name} holds {largest}; the tokenizer has {vocabulary} tokens. "
-                "Pass the tokenizer that made the rows."
-            )
-
-
 def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Split) -> SplitStats:
     """Hash the content of rows that were tokenised elsewhere, and count their targets.
 
@@ -239,7 +223,13 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Spli
         UserError: if the tokenizer does not have all their tokens.
     """
     if tokenizer is not None:
-        _check_vocabulary(rows, tokenizer)
+        vocabulary = max(tokenizer.get_vocab().values()) + 1
+        for name, largest in _largest_tokens(rows).items():
+            if largest >= vocabulary:
+                raise UserError(
+                    f"Tokenized.of: {name} holds {largest}; the tokenizer has {vocabulary} tokens. "
+                    "Pass the tokenizer that made the rows."
+                )
     digest = hashlib.sha256()
     for name in rows.column_names:
         digest.update(name.encode())
