@@ -215,9 +215,9 @@ class EncodedCorpus(EncodedSource):
         # The number of the document of each stored sequence. If documents are cut, the last
         # sequences are their eval data, and those before them are their training data.
         self._documents = array.array("q")
+        self._bytes = array.array("q")  # UTF-8 bytes of each stored sequence's text
         nothing = np.empty(0, bool)
         self._division = Division(is_eval=nothing, is_train=nothing, is_cut=nothing)
-        self._bytes_of_cut = (0, 0)
 
     def encode(self) -> None:
         """Read and encode all documents once.
@@ -232,7 +232,9 @@ class EncodedCorpus(EncodedSource):
             leave=False,
             disable=not can_show_bars(),
         ) as bar:
-            segments = itertools.chain.from_iterable(map(self._segments, self._texts()))
+            segments = itertools.chain.from_iterable(
+                itertools.starmap(self._segments, self._texts())
+            )
             for batch in batches(segments, _ENCODE_CHARACTERS):
                 self._store(batch)
                 bar.update(sum(len(segment.text.encode()) for segment in batch))
@@ -268,34 +270,37 @@ class EncodedCorpus(EncodedSource):
 
     # --- from documents to the store
 
-    def _texts(self) -> Iterator[str]:
-        """Yield the documents of both splits, the longest ones last, because they may be cut."""
+    def _texts(self) -> Iterator[tuple[int, str]]:
+        """Yield what is stored, each text after the number of its document.
+
+        The longest document and its copies come last, because they may be cut.
+        """
         longest = ""
         copies: list[int] = []  # the numbers of the longest document and of its copies
         for number, text in self.corpus.used():
             if text == longest:
                 copies.append(number)
             elif len(text) > len(longest):
-                self._documents.extend(copies)
-                yield from itertools.repeat(longest, len(copies))
+                yield from zip(copies, itertools.repeat(longest), strict=False)
                 longest = text
                 copies = [number]
             else:
-                self._documents.append(number)
-                yield text
+                yield number, text
 
         self._division = self.corpus.division()
-        parts = [longest]
+        parts: Sequence[str] = [longest]
         if self._division.is_cut.any():
-            train_text, eval_text = self.corpus.cut(longest)
-            self._bytes_of_cut = (len(train_text.encode()), len(eval_text.encode()))
-            parts = [train_text, eval_text]
+            parts = self.corpus.cut(longest)
         for part in parts:
-            self._documents.extend(copies)
-            yield from itertools.repeat(part, len(copies))
+            yield from zip(copies, itertools.repeat(part), strict=False)
 
-    def _segments(self, text: str) -> Iterator[_Segment]:
-        """Split a text for the threads of the tokenizer, if that changes no token."""
+    def _segments(self, document: int, text: str) -> Iterator[_Segment]:
+        """Note which text is stored next, and split it for the threads of the tokenizer.
+
+        A text is not split if that might change its tokens.
+        """
+        self._documents.append(document)
+        self._bytes.append(len(text.encode()))
         if self.is_trained:
             return _segments_of(text)
         return iter([_Segment(text, is_first=True, is_last=True)])
@@ -337,10 +342,7 @@ class EncodedCorpus(EncodedSource):
 
     def _bytes_of(self, split: Split) -> int:
         """Return the UTF-8 bytes of the text in a split."""
-        sizes = self.corpus.bytes[np.array(self._documents, np.int64)]
-        cut_sizes = np.repeat(self._bytes_of_cut, self._division.is_cut.sum())
-        sizes[len(sizes) - len(cut_sizes) :] = cut_sizes
-        return int(sizes[self._is_in(split)].sum())
+        return int(np.array(self._bytes, np.int64)[self._is_in(split)].sum())
 
     def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:
         """Yield the stream of a split: its documents, and end-of-text after the last one."""
