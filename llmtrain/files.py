@@ -190,7 +190,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder to fill, which replaces ``target`` when the block ends.
 
     After an error the new folder is deleted, and ``target`` is what it was before.
+
+    Raises:
+        UserError: if ``target`` is a file.
     """
+    if target.is_file():
+        raise UserError(f"{target} is a file, which no folder replaces; use another name.")
     target.parent.mkdir(parents=True, exist_ok=True)
     working = temporary_sibling(target)
     replaced = temporary_sibling(target, "replaced")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain import files
+from llmtrain.errors import UserError
 from llmtrain.files import append_json_line, new_folder, write_json
 
 NOBODY = 65534
@@ -88,6 +89,18 @@ def test_a_folder_is_replaced_although_a_process_with_the_same_id_left_its_own_b
 
     assert (tmp_path / "model" / "weights").read_text() == "new"
     assert (stale / "weights").read_text() == "older"
+
+
+def test_a_folder_does_not_replace_a_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    with (
+        pytest.raises(UserError, match="is a file, which no folder"),
+        new_folder(tmp_path / "metrics.jsonl"),
+    ):
+        pass
+
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
 
 
 def test_a_folder_that_fails_to_be_filled_leaves_nothing_and_keeps_the_old_one(

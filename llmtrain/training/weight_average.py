@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
 from llmtrain.parallel.shards import local_shard
+from llmtrain.parallel.team import Team
 from llmtrain.training.compensation import assign
 
-# Names of the run's own folders for weights, which the average must not replace.
-_TAKEN_FOLDERS = ("model", "checkpoints", "merged", "export")
-_FOLDER = re.compile(r"\w[\w.+-]*")
+# A name that is not that of a folder or a file of the run.
+_FOLDER = re.compile(
+    r"(?!(model|checkpoints|merged|export|tensorboard|trackers|wandb|xray)$)"
+    r"(?!.*\.(json|jsonl|html|log|txt)$)\w[\w.+-]*"
+)
 
 
 class WeightAverage(Callback):
@@ -59,7 +63,7 @@ class WeightAverage(Callback):
             raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")
         if tail is not None and not 0 < tail <= 1:
             raise UserError(f"WeightAverage: tail {tail} must be above 0 and at most 1.")
-        if folder is not None and (folder in _TAKEN_FOLDERS or not _FOLDER.fullmatch(folder)):
+        if folder is not None and not _FOLDER.fullmatch(folder):
             raise UserError(
                 f"WeightAverage: folder {folder!r} must be the name of a new folder in the run "
                 "folder, such as model-average."
@@ -75,6 +79,9 @@ class WeightAverage(Callback):
     def setup(self, training: Training) -> None:
         self._training = training
         self._count = 0
+        if self._folder is not None:
+            path = training.folder / self._folder
+            Team.everyone().on_main(lambda: _check_free(path))
         if self.tail is not None:
             # As the decimal number that the user wrote: 0.1 is a little more in binary.
             averaged_steps = math.ceil(Fraction(str(self.tail)) * training.max_steps)
@@ -134,3 +141,9 @@ class WeightAverage(Callback):
         finally:
             for name, shard in self._shards.items():
                 shard.copy_(weights[name])
+
+
+def _check_free(path: Path) -> None:
+    """Raise :class:`UserError` if a path exists, unless an earlier start has written a model."""
+    if path.exists() and not any(path.glob("*.safetensors")):
+        raise UserError(f"WeightAverage: {path} exists; name another folder, such as model-ema.")

@@ -142,9 +142,28 @@ def test_the_average_is_exported_after_the_save_in_the_background(
         ({"decay": 1.0}, "decay 1.0 must be at least 0 and below 1"),
         ({"tail": 0.0}, "tail 0.0 must be above 0 and at most 1"),
         ({"decay": 0.9, "folder": "model"}, "folder 'model' must be the name of a new folder"),
+        ({"decay": 0.9, "folder": "metrics.jsonl"}, "folder 'metrics.jsonl' must be the name of a"),
+        ({"decay": 0.9, "folder": "xray"}, "folder 'xray' must be the name of a new folder"),
         ({"decay": 0.9, "folder": "../average"}, "folder '../average' must be the name of a new"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         lt.WeightAverage(**arguments)
+
+
+def test_a_path_that_exists_in_the_run_folder_is_not_replaced(
+    train_gpt: Callable[..., Run], tmp_path: Path
+) -> None:
+    class Notes(lt.Callback):
+        """A callback of the user that writes into the run folder."""
+
+        fingerprint = None
+
+        def setup(self, training: Any) -> None:
+            (training.folder / "notes").write_text("mine")
+
+    average = lt.WeightAverage(decay=0.9, folder="notes")
+    with pytest.raises(UserError, match="notes exists; name another folder"):
+        train_gpt(callbacks=[Notes(), average])
+    assert (tmp_path / "run" / "notes").read_text() == "mine"
