@@ -1,6 +1,8 @@
 """A recipe can add sections of flags, which behave like the flags of the package."""
 
+import copy
 import dataclasses
+import math
 import re
 import runpy
 import shlex
@@ -13,6 +15,7 @@ import pytest
 
 import llmtrain as lt
 from llmtrain.config.flags import configs_of, resolved, settings_fingerprint
+from llmtrain.errors import UserError
 from recipes import finetune, gpt
 from tests.command_line import run_cli
 from tests.launching import PYTHON, ROOT, read_json, run
@@ -167,6 +170,39 @@ def test_a_value_that_a_program_sets_is_kept_unless_a_flag_overrides_it() -> Non
     settings = parsed("", defaults=Settings(data=lt.BatchConfig(), penalty=config))
     assert resolved(settings)["penalty"]["from"] == "program"
     assert parsed("--penalty 5", defaults=settings).penalty.penalty == 5.0
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "message"),
+    [
+        (lt.OptimConfig(), {"max_steps": 0}, "--max_steps 0 is out of range: it must be at least"),
+        (lt.OptimConfig(), {"learning_rate": math.nan}, "--learning_rate nan is out of range"),
+        (lt.OptimConfig(), {"lr_scheduler_type": "cosin"}, "--lr_scheduler_type: invalid choice"),
+        (lt.OptimConfig(), {"max_steps": "ten"}, "--max_steps: invalid int value: 'ten'"),
+        (lt.OptimConfig(), {"max_steps": None}, "--max_steps: invalid int value: 'None'"),
+        (lt.OptimConfig(), {"max_steps": [3, 4]}, "--max_steps takes a single value, not"),
+        (lt.RunConfig(), {"save_total_limit": 0}, "--save_total_limit 0 is out of range"),
+        (lt.EvalConfig(), {"early_stopping_patience": -3}, "--early_stopping_patience -3 is out"),
+    ],
+)
+def test_a_program_sets_no_value_that_the_command_line_refuses(
+    config: lt.Config, values: dict[str, Any], message: str
+) -> None:
+    before = copy.deepcopy(vars(config))
+
+    with pytest.raises(UserError, match=message):
+        config.set(**values)
+
+    assert vars(config) == before
+
+
+def test_a_program_sets_texts_lists_and_nothing_as_a_user_does() -> None:
+    config = lt.RunConfig()
+    config.set(report_to="none", max_hours=1, output_dir=Path("runs/a"), async_save=True)
+    config.set(max_hours=None)
+
+    assert (config.report_to, config.max_hours, config.output_dir) == (["none"], None, "runs/a")
+    assert config.async_save is True
 
 
 def test_a_program_cannot_set_a_flag_that_does_not_exist() -> None:

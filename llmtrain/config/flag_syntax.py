@@ -6,7 +6,6 @@ from dataclasses import Field, dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from llmtrain.config.flags import Config
 from llmtrain.errors import UserError
 
 OPTIONS = "options"  # the title in --help of the flags that are no settings
@@ -24,7 +23,7 @@ class Flag:
     Attributes:
         kind: the type of its value, or of each value if it takes a list.
         choices: the words that it takes; empty if it takes others.
-        takes_auto: whether a switch also takes ``auto``, which is ``None``.
+        is_optional: whether a program may set it to ``None``.
         convert: turns a word into the value; ``None`` if ``kind`` does.
     """
 
@@ -35,7 +34,7 @@ class Flag:
     default: Any = None  # in this recipe
     choices: tuple[str, ...] = ()
     takes_list: bool = False
-    takes_auto: bool = False
+    is_optional: bool = False
     alias: str | None = None
     metavar: str | None = None
     convert: Callable[[str], Any] | None = None
@@ -43,8 +42,8 @@ class Flag:
     variable: str | None = None  # of the environment
 
     @classmethod
-    def of(cls, config: Config, field: "Field[Any]") -> "Flag":
-        """Return the flag of a config's field."""
+    def of(cls, config: Any, field: "Field[Any]") -> "Flag":
+        """Return the flag of a field of a :class:`~llmtrain.config.flags.Config`."""
         kind = _annotation(config, field.name)
         types = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
         is_optional = NoneType in types
@@ -71,13 +70,18 @@ class Flag:
             default=getattr(config, field.name),
             choices=choices,
             takes_list=takes_list,
-            takes_auto=kind is bool and is_optional,
+            is_optional=is_optional,
             alias=metadata["alias"],
             metavar=metadata["metavar"],
             convert=metadata["parse"],
             is_hidden=metadata["hidden"],
             variable=metadata["variable"],
         )
+
+    @property
+    def takes_auto(self) -> bool:
+        """Whether a switch also takes ``auto``, which is ``None``."""
+        return self.is_switch and self.is_optional
 
     @property
     def is_switch(self) -> bool:
@@ -113,6 +117,22 @@ class Flag:
             return " ".join(map(str, self.default))
         return str(self.default)
 
+    def given(self, value: Any) -> Any:
+        """Return a value that a program sets, after the checks of a command line.
+
+        Raises:
+            UserError: if it is wrong.
+        """
+        if value is None and self.is_optional:
+            return None
+        values = value if isinstance(value, list | tuple) else [value]
+        if len(values) != 1 and not self.takes_list:
+            raise UserError(f"--{self.name} takes a single value, not {value!r}.")
+        try:
+            return self.value_of([str(item) for item in values])
+        except UserError as error:
+            raise UserError(f"--{self.name}: {str(error).removesuffix('.')}.") from None
+
     def value_of(self, words: list[str]) -> Any:
         """Return the value for the words after the flag.
 
@@ -143,7 +163,7 @@ class Flag:
         return _BOOLEANS[word.lower()]
 
 
-def _annotation(config: Config, name: str) -> Any:
+def _annotation(config: Any, name: str) -> Any:
     """Return the type of a flag.
 
     A recipe's module may be gone when its flags are parsed (:mod:`llmtrain.training.recipe_model`),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from llmtrain.config.flag_syntax import Flag
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
@@ -67,12 +68,19 @@ class Config:
         """Set flags from a program, as a user would on the command line.
 
         A value that is only assigned is a default, which the recipe may replace by another one.
+
+        Raises:
+            UserError: if a value is wrong, as on the command line.
         """
+        fields = flags_of(self)
         for name, value in values.items():
-            if name not in flags_of(self):
+            if name not in fields:
                 raise AttributeError(f"{type(self).__name__} has no flag {name}")
-            setattr(self, name, value)
-        self.origins = {**self.origins, **dict.fromkeys(values, "program")}
+            values[name] = Flag.of(self, fields[name]).given(value)
+        changed = dataclasses.replace(self, **values)  # type: ignore[type-var]  # a dataclass
+        changed.origins = {**self.origins, **dict.fromkeys(values, "program")}
+        changed.check_given()
+        vars(self).update(vars(changed))
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless somebody set the flag.
