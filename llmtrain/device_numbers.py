@@ -44,20 +44,22 @@ class DeviceScalars:
     """
 
     def __init__(self, scalars: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._dtypes = {name: scalar.dtype for name, scalar in scalars.items()}
-        # Float64 holds any count. MPS lacks it.
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        values = [scalar.to(device, wide) for scalar in scalars.values()]
-        self._numbers = DeviceNumbers(torch.stack(values)) if values else None
+        self._scalars = scalars
+        self._numbers: DeviceNumbers | None = None
+        # Float64 holds any count. MPS lacks it, so its scalars are read one by one.
+        if scalars and device.type != "mps":
+            values = [scalar.to(device, torch.float64) for scalar in scalars.values()]
+            self._numbers = DeviceNumbers(torch.stack(values))
 
     def read(self) -> dict[str, float]:
         """Return the numbers, after waiting for the copy."""
-        values = self._numbers.read() if self._numbers is not None else []
-        return dict(zip(self._dtypes, values, strict=True))
+        if self._numbers is None:
+            return {name: scalar.item() for name, scalar in self._scalars.items()}
+        return dict(zip(self._scalars, self._numbers.read(), strict=True))
 
     def read_tensors(self) -> dict[str, torch.Tensor]:
         """Return the scalars on the host, in their dtypes, after waiting for the copy."""
         return {
-            name: torch.tensor(value, dtype=self._dtypes[name])
+            name: torch.tensor(value, dtype=self._scalars[name].dtype)
             for name, value in self.read().items()
         }

@@ -23,7 +23,7 @@ class StepNumbers(NamedTuple):
 
     grad_norm: float  # of the global batch's mean loss, before clipping
     target_tokens: int  # of the global batch
-    denominator: int  # divides the summed loss of the global batch
+    denominator: float  # divides the summed loss of the global batch
     should_stop: bool  # whether any rank was asked to stop
 
 
@@ -74,7 +74,7 @@ class StepResult:
             self._numbers = StepNumbers(
                 grad_norm=values["grad_norm"],
                 target_tokens=int(values["target_tokens"]),
-                denominator=int(values["denominator"]),
+                denominator=values["denominator"],
                 should_stop=values["stop_votes"] > 0,
             )
         return self._numbers
@@ -96,8 +96,8 @@ class StepResult:
         return self.numbers.target_tokens
 
     @property
-    def denominator(self) -> int:
-        """What the summed loss of the global batch is divided by."""
+    def denominator(self) -> float:
+        """What the summed loss of the global batch is divided by; 1 if nothing is counted."""
         return self.numbers.denominator
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations  # so that annotations do not import torch
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,18 +23,26 @@ class LossSums(NamedTuple):
 
 
 class StepTotals:
-    """Counts over the global batch, before its gradient is computed; int64 scalars.
+    """Counts over the global batch, before its gradient is computed; scalars.
 
     The ranks add them up while the forward pass begins. Reading a count waits for the sum.
 
     Args:
-        counts: int64 [3], in the order of the properties.
+        counts: the target tokens, the denominator and the votes to stop; float64 [3] or three
+            scalars. Float64 holds any count.
         wait: called before the first count is read, if the sum may not be there yet.
+        counts_integers: whether the denominator is a sum of integers.
     """
 
-    def __init__(self, counts: torch.Tensor, wait: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        counts: torch.Tensor | Sequence[torch.Tensor],
+        wait: Callable[[], object] | None = None,
+        counts_integers: bool = True,
+    ) -> None:
         self._counts = counts
         self._wait = wait
+        self._counts_integers = counts_integers
 
     @property
     def are_pending(self) -> bool:
@@ -42,18 +51,32 @@ class StepTotals:
 
     @property
     def target_tokens(self) -> torch.Tensor:
-        """The number of target tokens."""
-        return self._read(0)
+        """The number of target tokens, int64."""
+        return self._read(0).long()
 
     @property
     def denominator(self) -> torch.Tensor:
-        """What the summed loss is divided by."""
-        return self._read(1)
+        """The sum of the objective's denominators, int64 if they are integers, else float64."""
+        denominator = self._read(1)
+        return denominator.long() if self._counts_integers else denominator
+
+    @functools.cached_property
+    def divisor(self) -> torch.Tensor:
+        """What the summed loss is divided by: the denominator, or 1 if that is 0.
+
+        It is NaN if the denominator is negative or not finite, so that no step is made.
+        """
+        denominator = self._read(1)
+        if not denominator.is_floating_point():
+            denominator = denominator.float()
+        is_valid = (denominator >= 0) & denominator.isfinite()
+        # `torch.where` would copy its numbers to the device, and wait for that.
+        return denominator.masked_fill(denominator == 0, 1).masked_fill(~is_valid, math.nan)
 
     @property
     def stop_votes(self) -> torch.Tensor:
         """How many ranks were asked to stop."""
-        return self._read(2)
+        return self._read(2).long()
 
     def _read(self, index: int) -> torch.Tensor:
         if self._wait is not None:
@@ -91,9 +114,10 @@ class Objective(Part):
         return LossSums(model.nll(**batch), metrics={})
 
     def denominator(self, batch: Batch) -> torch.Tensor:
-        """Return the micro-batch's part of the denominator, an int64 scalar.
+        """Return the micro-batch's part of the denominator, a scalar of integers or floats.
 
-        By default this is the number of its target tokens, after the shift.
+        By default this is the number of its target tokens, after the shift. It may be a sum of
+        weights. The sum over the global batch must be finite and not negative.
         """
         return count_targets(batch["labels"])
 
@@ -107,7 +131,7 @@ class Objective(Part):
         Args:
             engine: how this process computes.
             batches: this rank's micro-batches. They can be read once.
-            totals: counts over the global batch, int64.
+            totals: counts over the global batch.
         """
         return {}
 

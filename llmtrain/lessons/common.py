@@ -162,7 +162,7 @@ class Training:
         self.engine.phases.begin("count")
         totals = self.engine.count(batches)
         sums = self.engine.forward_backward(batches, totals)
-        return sums.loss / totals.denominator
+        return sums.loss / totals.divisor.to(sums.loss.dtype)
 
     def step(self, tokens: torch.Tensor, max_grad_norm: float = 1.0) -> torch.Tensor:
         """Change the weights by one step of the optimizer, as the package's loop does.

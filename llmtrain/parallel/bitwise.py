@@ -44,6 +44,14 @@ def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
     return left.add_(right)
 
 
+def _tree_sum_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the rows of ``values``, [rows, N], added in a binary tree."""
+    # Zeros change no sum. They fill the tree up, and with more ranks some are in `values`.
+    count = 1 << (len(values) - 1).bit_length()
+    zeros = values.new_zeros(count - len(values), *values.shape[1:])
+    return tree_sum(iter(torch.cat([values, zeros])), count)
+
+
 def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Return the sum over all ranks, with the same bits on each of them.
 
@@ -91,16 +99,17 @@ class BitwiseEngine(ReplicatedEngine):
         loss = loss_sum[0] if self.ranks.is_main else torch.zeros_like(loss_sum[0])
         return LossSums(loss, metric_sums)
 
+    def _start_sum(self, counts: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sum the counts of all micro-batches in the tree in which their gradients are added."""
+        local_sum = _tree_sum_of_rows(counts)
+        return all_reduce_by_doubling(local_sum, self.ranks.rank, self.ranks.world_size), None
+
     def sum_of_micro_batches(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over the micro-batches of all ranks, added in a binary tree."""
         sums_over_ranks = all_reduce_by_doubling(
             values.clone(), self.ranks.rank, self.ranks.world_size
         )
-
-        # Zeros change no sum. They fill the tree up, and with more ranks some are in `values`.
-        count = 1 << (len(values) - 1).bit_length()
-        zeros = values.new_zeros(count - len(values), *values.shape[1:])
-        return tree_sum(iter(torch.cat([sums_over_ranks, zeros])), count)
+        return _tree_sum_of_rows(sums_over_ranks)
 
     def _gradient_of(
         self,
@@ -116,7 +125,7 @@ class BitwiseEngine(ReplicatedEngine):
         """
         with self.no_sync():
             sums = self.loss(batch, extra)
-            self.accelerator.backward(sums.loss / self._divisor(totals))
+            self.accelerator.backward(sums.loss / self._divisor(totals).to(sums.loss.dtype))
         add_metrics(metric_sums, sums.metrics)
 
         flat = []

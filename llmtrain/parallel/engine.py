@@ -9,10 +9,12 @@ Each way to train has its own subclass:
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,7 +91,7 @@ class Engine:
         _check_sums(self.objective, sums)
         return sums
 
-    def _denominator(self, batch: Batch) -> Tensor:
+    def denominator(self, batch: Batch) -> Tensor:
         """Return the objective's denominator of a micro-batch.
 
         Raises:
@@ -112,13 +114,29 @@ class Engine:
         denominators = []
         for batch in batches:
             target_tokens.append(count_targets(batch["labels"]))
-            denominators.append(self._denominator(batch))
-        denominator = torch.stack(denominators).sum()
+            denominators.append(self.denominator(batch))
+        columns = [torch.stack(target_tokens), torch.stack(denominators)]
         # A tensor copied from the host would make the host wait for the device.
-        stop_vote = torch.full_like(denominator, int(stop_requested))
-        counts = torch.stack([torch.stack(target_tokens).sum(), denominator, stop_vote])
-        work = self.ranks.start_sum(counts)
-        return StepTotals(counts, wait=None if work is None else work.wait)
+        columns.append(torch.full_like(columns[0], int(stop_requested)))
+        counts_integers = not columns[1].is_floating_point()
+        if self.device.type == "mps":  # it has no float64, and one process
+            return StepTotals([column.sum() for column in columns], None, counts_integers)
+
+        counts = torch.stack([column.double() for column in columns], dim=1)
+        total, work = self._start_sum(counts)
+        return StepTotals(total, None if work is None else work.wait, counts_integers)
+
+    def _start_sum(self, counts: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Begin to sum the counts of all micro-batches over the ranks; all ranks call this.
+
+        Args:
+            counts: the counts of this rank, [micro-batches, N].
+
+        Returns:
+            The sum, and the work to wait for before it is read, if there is some.
+        """
+        total = counts.sum(0)
+        return total, self.ranks.start_sum(total)
 
     @torch.no_grad()
     def sum_over_batches(
@@ -207,7 +225,8 @@ class Engine:
             with sync_context:
                 sums = self.loss(batch, extra)
                 # Accelerate divides this by its gradient_accumulation_steps, which is 1 here.
-                self.accelerator.backward(sums.loss * scale / self._divisor(totals))
+                divisor = self._divisor(totals).to(sums.loss.dtype)
+                self.accelerator.backward(sums.loss * scale / divisor)
             loss_sum += sums.loss.detach()
             add_metrics(metric_sums, sums.metrics)
         return LossSums(loss_sum, metric_sums)
@@ -216,10 +235,10 @@ class Engine:
         """Return what a summed loss is divided by, after waiting for the other ranks' counts."""
         if totals.are_pending:
             self.phases.begin("count")
-            divisor = totals.denominator.clamp(min=1)
+            divisor = totals.divisor
             self.phases.begin("backward")
             return divisor
-        return totals.denominator.clamp(min=1)
+        return totals.divisor
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a backward pass reduces no gradients."""
@@ -301,6 +320,15 @@ def add_metrics(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
         totals[name] = totals[name] + detached if name in totals else detached
 
 
+def check_denominator(objective: Objective, denominator: float) -> None:
+    """Raise :class:`UserError` if a sum of denominators is negative or not finite."""
+    if not 0 <= denominator < math.inf:
+        raise UserError(
+            f"the sum of {name_of(objective)}.denominator over all micro-batches is negative or "
+            "not finite; return numbers whose sum is neither, such as a sum of weights."
+        )
+
+
 def _check_sums(objective: Objective, sums: object) -> None:
     """Raise :class:`UserError` unless an objective returned sums, as it must."""
     if not isinstance(sums, LossSums):
@@ -313,12 +341,38 @@ def _check_sums(objective: Objective, sums: object) -> None:
             f"{name_of(objective)}.loss returned {short_repr(sums.loss)} as its loss; return a "
             "tensor without dimensions, summed over the micro-batch."
         )
-    for name, value in sums.metrics.items():
-        if not _is_scalar(value):
+    check_metrics(
+        f"{name_of(objective)}.loss",
+        sums.metrics,
+        is_value=_is_scalar,
+        wanted="a tensor without dimensions, summed over the micro-batch",
+    )
+
+
+def check_metrics(
+    source: str, metrics: object, is_value: Callable[[object], bool], wanted: str
+) -> None:
+    """Raise :class:`UserError` unless a function of the user returned values by name.
+
+    Args:
+        source: the function, for the message.
+        metrics: what it returned.
+        is_value: returns whether a value is valid.
+        wanted: a valid value, for the message.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UserError(
+            f"{source} returned {short_repr(metrics)}; return a dictionary by name, and as each "
+            f"value {wanted}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name:
             raise UserError(
-                f"{name_of(objective)}.loss returned {short_repr(value)} as {name}; return a "
-                "tensor without dimensions, summed over the micro-batch."
+                f"{source} returned a metric with the name {name!r}; a name is a text, and not "
+                "empty."
             )
+        if not is_value(value):
+            raise UserError(f"{source} returned {short_repr(value)} as {name}; return {wanted}.")
 
 
 def _is_scalar(value: object) -> bool:

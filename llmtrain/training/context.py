@@ -17,7 +17,7 @@ from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Engine, check_denominator
 from llmtrain.record.history import as_numbers
 from llmtrain.training.evaluate import eval_extra, evaluate
 from llmtrain.training.optimizer_state import OptimizerState
@@ -97,6 +97,7 @@ class LoopContext:
             return
         self.engine.phases.begin("norm")
         numbers = launched.result.numbers
+        check_denominator(self.engine.objective, numbers.denominator)
         count_if_skipped(
             self.run,
             self.engine,

@@ -2,20 +2,21 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from numbers import Number
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-from llmtrain.errors import UserError, short_repr
+from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.interfaces.metric import Metric
 from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.models.generation import Sampling, sample_token
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
 
-_LOSS = ""  # the name under which the loss is summed; it sorts before all others
+# An evaluation of the finished model, after its weights were rounded, logs this metric.
+ROUNDED_LOSS = "rounded_loss"
 
 
 class EvalTotals(NamedTuple):
@@ -37,8 +38,7 @@ class EvalSums:
         # MPS has no float64.
         on_mps = engine.device.type == "mps"
         self.device = torch.device("cpu") if on_mps else engine.device
-        self._ratio_names: list[str] = []
-        self._metric_names: list[str] = []
+        self._names: tuple[list[str], list[str]] = ([], [])  # of the ratios and of the metrics
         # The sums of each micro-batch, by source. Two numbers for each ratio come first, then the
         # metrics: float64 [2 * ratios + metrics].
         self._micro_batches: dict[int, list[torch.Tensor]] = {}
@@ -59,17 +59,15 @@ class EvalSums:
         Raises:
             UserError: if the names differ from those of earlier micro-batches.
         """
-        ratio_names = sorted(ratios)
-        if self._micro_batches and self._ratio_names != ratio_names:
+        names = (sorted(ratios), sorted(metrics))
+        if self._micro_batches and self._names != names:
             raise UserError(
-                "a metric must have the same names for every batch, "
-                f"not {self._ratio_names} and {ratio_names}."
+                f"a metric must have the same names for every batch, not {self._names} and {names}."
             )
-        self._ratio_names = ratio_names
-        self._metric_names = sorted(metrics)
+        self._names = names
 
-        numbers = [number for name in ratio_names for number in ratios[name]]
-        numbers += [metrics[name] for name in self._metric_names]
+        numbers = [number for name in names[0] for number in ratios[name]]
+        numbers += [metrics[name] for name in names[1]]
         sums = torch.stack([self._as_float64(number) for number in numbers])
         self._micro_batches.setdefault(source, []).append(sums)
 
@@ -90,11 +88,12 @@ class EvalSums:
 
     def _named(self, numbers: list[float]) -> EvalTotals:
         """Return the numbers of a source by their names."""
-        count = 2 * len(self._ratio_names)
+        ratio_names, metric_names = self._names
+        count = 2 * len(ratio_names)
         pairs = zip(numbers[:count:2], numbers[1:count:2], strict=True)
         return EvalTotals(
-            ratios=dict(zip(self._ratio_names, pairs, strict=True)),
-            metrics=dict(zip(self._metric_names, numbers[count:], strict=True)),
+            ratios=dict(zip(ratio_names, pairs, strict=True)),
+            metrics=dict(zip(metric_names, numbers[count:], strict=True)),
         )
 
 
@@ -131,40 +130,52 @@ def custom_ratios(
     ratios: dict[str, tuple[Any, Any]] = {}
     for metric in metrics:
         sums = engine.call_in_forward(metric.compute, batch)
-        if not isinstance(sums, Mapping):
-            raise UserError(
-                f"the metric {name_of(metric)} returns {type(sums).__name__}, not a dictionary of "
-                "sums by name."
-            )
-        add_metrics(ratios, {name: _as_ratio(name, value) for name, value in sums.items()})
+        check_metrics(
+            f"the metric {name_of(metric)}",
+            sums,
+            is_value=lambda value: all(map(_is_scalar, _as_ratio(value))),
+            wanted="a sum, or a pair of a sum and its denominator, each of them a number or a "
+            "tensor without dimensions",
+        )
+        add_metrics(ratios, {name: _as_ratio(value) for name, value in sums.items()})
     return ratios
 
 
-def _as_ratio(name: str, value: Any) -> tuple[Any, Any]:
+def _as_ratio(value: Any) -> tuple[Any, Any]:
     """Return a sum and its denominator, given both or a sum alone."""
-    ratio = value if isinstance(value, tuple | list) else (value, 0)
-    if len(ratio) == 2 and all(map(_is_scalar, ratio)):
-        total, denominator = ratio
-        return total, denominator
-    raise UserError(
-        f"the metric {name} must be a sum, or a pair of a sum and its denominator, each of them a "
-        "number or a tensor without dimensions."
-    )
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return value[0], value[1]
+    return value, 0
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def as_numbers_by_name(source: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that a method of the user, ``source``, has returned.
+
+    Raises:
+        UserError: if they are no numbers by name.
+    """
+    check_metrics(
+        source,
+        metrics,
+        is_value=lambda value: isinstance(value, Real),
+        wanted="a number, such as item() of a tensor",
+    )
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def add_metrics(metrics: dict[str, Any], further: Mapping[str, Any]) -> None:
-    """Add metrics to those of an evaluation, in place.
+    """Add metrics to those of an evaluation or of a log entry, in place.
 
     Raises:
-        UserError: if the evaluation has a metric of the same name.
+        UserError: if there is one of the same name already.
     """
     for name, value in further.items():
-        if name in metrics:
-            raise UserError(f"an evaluation has two metrics with the name {name}; rename one.")
+        if name in metrics or name == ROUNDED_LOSS:
+            raise UserError(f"there are two metrics with the name {name}; rename one.")
         metrics[name] = value
 
 
@@ -199,31 +210,28 @@ def evaluate(
         for batch in local_batch.batches:
             ratios_of_user = custom_ratios(engine, metrics, batch)
             loss = engine.loss(batch, extra)
-            loss_ratio = (loss.loss, engine.objective.denominator(batch))
-            sums.add({_LOSS: loss_ratio, **ratios_of_user}, loss.metrics, local_batch.source)
+            batch_ratios = {"loss": (loss.loss, engine.denominator(batch))}
+            add_metrics(batch_ratios, ratios_of_user)
+            sums.add(batch_ratios, loss.metrics, local_batch.source)
     engine.free_gathered_weights()
     engine.model.train()
 
     totals = sums.reduce()
     ratios, metric_sums = sum_of_sources(totals.values())
-    loss_sum, loss_denominator = ratios.pop(_LOSS)
-    mean_loss = loss_sum / max(loss_denominator, 1)
+    loss_sum, loss_denominator = ratios.pop("loss")
+    objective = engine.objective
+    check_denominator(objective, loss_denominator)
+    mean_loss = mean((loss_sum, loss_denominator))
 
     results = {"loss": mean_loss}
-    objective = engine.objective
     further = {
         "eval_metrics": objective.eval_metrics(loss_sum, mean_loss, text_bytes),
         "metrics": objective.metrics(metric_sums, extra or {}),
     }
     for method, values in further.items():
-        if not isinstance(values, Mapping):
-            raise UserError(
-                f"{name_of(objective)}.{method} returned {short_repr(values)}; return a dictionary "
-                "of numbers by name, or {} if there are none."
-            )
-        results |= values
+        add_metrics(results, as_numbers_by_name(f"{name_of(objective)}.{method}", values))
     for number, source in enumerate(sources):
-        results[f"loss/{source}"] = mean(totals[number].ratios[_LOSS])
+        add_metrics(results, {f"loss/{source}": mean(totals[number].ratios["loss"])})
     add_metrics(results, {name: mean(ratio) for name, ratio in ratios.items()})
     return results
 
@@ -278,7 +286,7 @@ def row_losses(
     single_rows = [_single_row(local_batch, i, prepare) for i in range(len(local_batch.rows))]
     with engine.fork_rng():
         losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
-    denominators = [engine.objective.denominator(row) for row in single_rows]
+    denominators = [engine.denominator(row) for row in single_rows]
     is_padding = _is_padding(local_batch.columns["input_ids"], local_batch.columns["labels"])
     tokens_or_minus_one = local_batch.columns["input_ids"].masked_fill(is_padding, -1)
 
@@ -294,7 +302,7 @@ def row_losses(
         {
             "row": row,
             "targets": targets,
-            "loss": loss / max(denominator, 1),
+            "loss": mean((loss, denominator)),
             "tokens": [token for token in tokens if token >= 0],
         }
         for row, targets, denominator, loss, tokens in gathered_columns

@@ -2,10 +2,8 @@
 
 import signal
 import time
-from collections.abc import Mapping
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
@@ -16,7 +14,7 @@ from llmtrain.parallel.team import Team
 from llmtrain.record.history import read_lines
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.context import LoopCallback, LoopContext
-from llmtrain.training.evaluate import add_metrics, sample
+from llmtrain.training.evaluate import ROUNDED_LOSS, add_metrics, as_numbers_by_name, sample
 from llmtrain.training.run_state import (
     load_best,
     round_weights,
@@ -47,12 +45,8 @@ class Evaluation(LoopCallback):
             results = self.loop_context.measure()
             for callback in self.loop_context.callbacks:
                 further = callback.on_evaluate(self.loop_context.measure)
-                if not isinstance(further, Mapping):
-                    raise UserError(
-                        f"{name_of(callback)}.on_evaluate returns {short_repr(further)}, not a "
-                        "dictionary of metrics by name; if there are none, return {}."
-                    )
-                add_metrics(results, {name: float(value) for name, value in further.items()})
+                source = f"{name_of(callback)}.on_evaluate"
+                add_metrics(results, as_numbers_by_name(source, further))
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)
             results = {f"eval/{name}": value for name, value in results.items()}
@@ -152,7 +146,7 @@ class Finish(LoopCallback):
             return
         with eager_code(self.engine.model):
             loss = self.loop_context.measure()["loss"]
-        run.log({"eval/rounded_loss": loss})
+        run.log({f"eval/{ROUNDED_LOSS}": loss})
         trained_loss = Team.everyone().on_main(self._trained_loss)
         before = "" if trained_loss is None else f" ({trained_loss:.4f} before rounding)"
         run.record_event("rounded", f"eval loss {loss:.4f} in {dtype_name(dtype)}{before}")

@@ -49,7 +49,7 @@ def train_step(
         {
             "grad_norm": norm,
             "target_tokens": totals.target_tokens,
-            "denominator": totals.denominator,
+            "denominator": totals.divisor,
             "stop_votes": totals.stop_votes,
         },
         engine.device,

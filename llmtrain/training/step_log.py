@@ -10,11 +10,13 @@ import torch
 from llmtrain.device_numbers import DeviceScalars
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.phase_names import PHASES
 from llmtrain.training.context import LoopCallback, LoopContext
+from llmtrain.training.evaluate import add_metrics, as_numbers_by_name
 
 
 class Logging(LoopCallback):
@@ -49,13 +51,15 @@ class Logging(LoopCallback):
         by_rank = self._by_rank(measurements.read_by_rank())
         self._record_if_a_rank_is_late(by_rank.phase_seconds)
 
-        metrics = self.engine.objective.metrics(
+        objective = self.engine.objective
+        metrics = objective.metrics(
             measurements.metric_sums.read(),
             {**measurements.extra, **measurements.extra_scalars.read_tensors()},
         )
-        entry = {
-            "train/loss": float(scalars["loss_sum"] / max(result.denominator, 1)),
-            **{f"train/{name}": value for name, value in metrics.items()},
+        numbers = as_numbers_by_name(f"{name_of(objective)}.metrics", metrics)
+        entry: JsonObject = {"train/loss": float(scalars["loss_sum"] / result.denominator)}
+        add_metrics(entry, {f"train/{name}": number for name, number in numbers.items()})
+        own_metrics = {
             "train/grad_norm": result.grad_norm,
             "train/weight_norm": float(scalars["weight_norm"]),
             **measurements.rates,
@@ -65,7 +69,8 @@ class Logging(LoopCallback):
             "memory": {by_rank.memory_kind: by_rank.gib},
         }
         if measurements.syncs is not None:
-            entry["train/gradient_syncs"] = measurements.syncs
+            own_metrics["train/gradient_syncs"] = measurements.syncs
+        add_metrics(entry, own_metrics)
         self.loop_context.log(entry)
 
     def _measure(self, batch: LocalBatch, result: StepResult) -> "_Measurements":

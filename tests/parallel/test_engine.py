@@ -1,5 +1,6 @@
 """The promises of every engine, on one process."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from accelerate import Accelerator
 
 import llmtrain as lt
+from llmtrain.device_numbers import DeviceScalars
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
+from llmtrain.parallel.engine import check_denominator
+from llmtrain.training.step import train_step
 from tests.engines import engine_of, split
 
 
@@ -120,3 +124,51 @@ def test_a_denominator_that_is_no_tensor_is_refused(
     message = r"RowsObjective\.denominator returned 4; return a tensor"
     with pytest.raises(lt.UserError, match=message):
         engine.count([batch])
+
+
+class GivenDenominator(lt.Objective):
+    """An objective whose denominator is the same number for each micro-batch."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return torch.tensor(self.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])  # MPS has no float64
+def test_twenty_million_tokens_are_counted_beside_a_denominator_of_floats(
+    device: str, accelerator: Accelerator, model: GPT
+) -> None:
+    engine = engine_of(accelerator, model, GivenDenominator(0.5))
+    engine.device = torch.device(device)
+    labels = torch.zeros((), dtype=torch.int64).expand(1, 20_000_002)
+
+    totals = engine.count([{"labels": labels}], stop_requested=True)
+    scalars = DeviceScalars(
+        {
+            "tokens": totals.target_tokens,
+            "denominator": totals.denominator,
+            "votes": totals.stop_votes,
+        },
+        engine.device,
+    )
+
+    assert scalars.read() == {"tokens": 20_000_001, "denominator": 0.5, "votes": 1}
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
+def test_a_denominator_that_is_negative_or_not_finite_makes_no_step(
+    value: float, accelerator: Accelerator, model: GPT, batch: Batch
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    engine = engine_of(accelerator, model, GivenDenominator(value))
+
+    result = train_step(engine, optimizer, split(batch, 2), max_grad_norm=1.0)
+
+    with pytest.raises(lt.UserError, match=r"the sum of GivenDenominator\.denominator over all"):
+        check_denominator(engine.objective, result.denominator)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name]), name

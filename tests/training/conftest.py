@@ -20,12 +20,14 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
     def train(
         resume: str = "auto",
         async_save: bool = False,
+        eval_steps: float = 4,
         model: nn.Module | None = None,
         **parts: Any,
     ) -> Run:
         settings = dataclasses.replace(
             TWELVE_STEPS,
             data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
+            eval=lt.EvalConfig(eval_steps=eval_steps),
             run=dataclasses.replace(
                 TWELVE_STEPS.run,
                 output_dir=str(tmp_path / "run"),

@@ -134,7 +134,7 @@ def metric_returning(value: Any) -> FunctionMetric:
     return FunctionMetric(constant)
 
 
-@pytest.mark.parametrize("name", ["twice", "loss", "perplexity"])
+@pytest.mark.parametrize("name", ["twice", "loss", "perplexity", "rounded_loss"])
 def test_two_metrics_of_one_name_are_refused(name: str, engine: Engine) -> None:
     metrics = [metric_returning({"twice": 1}), metric_returning({name: 2})]
 
@@ -147,16 +147,16 @@ def test_two_metrics_of_one_name_are_refused(name: str, engine: Engine) -> None:
     [
         pytest.param(
             torch.tensor(0.5),
-            "the metric constant returns Tensor, not a dictionary of sums",
+            r"the metric constant returned tensor\(0.5.*; return a dictionary by name",
             id="tensor",
         ),
         pytest.param(
-            {"mean": torch.ones(3)}, "the metric mean must be a sum, or a pair", id="three numbers"
+            {"mean": torch.ones(3)}, "as mean; return a sum, or a pair", id="three numbers"
         ),
-        pytest.param(
-            {"mean": (1.0, 2.0, 3.0)}, "the metric mean must be a sum, or a pair", id="triple"
-        ),
-        pytest.param({"mean": None}, "the metric mean must be a sum, or a pair", id="None"),
+        pytest.param({"mean": (1.0, 2.0, 3.0)}, "as mean; return a sum, or a pair", id="triple"),
+        pytest.param({"mean": None}, "returned None as mean; return a sum, or", id="None"),
+        pytest.param({"": 5.0}, "constant returned a metric with the name ''; a", id="no name"),
+        pytest.param({1: 5.0, "b": 1.0}, "returned a metric with the name 1; a", id="a number"),
     ],
 )
 def test_a_metric_that_returns_no_sum_is_refused(value: Any, message: str, engine: Engine) -> None:
@@ -185,18 +185,108 @@ def test_a_callback_adds_metrics_to_an_evaluation(train_gpt: Callable[..., Run])
     assert (evaluations["eval/twice"] == 2 * evaluations["eval/loss"]).all()
 
 
-class NoMetrics(lt.Callback):
-    """A callback whose on_evaluate returns nothing."""
+class ReturnsMetrics(lt.Callback):
+    """A callback whose on_evaluate returns a given object."""
+
+    fingerprint = None
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
 
     def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Any:
-        evaluate()
+        return self.returned
 
 
-def test_a_callback_that_returns_no_metrics_is_refused(train_gpt: Callable[..., Run]) -> None:
-    with pytest.raises(UserError, match=r"NoMetrics\.on_evaluate returns None, not a dictionary"):
-        train_gpt(callbacks=[NoMetrics()])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        pytest.param(None, "returned None; return a dictionary", id="nothing"),
+        pytest.param({"x": None}, "returned None as x; return a number", id="None"),
+        pytest.param({None: 1.0}, "returned a metric with the name None; a name", id="no text"),
+    ],
+)
+def test_a_callback_that_returns_no_metrics_is_refused(
+    returned: Any, message: str, train_gpt: Callable[..., Run]
+) -> None:
+    with pytest.raises(UserError, match=rf"ReturnsMetrics\.on_evaluate {message}"):
+        train_gpt(callbacks=[ReturnsMetrics(returned)])
 
 
 def test_a_callback_cannot_replace_another_metric(train_gpt: Callable[..., Run]) -> None:
     with pytest.raises(UserError, match="two metrics with the name loss; rename one"):
         train_gpt(callbacks=[TwiceTheLoss("loss")])
+
+
+# --- metrics of the objective
+
+
+class OwnMetrics(lt.Objective):
+    """An objective whose sums and metrics are given objects."""
+
+    def __init__(self, metrics: Any, sums: Any = ()) -> None:
+        self.sums = dict(sums) if isinstance(sums, tuple) else sums
+        self.metrics = lambda sums, extra: metrics
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+        return lt.LossSums(model.nll(**batch), metrics=self.sums)
+
+
+@pytest.mark.parametrize("eval_steps", [4, 0], ids=["evaluated", "trained"])
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        pytest.param(
+            OwnMetrics({"loss": 7.0}),
+            "two metrics with the name (train/)?loss; rename one",
+            id="the name of the loss",
+        ),
+        pytest.param(
+            OwnMetrics({"": 7.0}), "metrics returned a metric with the name ''", id="none"
+        ),
+        pytest.param(
+            OwnMetrics({"x": torch.ones(())}),
+            r"OwnMetrics.metrics returned tensor\(1.\) as x; return a number",
+            id="a tensor",
+        ),
+        pytest.param(
+            OwnMetrics(torch.ones(())),
+            r"OwnMetrics.metrics returned tensor\(1.\); return a dictionary",
+            id="no dictionary",
+        ),
+        pytest.param(
+            OwnMetrics({}, sums=[torch.ones(())]),
+            r"OwnMetrics.loss returned \[tensor.*; return a dictionary by name",
+            id="sums in a list",
+        ),
+        pytest.param(
+            OwnMetrics({}, sums={1: torch.ones(()), "b": torch.ones(())}),
+            "OwnMetrics.loss returned a metric with the name 1; a name",
+            id="a sum without a name",
+        ),
+    ],
+)
+def test_metrics_of_an_objective_that_cannot_be_logged_are_refused(
+    objective: OwnMetrics, message: str, eval_steps: int, train_gpt: Callable[..., Run]
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train_gpt(objective=objective, eval_steps=eval_steps)
+
+
+def test_a_metric_cannot_replace_a_number_of_a_log_entry(train_gpt: Callable[..., Run]) -> None:
+    with pytest.raises(UserError, match="two metrics with the name train/grad_norm; rename one"):
+        train_gpt(objective=OwnMetrics({"grad_norm": 1.0}))
+
+
+class Negative(lt.Objective):
+    """An objective whose denominator is no number of anything."""
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return torch.tensor(-0.5)
+
+
+@pytest.mark.parametrize("eval_steps", [4, 0], ids=["evaluated", "trained"])
+def test_a_run_with_a_negative_denominator_ends_in_a_line_that_names_the_objective(
+    eval_steps: int, train_gpt: Callable[..., Run]
+) -> None:
+    with pytest.raises(UserError, match=r"the sum of Negative\.denominator over all"):
+        train_gpt(objective=Negative(), eval_steps=eval_steps)
