@@ -75,7 +75,7 @@ class Spikes(lt.Callback):
         self._average = 0.9 * self._average + 0.1 * metrics["train/loss"]
 
     def wants_to_stop(self):
-        return self._count >= self.limit
+        return "finish" if self._count >= self.limit else False
 
     def state_dict(self):
         return {"average": self._average, "count": self._count}

@@ -5,10 +5,10 @@ from __future__ import annotations  # so that annotations do not import torch
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.objective import LossSums
+from llmtrain.interfaces.objective import FINISH_VOTE, SAVE_VOTE, LossSums
 from llmtrain.interfaces.part import Part
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from llmtrain.device_numbers import DeviceScalars
 
+# Whether the run goes on, is saved to go on later, or ends as finished. True is "save".
+StopVote: TypeAlias = bool | Literal["save", "finish"]
+
 
 class StepNumbers(NamedTuple):
     """The numbers of a step, on the host."""
@@ -24,7 +27,7 @@ class StepNumbers(NamedTuple):
     grad_norm: float  # of the global batch's mean loss, before clipping
     target_tokens: int  # of the global batch
     denominator: float  # divides the summed loss of the global batch
-    should_stop: bool  # whether any rank was asked to stop
+    stop: StopVote  # of all ranks together
 
 
 class StepResult:
@@ -75,7 +78,7 @@ class StepResult:
                 grad_norm=values["grad_norm"],
                 target_tokens=int(values["target_tokens"]),
                 denominator=values["denominator"],
-                should_stop=values["stop_votes"] > 0,
+                stop=_stop_of(values["stop_votes"]),
             )
         return self._numbers
 
@@ -103,14 +106,21 @@ class StepResult:
     @property
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop."""
-        return self.numbers.should_stop
+        return self.numbers.stop is not False
+
+
+def _stop_of(votes: float) -> StopVote:
+    """Return what the ranks do, given the sum of their votes."""
+    if votes >= SAVE_VOTE:
+        return "save"
+    return "finish" if votes >= FINISH_VOTE else False
 
 
 class StepInfo(NamedTuple):
     """How far the loop is after a step, and which periodic actions are due."""
 
     step: int  # steps made so far
-    is_last: bool  # whether all steps of the run are made
+    is_last: bool  # whether all steps of the run are made, or a callback finishes it
     should_stop: bool  # whether the run stops after this step
 
     def is_due(self, every: float) -> bool:
@@ -152,7 +162,7 @@ class Training(Protocol):
 
     @property
     def is_last(self) -> bool:
-        """Whether all steps of the run are made, or early stopping has ended it."""
+        """Whether the run is over: all steps are made, or something has ended it early."""
 
     def write_model(self, folder: Path) -> None:
         """Write the model with its present weights, as Hugging Face loads it; all ranks call it."""
@@ -226,11 +236,15 @@ class Callback(Part):
                 on all ranks, except for times and rates.
         """
 
-    def wants_to_stop(self) -> bool:
-        """Return whether this rank wants all ranks to save and stop.
+    def wants_to_stop(self) -> StopVote:
+        """Return ``"save"`` or ``"finish"`` if this rank wants all ranks to stop, or ``False``.
 
-        They stop after the step that begins now. With several ranks this may be one step later,
-        because the others learn of it with the numbers of this step.
+        After ``"save"``, or ``True``, the same command goes on with the run. ``"finish"`` ends it
+        as its last step would: the run is evaluated, and its finished model is written. One rank's
+        vote is enough. If others vote ``"save"`` in the same step, the run is only saved.
+
+        The ranks stop after the step that begins now. With several ranks this may be one step
+        later, because the others learn of it with the numbers of this step.
         """
         return False
 

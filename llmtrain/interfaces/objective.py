@@ -14,6 +14,10 @@ from llmtrain.interfaces.part import Part
 if TYPE_CHECKING:
     import torch
 
+# Votes to stop are added up. A vote to save outweighs any number of votes to finish.
+FINISH_VOTE = 1
+SAVE_VOTE = 2**40
+
 
 class LossSums(NamedTuple):
     """Sums of the loss and of further metrics, over one or several micro-batches."""
@@ -75,7 +79,7 @@ class StepTotals:
 
     @property
     def stop_votes(self) -> torch.Tensor:
-        """How many ranks were asked to stop."""
+        """The sum of the ranks' votes: :data:`FINISH_VOTE` or :data:`SAVE_VOTE`, or 0."""
         return self._read(2).long()
 
     def _read(self, index: int) -> torch.Tensor:

@@ -20,8 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.callback import StopVote
 from llmtrain.interfaces.model import missing_names_explained
-from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.objective import (
+    FINISH_VOTE,
+    SAVE_VOTE,
+    LossSums,
+    Objective,
+    StepTotals,
+)
 from llmtrain.interfaces.part import name_of
 from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
@@ -105,11 +112,12 @@ class Engine:
             )
         return denominator
 
-    def count(self, batches: Iterable[Batch], stop_requested: bool = False) -> StepTotals:
+    def count(self, batches: Iterable[Batch], stop_requested: StopVote = False) -> StepTotals:
         """Count target tokens, the denominator and the votes to stop over the global batch.
 
         One all-reduce carries all three. This begins it, and does not wait for it.
         """
+        vote = FINISH_VOTE if stop_requested == "finish" else SAVE_VOTE * bool(stop_requested)
         target_tokens = []
         denominators = []
         for batch in batches:
@@ -117,7 +125,7 @@ class Engine:
             denominators.append(self.denominator(batch))
         columns = [torch.stack(target_tokens), torch.stack(denominators)]
         # A tensor copied from the host would make the host wait for the device.
-        columns.append(torch.full_like(columns[0], int(stop_requested)))
+        columns.append(torch.full_like(columns[0], vote))
         counts_integers = not columns[1].is_floating_point()
         if self.device.type == "mps":  # it has no float64, and one process
             return StepTotals([column.sum() for column in columns], None, counts_integers)

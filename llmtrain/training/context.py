@@ -14,7 +14,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, StopVote
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine, check_denominator
@@ -54,7 +54,8 @@ class LoopContext:
         callbacks: all callbacks in the order in which they are called: the user's, then those of
             the loop. The loop sets them when it begins.
         launched: the last step, until it is settled.
-        should_stop: whether any rank had been asked to stop, at the last step that is counted.
+        stop: how any rank wanted to stop, at the last step that is counted.
+        finish_reason: why a callback of this rank wants to finish the run.
     """
 
     run: Run
@@ -65,7 +66,8 @@ class LoopContext:
     throughput: Throughput
     callbacks: list[Callback] = field(default_factory=list)
     launched: LaunchedStep | None = None
-    should_stop: bool = False
+    stop: StopVote = False
+    finish_reason: str = ""
 
     @functools.cached_property
     def optimizer_state(self) -> OptimizerState:
@@ -106,7 +108,9 @@ class LoopContext:
             grad_norm=numbers.grad_norm,
         )
         self.run.status.count_numbers(numbers.target_tokens)
-        self.should_stop = numbers.should_stop
+        # A vote holds until the run stops. One to save outweighs one to finish.
+        if self.stop != "save":
+            self.stop = numbers.stop or self.stop
         self.engine.phases.begin("other")
 
     def settle(self) -> None:
@@ -266,8 +270,8 @@ class TrainingView:
     @property
     def is_last(self) -> bool:
         run = self._context.run
-        has_all_steps = run.step == run.settings.optim.max_steps or run.patience.is_over
-        return has_all_steps and not self._context.is_replay
+        is_over = run.step == run.settings.optim.max_steps or bool(run.early_end)
+        return is_over and not self._context.is_replay
 
     def write_model(self, folder: Path) -> None:
         self._context.count_numbers()

@@ -13,13 +13,16 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import StepInfo
+from llmtrain.interfaces.callback import StepInfo, StopVote
+from llmtrain.interfaces.part import name_of
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.team import Team
 from llmtrain.seeds import seed_of
 from llmtrain.training.callbacks import loop_callbacks
 from llmtrain.training.checks import (
@@ -122,8 +125,8 @@ def training_steps(context: LoopContext) -> Generator[None]:
 
         engine.model.train()
         yield
-        # If a run has already stopped early, starting it again makes no more steps.
-        if not run.patience.is_over:
+        # If a run has already ended early, starting it again makes no more steps.
+        if not run.early_end:
             yield from _make_steps(context)
 
         for callback in context.callbacks:
@@ -138,7 +141,7 @@ def _make_steps(context: LoopContext) -> Generator[None]:
             for local_batch in local_batches:
                 info = _make_step(context, local_batch)
                 yield
-                if info.should_stop or context.run.patience.is_over:
+                if info.should_stop or context.run.early_end:
                     return
         except (Exception, KeyboardInterrupt):
             context.settle_after_failure()
@@ -163,16 +166,14 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
     run.rates.set(run.step)
 
-    # Ask the run and all callbacks, even if one wants to stop: each records its own reason. The
-    # step carries the vote to the other ranks, and its result says whether any rank wants to stop.
-    votes = [run.wants_to_stop(), *(callback.wants_to_stop() for callback in callbacks)]
-    stop_requested = any(votes)
+    # The step carries the vote to the other ranks, and its result says how any rank wants to stop.
+    vote = _vote(context)
     result = train_step(
         engine,
         context.optimizer,
         local_batch.batches,
         max_grad_norm=settings.optim.max_grad_norm,
-        stop_requested=stop_requested,
+        stop_requested=vote,
     )
     context.add_step(local_batch.rows, result)
 
@@ -181,7 +182,14 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     settles_at_once = result.is_read or context.needs_result_of(info)
     if settles_at_once:
         context.count_numbers()
-    info = info._replace(should_stop=_should_stop(context, stop_requested))
+    # Other ranks learn of a vote from the numbers of its step. If these are read one step late, the
+    # run stops one step later.
+    stop = vote if engine.ranks.world_size == 1 else context.stop
+    if stop == "finish" and not info.is_last:
+        reasons = Team.everyone().on_all(lambda: context.finish_reason)
+        run.status.finish_reason = next(filter(None, reasons))
+        info = info._replace(is_last=True)
+    info = info._replace(should_stop=stop is not False)
     _reserve_step(context, time.monotonic() - start)
 
     engine.phases.begin("other", run.step)
@@ -194,19 +202,28 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     return info
 
 
-def _should_stop(context: LoopContext, stop_requested: bool) -> bool:
-    """Return whether the run stops after this step, which is the same on all ranks.
+def _vote(context: LoopContext) -> StopVote:
+    """Return how this rank wants to stop after the step that begins now, if at all.
 
-    Other ranks learn of a vote from the numbers of its step. If these are read one step late, the
-    run stops one step later.
+    The run and all callbacks are asked, even if one wants to stop: each records its own reason.
 
-    Args:
-        context: the loop's context.
-        stop_requested: whether this rank was asked to stop before the step.
+    Raises:
+        UserError: if a callback returns another text than the two that it may.
     """
-    if context.engine.ranks.world_size == 1:
-        return stop_requested
-    return context.should_stop
+    votes: set[StopVote] = {context.run.wants_to_stop()}
+    for callback in context.callbacks:
+        vote = callback.wants_to_stop()
+        if isinstance(vote, str) and vote not in ("", "save", "finish"):
+            raise UserError(
+                f"{name_of(callback)}.wants_to_stop returned {short_repr(vote)}; return False, "
+                '"save" or "finish".'
+            )
+        if vote == "finish":
+            context.finish_reason = f"{name_of(callback)} has finished the run"
+        votes.add(vote if isinstance(vote, str) else bool(vote))
+    if votes & {True, "save"}:
+        return "save"
+    return "finish" if "finish" in votes else False
 
 
 def _reserve_step(context: LoopContext, seconds: float) -> None:

@@ -122,8 +122,8 @@ class Finish(LoopCallback):
             return Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
 
         wait_for_saves(run)
-        if run.patience.is_over:
-            return self._finished(run.patience.reason)
+        if run.early_end:
+            return self._finished(run.early_end)
         if run.step == run.settings.optim.max_steps:
             return self._finished("all steps are done")
 

@@ -108,8 +108,13 @@ class Run:
         return self.status.step
 
     @property
+    def early_end(self) -> str:
+        """Why the run is over before its last step; empty if it is not."""
+        return self.patience.reason if self.patience.is_over else self.status.finish_reason
+
+    @property
     def is_finished(self) -> bool:
-        """Whether the run has made all its steps, or has stopped early."""
+        """Whether the run has made all its steps, or has ended early, with a finished model."""
         return self.status.outcome.state == "finished"
 
     @property

@@ -51,6 +51,9 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
 
     state = team.on_main(lambda: checkpoint.read_state(path))
     run.status.restore(state)
+    # With more steps, or another callback, the run goes on.
+    if state["fingerprint_sha256"] == digest(run.fingerprint):
+        run.status.finish_reason = state.get("finish_reason", "")
     # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
     is_own = path.parent == run.folder / "checkpoints"
     if state["best"] and is_own:

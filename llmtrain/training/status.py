@@ -35,6 +35,7 @@ class RunStatus:
         compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
         last_eval: the last evaluation.
         stop_reason: why this rank wants to stop; empty if it does not.
+        finish_reason: why a callback has finished the run before its last step; empty if none has.
         stop_signal: the signal that asked this rank to stop, if there was one.
         outcome: how the run has ended; set after the last step of this start.
         sample: a text by the finished model, if it wrote one.
@@ -47,6 +48,7 @@ class RunStatus:
     compiled: bool | None = None
     last_eval: EvalResult | None = None
     stop_reason: str = ""
+    finish_reason: str = ""
     stop_signal: signal.Signals | None = None
     outcome: Outcome = _NOT_TRAINED
     sample: str | None = None
@@ -90,6 +92,7 @@ class RunStatus:
             "tokens": self.tokens,
             "skipped": self.skipped,
             "compiled": self.compiled,
+            "finish_reason": self.finish_reason,
         }
 
     def _check_counted(self) -> None:

@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.callback import StepResult
+from llmtrain.interfaces.callback import StepResult, StopVote
 from llmtrain.parallel.engine import Engine
 from llmtrain.shipped import shipped_config
 from llmtrain.training.device_skip import can_skip_on_device, skipped_on_device
@@ -20,7 +20,7 @@ def train_step(
     optimizer: AcceleratedOptimizer,
     batches: Sequence[Batch],
     max_grad_norm: float,
-    stop_requested: bool = False,
+    stop_requested: StopVote = False,
 ) -> StepResult:
     """Make one optimizer step with the gradient of the mean loss over the global batch.
 
@@ -33,8 +33,8 @@ def train_step(
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: this rank's micro-batches of the global batch.
         max_grad_norm: the gradient is scaled down to this norm if it is larger.
-        stop_requested: whether this rank was asked to stop. The count carries the vote to all
-            ranks.
+        stop_requested: whether this rank was asked to stop, and how. The count carries the vote to
+            all ranks.
     """
     engine.phases.begin("count")
     totals = engine.count(batches, stop_requested)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 import llmtrain as lt
 from llmtrain.device_numbers import DeviceScalars
 from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import SAVE_VOTE
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import check_denominator
@@ -154,7 +155,7 @@ def test_twenty_million_tokens_are_counted_beside_a_denominator_of_floats(
         engine.device,
     )
 
-    assert scalars.read() == {"tokens": 20_000_001, "denominator": 0.5, "votes": 1}
+    assert scalars.read() == {"tokens": 20_000_001, "denominator": 0.5, "votes": SAVE_VOTE}
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])

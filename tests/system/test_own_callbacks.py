@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import PYTHON, ROOT, SMALL_SIZE, Ended, read_json, series, write_chats
+from tests.launching import (
+    PYTHON,
+    ROOT,
+    SMALL_SIZE,
+    TINY,
+    Ended,
+    read_json,
+    run,
+    series,
+    torchrun,
+    write_chats,
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +52,7 @@ def test_the_recipe_of_the_page_evaluates_and_saves_the_average_of_its_weights(
     assert (folder / "model-average" / "model.safetensors").exists()
 
 
-def test_the_recipe_of_the_page_stops_at_a_plateau_and_again_after_a_resume(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_the_recipe_of_the_page_finishes_at_a_plateau(recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # Without a learning rate, the loss has no trend, so some entries have no new lowest loss.
     flags = "--learning_rate 0 --max_steps 60"
@@ -51,13 +60,38 @@ def test_the_recipe_of_the_page_stops_at_a_plateau_and_again_after_a_resume(
     ended = train(recipe, folder, flags)
 
     status = read_json(folder / "status.json")
-    assert status["state"] == "preempted"
-    assert "asked to stop" in ended.out
+    assert (status["state"], status["reason"]) == ("finished", "Plateau has finished the run")
+    assert status["step"] < 60
+    assert max(series(folder, "eval/loss")) == status["step"]
+    assert "model     " in ended.out
+    for name in ("model", "model-average"):
+        assert (folder / name / "model.safetensors").exists()
     # The run stops after the step that follows the fifth entry without a new lowest loss.
     checkpoint = folder / "checkpoints" / f"step-{status['step']:08d}"
     structure = read_json(checkpoint / "parts" / "Plateau" / "structure.json")
     assert ["entries", 6] in structure["state"]["dict"]
 
-    # The counter is restored, so the run stops again at once.
-    train(recipe, folder, flags)
-    assert read_json(folder / "status.json")["step"] == status["step"] + 1
+    # The finished run stays as it is.
+    train(recipe, tmp_path / "again", f"{flags} --resume_from_checkpoint {folder}")
+    assert read_json(tmp_path / "again" / "status.json")["step"] == status["step"]
+
+
+@pytest.mark.parametrize(
+    ("votes", "state"), [("none finish", "finished"), ("finish save", "preempted")]
+)
+def test_one_rank_is_enough_to_finish_a_run_and_one_that_saves_outweighs_it(
+    votes: str, state: str, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    flags = shlex.split(f"--dataset {text_file} --output_dir {folder}")
+    command = [*torchrun(2), "tests/system/votes.py", *TINY, *flags]
+
+    run_forked(command, env={"VOTES": votes}).assert_ok()
+
+    status = read_json(folder / "status.json")
+    assert (status["state"], status["step"]) == (state, 4)
+    assert (folder / "model").exists() == (state == "finished")
+    if state == "finished":
+        assert status["reason"] == "Votes has finished the run"
+        is_finished = [*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]
+        assert run(is_finished).status == 0

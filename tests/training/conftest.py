@@ -21,12 +21,14 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
         resume: str = "auto",
         async_save: bool = False,
         eval_steps: float = 4,
+        max_steps: int = 12,
         model: nn.Module | None = None,
         **parts: Any,
     ) -> Run:
         settings = dataclasses.replace(
             TWELVE_STEPS,
             data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
+            optim=dataclasses.replace(TWELVE_STEPS.optim, max_steps=max_steps),
             eval=lt.EvalConfig(eval_steps=eval_steps),
             run=dataclasses.replace(
                 TWELVE_STEPS.run,
