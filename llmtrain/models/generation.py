@@ -197,6 +197,7 @@ class TextModel:
         cache_name = _cache_name()
         new_ids = ids  # tokens that the cache does not hold yet
         cache = None
+        has_cache = True
         generated: list[int] = []
         yielded = ""
         for _ in range(sampling.max_new_tokens):
@@ -206,16 +207,19 @@ class TextModel:
                 cache = None
             out = self.model(
                 torch.tensor([new_ids], device=self.model.device),
-                use_cache=True,
-                **{cache_name: cache},
+                use_cache=has_cache,
+                **({} if cache is None else {cache_name: cache}),
             )
-            cache = getattr(out, cache_name)
+            # Some recurrent models keep their state elsewhere, and GPT-1 keeps none. Those compute
+            # all tokens again.
+            cache = getattr(out, cache_name, None)
+            has_cache = cache is not None
             token = sample_token(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.stop_token_ids:
                 break
 
             ids = [*ids, token]
-            new_ids = [token]
+            new_ids = [token] if has_cache else ids
             generated.append(token)
             text = str(self.tokenizer.decode(generated, skip_special_tokens=True))
             # A character may have several tokens. Wait until it is complete.

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.cli import main
+from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.errors import UserError
 from llmtrain.model_folders import model_folder
@@ -69,6 +73,15 @@ def continuation(model: TextModel, prompt: str | list[int], **sampling: Any) -> 
     return "".join(model.stream(prompt, Sampling(**sampling)))
 
 
+def numbered_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with 257 tokens, each of which is shown as a number."""
+    vocabulary = {tok.END_OF_TEXT: 0} | {f"<{number}>": number for number in range(1, 257)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=tok.END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return tok.as_pretrained(tokenizer, CONTEXT)
+
+
 # --- a continuation
 
 
@@ -115,6 +128,55 @@ def test_the_likeliest_token_alone_is_greedy(text_model: TextModel) -> None:
     greedy = continuation(text_model, "Hello", max_new_tokens=20, temperature=0)
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
     assert continuation(text_model, "Hello", top_k=1, **options) == greedy
+
+
+# Their outputs have no key-value cache.
+FAMILIES_WITHOUT_CACHE = {
+    "mamba": {"hidden_size": 32, "state_size": 8},
+    "mamba2": {
+        "hidden_size": 32,
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "falcon_mamba": {"hidden_size": 32, "state_size": 8},
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "context_length": CONTEXT},
+    "recurrent_gemma": {
+        "hidden_size": 32,
+        "lru_width": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "attention_window_size": 64,
+    },
+    "openai-gpt": {"n_embd": 32, "n_head": 2, "n_positions": CONTEXT},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITHOUT_CACHE)
+def test_models_without_a_cache_generate_what_transformers_does(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = numbered_tokenizer()
+    fields = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "head_dim": 16}
+    fields |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **fields | FAMILIES_WITHOUT_CACHE[family])
+    torch.manual_seed(0)
+    perturbed(AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    text_model = TextModel(str(tmp_path))
+    for prompt in ([5, 6, 7], [8]):
+        # RecurrentGemma's layers keep the state of an earlier prompt.
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        tokens = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)
+        expected = tokenizer.decode(tokens[0, len(prompt) :], skip_special_tokens=True)
+        sampling = Sampling(max_new_tokens=12, temperature=0)
+        assert "".join(text_model.stream(prompt, sampling)) == expected
+        assert expected
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "max_new_tokens"])
