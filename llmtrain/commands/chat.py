@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
         note(f"{_QUOTES} begins and ends a message of several lines; Ctrl-D ends the chat")
 
     messages = list(system_messages)
+    turn = 0
     while True:
         is_first = len(messages) == len(system_messages)
         question = _next_message(is_first, shows_prompt=not arguments.json)
@@ -72,10 +73,11 @@ def run(arguments: argparse.Namespace) -> None:
             continue
 
         answer = ""
-        for piece in model.stream(prompt, sampling):
+        for piece in model.stream(prompt, sampling, turn=turn):
             if not arguments.json:
                 print(piece, end="", flush=True)
             answer += piece
+        turn += 1
         messages.append({"role": "assistant", "content": answer})
         print(json_text(messages[-1]) if arguments.json else "", flush=True)
 

@@ -83,19 +83,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="S",
-        help="the same seed gives the same text (default: %(default)s)",
+        help="the same seed gives the same answers (default: %(default)s)",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
     prompts = _prompts(arguments)
     model, sampling = load_model(arguments)
-    is_first = True
-    for prompt in prompts:
-        if not is_first and not arguments.json:
+    for number, prompt in enumerate(prompts):
+        if number and not arguments.json:
             print()
-        is_first = False
-        _answer(model, prompt, sampling, arguments.json)
+        _answer(model, prompt, number, sampling, arguments.json)
 
 
 def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
@@ -116,7 +114,9 @@ def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
     return TextModel(model_folder(arguments.model)), sampling
 
 
-def _answer(model: "TextModel", prompt: _Prompt, sampling: "Sampling", as_json: bool) -> None:
+def _answer(
+    model: "TextModel", prompt: _Prompt, number: int, sampling: "Sampling", as_json: bool
+) -> None:
     """Generate the continuation of a prompt, and print it."""
     ids: str | list[int]
     if isinstance(prompt.content, str):
@@ -130,7 +130,7 @@ def _answer(model: "TextModel", prompt: _Prompt, sampling: "Sampling", as_json: 
                 f"{model.context:,}; the beginning is cut off"
             )
 
-    pieces = model.stream(ids, sampling)
+    pieces = model.stream(ids, sampling, number)
     if as_json:
         print(json_text({**prompt.record, "text": "".join(pieces)}), flush=True)
         return

@@ -15,6 +15,7 @@ from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_models import load_causal_lm
 from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
+from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,6 +49,15 @@ class Sampling:
                 raise UserError(f"{name} {value} is out of range: it must be at least 0.")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+
+    def generator(self, number: int, turn: int = 0) -> torch.Generator:
+        """Return the random numbers of an answer, which depend on no other answer.
+
+        Args:
+            number: the number of its prompt.
+            turn: the number of earlier answers in its conversation.
+        """
+        return torch.Generator().manual_seed(seed_of(self.seed, "prompt", number, turn))
 
 
 class TextModel:
@@ -178,7 +188,9 @@ class TextModel:
         return cast("int | None", token)
 
     @torch.no_grad()
-    def stream(self, prompt: str | list[int], sampling: Sampling) -> Iterator[str]:
+    def stream(
+        self, prompt: str | list[int], sampling: Sampling, number: int = 0, turn: int = 0
+    ) -> Iterator[str]:
         """Generate a continuation of a prompt, and yield it in pieces of text.
 
         Generation ends at a stop token or after ``max_new_tokens``. If the prompt and the
@@ -188,8 +200,10 @@ class TextModel:
         Args:
             prompt: a text or its tokens.
             sampling: how tokens are sampled.
+            number: the number of the prompt; see :meth:`Sampling.generator`.
+            turn: the number of earlier answers in its conversation.
         """
-        generator = torch.Generator().manual_seed(sampling.seed)
+        generator = sampling.generator(number, turn)
         ids = self._prompt_ids(prompt)
         # One less than the context: if the prompt filled it, the loop would drop the older half.
         ids = ids[-max(self.context - 1, 1) :]

@@ -359,9 +359,9 @@ def sample(
     model.eval()
     texts = []
     try:
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
-            new_ids = _generate(engine, ids, sampling)
+            new_ids = _generate(engine, ids, sampling, number)
             answer = itertools.takewhile(lambda token: token not in stops, new_ids)
             texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))
     finally:
@@ -383,11 +383,11 @@ def _prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     return [tokenizer.eos_token_id]
 
 
-def _generate(engine: Engine, ids: list[int], sampling: Sampling) -> list[int]:
-    """Return the ``sampling.max_new_tokens`` tokens that follow the tokens ``ids``."""
+def _generate(engine: Engine, ids: list[int], sampling: Sampling, number: int) -> list[int]:
+    """Return the ``sampling.max_new_tokens`` tokens that follow prompt ``number``, ``ids``."""
     model = engine.unwrapped
     max_positions = _max_positions(model)
-    generator = torch.Generator().manual_seed(sampling.seed)
+    generator = sampling.generator(number)
     new_ids: list[int] = []
     # All ranks make the same number of passes, because they communicate in each.
     for _ in range(sampling.max_new_tokens):

@@ -12,7 +12,13 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
@@ -24,7 +30,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
-from tests.models.small_models import byte_tokenizer, perturbed
+from tests.models.small_models import byte_tokenizer, perturbed, tiny_llama
 
 CONTEXT = 24
 CHAT_CONTEXT = 64
@@ -128,6 +134,43 @@ def test_the_likeliest_token_alone_is_greedy(text_model: TextModel) -> None:
     greedy = continuation(text_model, "Hello", max_new_tokens=20, temperature=0)
     options = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5}
     assert continuation(text_model, "Hello", top_k=1, **options) == greedy
+
+
+def test_every_prompt_and_every_turn_has_its_own_random_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    tokenizer = numbered_tokenizer()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_llama())  # whose probabilities are nearly even
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    text_model = TextModel(str(tmp_path))
+
+    def first_tokens(prompts: list[str]) -> list[str]:
+        path = tmp_path / "prompts.txt"
+        path.write_text("\n".join(prompts))
+        flags = "--temperature 1 --top_k 0 --max_new_tokens 1 --json"
+        main(["generate", str(tmp_path), "--prompt_file", str(path), *flags.split()])
+        return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+
+    prompts = [f"<{number}>" for number in range(24)]
+    of_transformers = set()
+    set_seed(0)
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        tokens = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=1)
+        of_transformers.add(int(tokens[0, -1]))
+    tokens = first_tokens(prompts)
+
+    assert len(of_transformers) > 18
+    assert len(set(tokens)) > 18
+    assert len(set(first_tokens(["<7>"] * 24))) > 18
+    # An answer does not depend on the prompts before it.
+    assert first_tokens(["<40>", "<50> <60>", *prompts[2:]])[2:] == tokens[2:]
+
+    sampling = Sampling(max_new_tokens=1, temperature=1, top_k=0)
+    turns = [next(text_model.stream([7], sampling, turn=turn)) for turn in range(24)]
+    assert len(set(turns)) > 18
 
 
 # Their outputs have no key-value cache.
@@ -397,10 +440,19 @@ def test_a_chat_message_may_have_blank_lines_and_an_empty_line_is_no_message(
         questions.append(messages[-1]["content"])
         return fitting_prompt(model, messages, **options)
 
+    turns = []
+    generator = Sampling.generator
+
+    def record_turn(sampling: Sampling, number: int, turn: int = 0) -> torch.Generator:
+        turns.append((number, turn))
+        return generator(sampling, number, turn)
+
     monkeypatch.setattr(TextModel, "fitting_prompt", record_question)
+    monkeypatch.setattr(Sampling, "generator", record_turn)
     text = 'a\n\n"""\nb\n\nc\n"""\n"""d"""\n"""e\nf"""\n'
 
     output = output_of("chat", str(chat_folder), "--json", stdin=text)
 
     assert questions == ["a", "b\n\nc", "d", "e\nf"]
+    assert turns == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert len(output.splitlines()) == 4

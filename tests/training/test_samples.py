@@ -60,6 +60,12 @@ def test_a_sample_ends_before_a_stop_token(
     assert stopped == [text.partition(letter)[0] for text in samples]
 
 
+def test_equal_prompts_have_different_samples(
+    engine: ReplicatedEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert len(set(sample(engine, tokenizer, PROMPTS[:1] * 8, SAMPLING))) == 8
+
+
 def test_sampling_leaves_the_mode_of_the_model_and_the_generator_unchanged(
     engine: ReplicatedEngine, model: GPT, tokenizer: PreTrainedTokenizerFast
 ) -> None:
