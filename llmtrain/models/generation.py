@@ -1,7 +1,7 @@
 """Generate text from a model folder, token by token, with a key-value cache."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 # Patterns of the files of tokenizers, new and old.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+_PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+# How many tokens before a text are decoded with it.
+_TOKENS_BEFORE = 64
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,9 @@ class TextModel:
             turn: the number of earlier answers in its conversation.
         """
         generator = sampling.generator(number, turn)
-        ids = self._prompt_ids(prompt)
+        ids_of_prompt = self._prompt_ids(prompt)
         # One less than the context: if the prompt filled it, the loop would drop the older half.
-        ids = ids[-max(self.context - 1, 1) :]
+        ids = ids_of_prompt[-max(self.context - 1, 1) :]
 
         cache_name = _cache_name()
         new_ids = ids  # tokens that the cache does not hold yet
@@ -235,9 +238,9 @@ class TextModel:
             ids = [*ids, token]
             new_ids = [token] if has_cache else ids
             generated.append(token)
-            text = str(self.tokenizer.decode(generated, skip_special_tokens=True))
+            text = continuation_text(self.tokenizer, ids_of_prompt, generated)
             # A character may have several tokens. Wait until it is complete.
-            is_partial = text.endswith("\N{REPLACEMENT CHARACTER}")
+            is_partial = text.endswith(_PARTIAL_CHARACTER)
             if not is_partial:
                 yield text[len(yielded) :]
                 yielded = text
@@ -313,6 +316,21 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
         smallest_kept = logits.topk(k).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def continuation_text(
+    tokenizer: "PreTrainedTokenizerFast", prompt: Sequence[int], generated: Sequence[int]
+) -> str:
+    """Return the text of generated tokens, as it follows the text of the prompt.
+
+    Decoders like Llama's drop the space before the first word of a text. So tokens of the prompt
+    are decoded, too, and their text is cut off.
+    """
+    tokens_before = list(prompt[-_TOKENS_BEFORE:])
+    before = str(tokenizer.decode(tokens_before, skip_special_tokens=True))
+    text = str(tokenizer.decode([*tokens_before, *generated], skip_special_tokens=True))
+    # If the prompt ends within a character, the continuation begins with that character.
+    return text[len(before.rstrip(_PARTIAL_CHARACTER)) :]
 
 
 def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":

@@ -12,7 +12,7 @@ from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.interfaces.metric import Metric
 from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
-from llmtrain.models.generation import Sampling, sample_token
+from llmtrain.models.generation import Sampling, continuation_text, sample_token
 from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
 
 # An evaluation of the finished model, after its weights were rounded, logs this metric.
@@ -363,7 +363,7 @@ def sample(
             ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
             new_ids = _generate(engine, ids, sampling, number)
             answer = itertools.takewhile(lambda token: token not in stops, new_ids)
-            texts.append(str(tokenizer.decode([*answer], skip_special_tokens=True)))
+            texts.append(continuation_text(tokenizer, ids, [*answer]))
     finally:
         engine.free_gathered_weights()
         model.train(was_training)

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from accelerate import Accelerator
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     set_seed,
@@ -30,6 +33,9 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
+from llmtrain.training.evaluate import sample
+from tests.data.chats import TEMPLATES, make_sentencepiece, unmarked
+from tests.engines import engine_of
 from tests.models.small_models import byte_tokenizer, perturbed, tiny_llama
 
 CONTEXT = 24
@@ -86,6 +92,29 @@ def numbered_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     return tok.as_pretrained(tokenizer, CONTEXT)
+
+
+def chain(vocabulary: int, next_token: dict[int, int], otherwise: int) -> LlamaForCausalLM:
+    """Return a Llama whose likeliest next token follows from the last one."""
+    width = 2 * -(-vocabulary // 2)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=2,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=CHAT_CONTEXT,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # The layer adds nothing to the embeddings, which are one-hot.
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(vocabulary, width))
+        model.lm_head.weight.zero_()
+        for token in range(vocabulary):
+            model.lm_head.weight[next_token.get(token, otherwise), token] = 1
+    return model.eval()
 
 
 # --- a continuation
@@ -220,6 +249,67 @@ def test_models_without_a_cache_generate_what_transformers_does(
         sampling = Sampling(max_new_tokens=12, temperature=0)
         assert "".join(text_model.stream(prompt, sampling)) == expected
         assert expected
+
+
+# --- the space before the first word
+
+
+def llama_decoder() -> decoders.Decoder:
+    """Return the decoder of Llama 2 and Mistral 7B."""
+    return decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+
+
+@pytest.mark.parametrize("make_decoder", [llama_decoder, decoders.Metaspace])
+def test_the_space_between_prompt_and_continuation_stays(
+    make_decoder: Callable[[], decoders.Decoder],
+    tmp_path: Path,
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    tokenizer = make_sentencepiece(unmarked(TEMPLATES["mistral"]))
+    tokenizer.backend_tokenizer.decoder = make_decoder()
+    tokenizer.save_pretrained(tmp_path)
+    word, letter = tokenizer.convert_tokens_to_ids(["▁b", "a"])
+    model = chain(len(tokenizer), next_token={word: letter}, otherwise=word)
+    model.save_pretrained(tmp_path)
+
+    # What follows the prompt in the text of all tokens.
+    def text_of_transformers(prompt: list[int]) -> str:
+        tokens = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=4)
+        text = tokenizer.decode(tokens[0], skip_special_tokens=True)
+        return text.removeprefix(tokenizer.decode(prompt, skip_special_tokens=True))
+
+    expected = text_of_transformers(tokenizer.encode("the quick"))
+    assert expected == " ba ba"
+    question = [{"role": "user", "content": "the quick"}]
+    answer = text_of_transformers(tokenizer.apply_chat_template(question, return_dict=False))
+
+    def output_of(command: str, flags: str, stdin: str = "") -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        options = f"{flags} --max_new_tokens 4 --temperature 0"
+        capsys.readouterr()
+        main([command, str(tmp_path), *shlex.split(options)])
+        return capsys.readouterr().out
+
+    assert output_of("generate", "--prompt 'the quick'") == f"the quick{expected}\n"
+    assert json.loads(output_of("generate", "--json", "the quick\n"))["text"] == expected
+    in_chat = json.loads(output_of("chat", "--json", "the quick\n"))
+    assert in_chat["content"] == answer == " ba ba"
+    samples = sample(
+        engine_of(accelerator, model),
+        tokenizer,
+        [tokenizer.encode("the quick")],
+        Sampling(max_new_tokens=4, temperature=0),
+    )
+    assert samples == [expected]
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "max_new_tokens"])
