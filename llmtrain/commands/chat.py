@@ -7,10 +7,16 @@ With --json, each answer is one line of JSON.
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from llmtrain.commands.generate import add_model_arguments, load_model
 from llmtrain.console import note
+from llmtrain.errors import as_user_error, first_line
 from llmtrain.files import json_text
+
+if TYPE_CHECKING:
+    from llmtrain.data.messages import Message
+    from llmtrain.data.prompts import Prompts
 
 EXAMPLES = ("llmtrain chat runs/finetune",)
 
@@ -21,17 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--system", metavar="TEXT", help="system message at the start of the conversation"
     )
-    parser.add_argument(
-        "--no_thinking",
-        action="store_true",
-        help="ask for answers without reasoning, if the chat template supports it",
-    )
     add_model_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    model, sampling = load_model(arguments)
-    model.check_chats()
+    model, prompts, sampling = load_model(arguments)
+    prompts.chat_renderer()  # or the model cannot chat
     system_messages = []
     if arguments.system:
         system_messages.append({"role": "system", "content": arguments.system})
@@ -50,20 +51,19 @@ def run(arguments: argparse.Namespace) -> None:
             continue
 
         messages.append({"role": "user", "content": question})
-        dropped, prompt = model.fitting_prompt(
-            messages,
-            kept_messages=len(system_messages),
-            answer_tokens=sampling.max_new_tokens,
-            thinking=not arguments.no_thinking,
-        )
-        if dropped:
-            messages_were = "message was" if dropped == 1 else f"{dropped} messages were"
-            note(
-                f"the first {messages_were} dropped, because the conversation is longer than the "
-                "model's context"
+        with as_user_error("this conversation cannot be sent", describe=first_line):
+            fitting, prompt = fitting_prompt(
+                prompts,
+                messages,
+                kept_messages=len(system_messages),
+                max_tokens=model.context - sampling.max_new_tokens,
             )
-            start = len(system_messages)
-            del messages[start : start + dropped]
+        if len(fitting) < len(messages):
+            note(
+                f"the first {len(messages) - len(fitting)} messages were dropped, because the "
+                "conversation is longer than the model's context"
+            )
+        messages = fitting
         if len(prompt) >= model.context:
             note(
                 f"this message has {len(prompt):,} tokens, and the model's context is "
@@ -80,6 +80,29 @@ def run(arguments: argparse.Namespace) -> None:
         turn += 1
         messages.append({"role": "assistant", "content": answer})
         print(json_text(messages[-1]) if arguments.json else "", flush=True)
+
+
+def fitting_prompt(
+    prompts: "Prompts", messages: "list[Message]", kept_messages: int, max_tokens: int
+) -> "tuple[list[Message], list[int]]":
+    """Make the prompt for the next answer, without the oldest messages if they do not fit.
+
+    Args:
+        prompts: makes prompts.
+        messages: the conversation, which ends with a question.
+        kept_messages: how many messages at its beginning are never dropped.
+        max_tokens: the most tokens of the prompt.
+
+    Returns:
+        The messages that are left, and the tokens of the prompt. If even the last question does not
+        fit, the prompt with only that and the kept messages is returned, although it is too long.
+    """
+    ids = prompts.of_messages(messages)
+    # Each question is dropped with its answer. The last question has no answer yet.
+    while len(ids) > max_tokens and len(messages) > kept_messages + 2:
+        messages = [*messages[:kept_messages], *messages[kept_messages + 2 :]]
+        ids = prompts.of_messages(messages)
+    return messages, ids
 
 
 def _next_message(is_first: bool, shows_prompt: bool) -> str | None:

@@ -2,21 +2,23 @@
 
 Without --prompt, the prompts come from --prompt_file or, if it is not a terminal, from the input,
 and each of them is answered in turn. A prompt is a line of text. A line may also be a JSON object
-with a "prompt", which is a text or a list of messages, or with "messages". The chat template
-renders messages. With --json, each result is one line of JSON: the object with the "text" added.
+with a "prompt", which is a text or a list of messages, or with "messages" or "conversations", and
+with "tools". The chat template renders messages as in training. With --json, each result is one
+line of JSON: the object with the "text" added.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import note
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
+    from llmtrain.data.formats import Conversation
+    from llmtrain.data.prompts import Prompts
     from llmtrain.json_types import JsonObject
     from llmtrain.models.generation import Sampling, TextModel
 
@@ -31,12 +33,12 @@ class _Prompt(NamedTuple):
 
     Attributes:
         source: where it comes from, for messages, such as ``prompts.jsonl, line 3``.
-        content: the text to continue, or the messages to answer.
+        content: the text to continue, or the conversation to answer.
         record: the JSON object that the result is added to.
     """
 
     source: str
-    content: str | list[Any]
+    content: "str | Conversation"
     record: "JsonObject"
 
 
@@ -51,11 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, how tokens are sampled, and when the text ends."""
+    """Add the model, how it is asked, how tokens are sampled, and when the text ends."""
     parser.add_argument(
         "model",
         metavar="RUN_OR_MODEL",
         help="folder of a run, a checkpoint or a model, or a hub name",
+    )
+    thinking = parser.add_mutually_exclusive_group()
+    thinking.add_argument(
+        "--thinking",
+        action="store_true",
+        default=None,
+        help="ask for answers with reasoning, if the chat template can (default: as trained)",
+    )
+    thinking.add_argument(
+        "--no_thinking",
+        dest="thinking",
+        action="store_false",
+        help="ask for answers without reasoning",
     )
     parser.add_argument(
         "--max_new_tokens",
@@ -88,20 +103,43 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    prompts = _prompts(arguments)
-    model, sampling = load_model(arguments)
-    for number, prompt in enumerate(prompts):
+    all_prompts = _prompts(arguments)
+    model, prompts, sampling = load_model(arguments)
+    for number, prompt in enumerate(all_prompts):
         if number and not arguments.json:
             print()
-        _answer(model, prompt, number, sampling, arguments.json)
+        with as_user_error(prompt.source, describe=first_line):
+            if isinstance(prompt.content, str):
+                ids = prompts.of_text(prompt.content)
+            else:
+                ids = prompts.of_messages(prompt.content.messages, prompt.content.tools)
+                if len(ids) >= model.context:
+                    note(
+                        f"{prompt.source} has {len(ids):,} tokens, and the model's context is "
+                        f"{model.context:,}; the beginning is cut off"
+                    )
+
+        pieces = model.stream(ids, sampling, number)
+        if arguments.json:
+            print(json_text({**prompt.record, "text": "".join(pieces)}), flush=True)
+            continue
+        if isinstance(prompt.content, str):
+            print(prompt.content, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
 
 
-def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
-    """Load the model that the arguments name, and return it with the sampling settings.
+def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Prompts, Sampling]":
+    """Load the model that the arguments name.
+
+    Returns:
+        The model, what makes its prompts, and the sampling settings.
 
     Raises:
         UserError: if a value is out of range, or if there is no model.
     """
+    from llmtrain.data.prompts import Prompts
     from llmtrain.model_folders import model_folder
     from llmtrain.models.generation import Sampling, TextModel
 
@@ -111,35 +149,9 @@ def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Sampling]":
         top_k=arguments.top_k,
         seed=arguments.seed,
     )
-    return TextModel(model_folder(arguments.model)), sampling
-
-
-def _answer(
-    model: "TextModel", prompt: _Prompt, number: int, sampling: "Sampling", as_json: bool
-) -> None:
-    """Generate the continuation of a prompt, and print it."""
-    ids: str | list[int]
-    if isinstance(prompt.content, str):
-        ids = prompt.content
-    else:
-        model.check_chats()
-        ids = model.chat_prompt(prompt.content)
-        if len(ids) >= model.context:
-            note(
-                f"{prompt.source} has {len(ids):,} tokens, and the model's context is "
-                f"{model.context:,}; the beginning is cut off"
-            )
-
-    pieces = model.stream(ids, sampling, number)
-    if as_json:
-        print(json_text({**prompt.record, "text": "".join(pieces)}), flush=True)
-        return
-
-    if isinstance(prompt.content, str):
-        print(prompt.content, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
+    model = TextModel(model_folder(arguments.model))
+    prompts = Prompts(model.tokenizer, model.stop_token_ids, arguments.thinking)
+    return model, prompts, sampling
 
 
 def _prompts(arguments: argparse.Namespace) -> Iterable[_Prompt]:
@@ -189,16 +201,22 @@ def _prompts_in(lines: Iterable[str], name: str) -> Iterator[_Prompt]:
         name: the name of their source, for error messages.
 
     Raises:
-        UserError: if a line of a .jsonl file is no JSON object with a prompt.
+        UserError: if a line of a .jsonl file is no JSON object with a prompt, or if nobody can
+            answer it.
     """
+    from llmtrain.data.formats import PROMPT_FIELDS, prompt_of
+    from llmtrain.data.messages import from_json
+
     for number, line in enumerate(lines, start=1):
         text = line.rstrip("\r\n")
         if not text.strip():
             continue
         source = f"{name}, line {number}"
-        record = _json_object(text)
-        if record is not None and not record.keys().isdisjoint(("prompt", "messages")):
-            yield _Prompt(source, _content_of(record, source), record)
+        record = from_json(text)
+        if isinstance(record, dict) and not record.keys().isdisjoint(PROMPT_FIELDS):
+            with as_user_error(source, describe=first_line):
+                content = prompt_of(record)
+            yield _Prompt(source, content, record)
         elif name.endswith((".jsonl", ".json")):
             raise UserError(
                 f'{source} is not a JSON object with a "prompt" or with "messages"; prompts that '
@@ -206,33 +224,3 @@ def _prompts_in(lines: Iterable[str], name: str) -> Iterator[_Prompt]:
             )
         else:
             yield _Prompt(source, text, {"prompt": text})
-
-
-def _json_object(text: str) -> "JsonObject | None":
-    """Return the JSON object in a text; ``None`` if it is something else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _content_of(record: "JsonObject", source: str) -> str | list[Any]:
-    """Return the text or the messages of a prompt.
-
-    Raises:
-        UserError: if the prompt is neither, or if its last message is already an answer.
-    """
-    content: Any = record["prompt"] if "prompt" in record else record["messages"]
-    if isinstance(content, str):
-        return content
-    is_conversation = isinstance(content, list) and all(
-        isinstance(message, dict) and "role" in message for message in content
-    )
-    if not is_conversation or not content:
-        raise UserError(f"{source}: a prompt is a text or a list of messages with a role.")
-    if content[-1]["role"] == "assistant":
-        raise UserError(
-            f"{source} ends with an answer of the assistant; end it with a message of the user."
-        )
-    return list(content)

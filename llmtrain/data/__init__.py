@@ -14,6 +14,8 @@ A record passes these modules, in this order:
 6. ``packing``: examples become rows.
 7. ``samplers``, ``loader``: the rows of each step become a batch.
 
+``prompts`` makes the prompts of a finished model with the renderers of step 4.
+
 A document of plain text passes ``corpus`` and ``text_rows`` instead of 2 to 6. ``prepare`` runs 1
 to 6 for the data sets of a ``request``; ``audit`` counts, and ``data_log`` prints.
 """

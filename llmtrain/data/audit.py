@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from llmtrain.console import is_or_are, pluralize
+from llmtrain.data.rendered import THINKING_COUNTS
+from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.errors import UserError
 
 # --max_length auto holds this share of the examples. A larger --max_length is suggested if the
@@ -58,6 +60,10 @@ class Audit:
             no prompt leads to.
         unweighted_turns: turns that are not trained, because their weight is 0.
         special_as_text: special tokens in messages that are encoded as text.
+        thinking_turns: turns whose prompt asks for reasoning, if the template can be asked. This
+            and the next two counts include turns of examples that are left out.
+        no_thinking_turns: turns whose prompt asks for an answer without reasoning.
+        unset_thinking_turns: turns whose prompt leaves that to the template.
         unread_fields: the number of messages that have each field that llmtrain does not read.
     """
 
@@ -84,12 +90,23 @@ class Audit:
     unmarked_turns: int = 0
     unweighted_turns: int = 0
     special_as_text: int = 0
+    thinking_turns: int = 0
+    no_thinking_turns: int = 0
+    unset_thinking_turns: int = 0
     unread_fields: dict[str, int] = field(default_factory=dict)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add counts, by the names of the fields."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """The options of the template with which all turns are prompted for, if they agree."""
+        settings = [setting for setting, name in THINKING_COUNTS.items() if getattr(self, name)]
+        if len(settings) != 1 or settings[0] is None:
+            return {}
+        return {REASONING_OPTION: settings[0]}
 
     @property
     def has_omissions(self) -> bool:

@@ -176,10 +176,7 @@ def _read_answers(record: Fields, *fields: str) -> PreferenceRecord:
             )
     if not prompt and "prompt" not in record:
         raise BadRecord("chosen and rejected share no prompt")
-    if not prompt:
-        raise BadRecord("the prompt is empty")
-    if prompt[-1]["role"] == "assistant":
-        raise BadRecord("the prompt ends with an assistant message")
+    _check_prompt(prompt)
 
     return PreferenceRecord(
         prompt=prompt,
@@ -230,6 +227,8 @@ FORMATS: dict[str, Format[Conversation] | Format[PreferenceRecord]] = {
     **PREFERENCE_FORMATS,
 }
 _FIELDS_BY_FORMAT = [format.all_fields for format in FORMATS.values()]
+# The fields that may hold a prompt to answer.
+PROMPT_FIELDS = ("prompt", "messages", "conversations")
 # The fields to which --columns can give another name.
 RECORD_FIELDS = tuple(dict.fromkeys(["text", *itertools.chain(*_FIELDS_BY_FORMAT)]))
 
@@ -325,6 +324,30 @@ def preference_of(
     return preference
 
 
+def prompt_of(record: Fields) -> str | Conversation:
+    """Read a record with one of :data:`PROMPT_FIELDS`.
+
+    Returns:
+        A text to continue, or a conversation that ends with a question. With tools, a text is a
+        question, too.
+
+    Raises:
+        BadRecord: if the record holds neither.
+    """
+    record = without_none(record, everywhere=False)
+    _check_that_no_image_is_lost(record)
+    tools = _tools(record)
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and not tools:
+        return prompt
+
+    field = next((field for field in PROMPT_FIELDS if field in record), "prompt")
+    raw_messages = [*_system_message(record), *_raw_messages(record, field, role="user")]
+    messages = parse_messages(raw_messages)
+    _check_prompt(messages)
+    return Conversation(messages, tools)
+
+
 def _check_that_no_image_is_lost(record: Fields) -> None:
     """Raise :class:`BadRecord` if a record has images, in the fields that TRL reads them from."""
     for field in ("image", "images"):
@@ -360,6 +383,13 @@ def _conversation(
         raise BadRecord(f"the {part} has no assistant message")
     check_weights_of_turns(messages, untrained)
     return Conversation(messages, _tools(record), is_plain_text, untrained)
+
+
+def _check_prompt(prompt: list[Message]) -> None:
+    if not prompt:
+        raise BadRecord("the prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise BadRecord("the prompt ends with an assistant message")
 
 
 def _label(record: Fields) -> bool:

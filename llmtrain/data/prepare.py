@@ -17,7 +17,7 @@ import filelock
 import numpy as np
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import covering_length, describe_overlong
+from llmtrain.data.audit import covering_length, describe_overlong, total_audit
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.conversations import EncodedConversations
@@ -35,6 +35,7 @@ from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import Source
 from llmtrain.data.store import TokenRows
+from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, new_folder, write_json
@@ -200,8 +201,13 @@ def _make(folder: Path, request: DataRequest) -> None:
             length = auto_length
         if tok.is_trained(spec):
             tokenizer.model_max_length = length
-        tokenizer.save_pretrained(working / "tokenizer")
         train, eval = _write_rows(working, request, encoded, length)
+        audits = [stats.audit for stats in train if stats.audit]
+        if audits:
+            # The finished tokenizer_config.json has this, too.
+            tokenizer.init_kwargs.pop(REASONING_OPTION, None)
+            tokenizer.init_kwargs |= total_audit(audits).template_options
+        tokenizer.save_pretrained(working / "tokenizer")
 
         metadata = metadata_of(
             request.dataset,

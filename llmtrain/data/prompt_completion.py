@@ -8,7 +8,7 @@ from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
 from llmtrain.data.text_encoder import TextEncoder
-from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 
 
 class PromptCompletionRenderer:
@@ -25,9 +25,7 @@ class PromptCompletionRenderer:
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self.tokenizer = tokenizer
-        self.encoder = TextEncoder(tokenizer, _control_tokens(tokenizer))
-        self._eos = str(tokenizer.eos_token)
-        self._eos_id = int(tokenizer.eos_token_id)
+        self.encoder = TextEncoder(tokenizer, control_tokens_of(tokenizer))
         self._beginning: list[int] = []
         if begins_with_bos(tokenizer):
             self._beginning = [int(tokenizer.bos_token_id)]
@@ -38,7 +36,7 @@ class PromptCompletionRenderer:
     @property
     def stop_token_ids(self) -> set[int]:
         """The token at which a completion ends."""
-        return {self._eos_id}
+        return {int(self.tokenizer.eos_token_id)}
 
     def __call__(self, record: Conversation | PreferenceRecord) -> Rendered:
         """Encode a prompt with its completion, or with each of its answers.
@@ -53,7 +51,8 @@ class PromptCompletionRenderer:
             )
         prompt, *completions = (message["content"] for message in record.messages)
         # Every sequence ends with EOS anyway.
-        completions = [completion.removesuffix(self._eos) for completion in completions]
+        eos = str(self.tokenizer.eos_token)
+        completions = [completion.removesuffix(eos) for completion in completions]
         sequences = [self._sequence(prompt, completion) for completion in completions]
         # The prompt, which is in all sequences, is counted once.
         _, special_as_text = self.encoder.escaping.escape([prompt, *completions])
@@ -61,30 +60,43 @@ class PromptCompletionRenderer:
             sequences, counts=Counter(special_as_text=special_as_text), unread_fields=Counter()
         )
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, after which a completion is trained.
+
+        Raises:
+            BadRecord: if the text cannot be used.
+        """
+        (escaped,), has_escapes = self._escaped(text)
+        return [*self._beginning, *self.encoder.encode(escaped, has_escapes).ids]
+
+    def _escaped(self, *texts: str) -> tuple[list[str], bool]:
+        """Return texts whose special tokens are escaped, and whether they have any."""
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise BadRecord(
+                "the record holds half of a surrogate pair, which is not valid text"
+            ) from None
+        escaped, special_as_text = self.encoder.escaping.escape([*texts])
+        return escaped, special_as_text > 0
+
     def _sequence(self, prompt: str, completion: str) -> TokenSequence:
         """Encode a prompt and its completion.
 
         If the last characters of the prompt and the first of the completion became one token, the
         completion is encoded without the prompt: a model that completes begins with a new token.
         """
-        try:
-            completion_bytes = len(completion.encode())
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise BadRecord(
-                "the record holds half of a surrogate pair, which is not valid text"
-            ) from None
-        (prompt, completion), special_as_text = self.encoder.escaping.escape([prompt, completion])
-        has_escapes = special_as_text > 0
-
-        prompt_ids = self.encoder.encode(prompt, has_escapes).ids
-        ids = self.encoder.encode(prompt + completion, has_escapes).ids
+        prompt_ids = self.prompt(prompt)
+        (escaped_prompt, escaped_completion), has_escapes = self._escaped(prompt, completion)
+        text_ids = self.encoder.encode(escaped_prompt + escaped_completion, has_escapes).ids
+        ids = [*self._beginning, *text_ids]
         if ids[: len(prompt_ids)] != prompt_ids:
-            ids = prompt_ids + self.encoder.encode(completion, has_escapes).ids
-        ids = [*self._beginning, *ids, self._eos_id]
+            ids = prompt_ids + self.encoder.encode(escaped_completion, has_escapes).ids
+        ids.append(int(self.tokenizer.eos_token_id))
 
+        completion_bytes = len(completion.encode())
         loss_mask = np.zeros(len(ids), bool)
-        loss_mask[len(self._beginning) + len(prompt_ids) :] = True
+        loss_mask[len(prompt_ids) :] = True
         loss_mask[:1] = False  # the first token has no context
         turn_end = TurnEnd(
             length=len(ids),
@@ -98,12 +110,3 @@ class PromptCompletionRenderer:
             target_bytes=completion_bytes,
             turn_ends=(turn_end,),
         )
-
-
-def _control_tokens(tokenizer: FastTokenizer) -> dict[int, str]:
-    """Return the special tokens and EOS."""
-    tokens = {
-        id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    tokens.setdefault(int(tokenizer.eos_token_id), str(tokenizer.eos_token))
-    return tokens

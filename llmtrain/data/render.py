@@ -14,12 +14,14 @@ from llmtrain.data.escaping import texts_of
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import (
     BadRecord,
+    Message,
     other_fields_of,
     trained_messages,
     without_weights,
 )
 from llmtrain.data.prompt_completion import PromptCompletionRenderer
 from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
+from llmtrain.data.sources import Fields
 from llmtrain.data.template_messages import AdaptedMessages, adapt_messages
 from llmtrain.data.template_properties import TemplateProperties
 from llmtrain.data.text_encoder import TextEncoder, Tokens
@@ -147,8 +149,49 @@ class Renderer:
         )
 
     def _render_conversation(self, conversation: Conversation) -> Rendered:
-        tools = conversation.tools
-        adapted = adapt_messages(without_weights(conversation.messages), self.template)
+        texts, special_as_text = self._texts_of(conversation.messages, conversation.tools)
+        counts = Counter(special_as_text=special_as_text)
+        turns = self._turn_finder.find(
+            texts,
+            is_trained=trained_messages(conversation.messages),
+            after=conversation.untrained,
+            counts=counts,
+        )
+
+        sequences: list[TokenSequence] = []
+        for encoded in self._encode(turns, has_escapes=special_as_text > 0):
+            self._add(sequences, encoded)
+        return Rendered(sequences, counts=counts, unread_fields=other_fields_of(texts.messages))
+
+    def prompt(
+        self, messages: list[Message], tools: list[Fields] | None, thinking: bool | None
+    ) -> list[int]:
+        """Return the tokens of a conversation, with those that ask for the next answer.
+
+        An answer of the assistant is trained after the same tokens.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that it may call.
+            thinking: ask for an answer with or without reasoning, if the template can. ``None``:
+                leave that to the template.
+
+        Raises:
+            BadRecord: if the chat template refuses the conversation, or its text cannot be used.
+        """
+        texts, special_as_text = self._texts_of(messages, tools)
+        options = {} if thinking is None else self.template.prompt_options(thinking)[0]
+        text = texts.prompt(len(messages), options)
+        return self.encoder.encode(text, has_escapes=special_as_text > 0).ids
+
+    def _texts_of(
+        self, messages: list[Message], tools: list[Fields] | None
+    ) -> tuple[ConversationTexts, int]:
+        """Return the texts of a conversation, and the number of special tokens in its messages.
+
+        These are escaped.
+        """
+        adapted = adapt_messages(without_weights(messages), self.template)
         # The template shows the messages. Some targets are made of reasoning that is not in them.
         shown: list[Any] = [adapted.messages, tools]
         if self.template.opens_reasoning and self.template.reasoning_field is None:
@@ -159,23 +202,10 @@ class Renderer:
             messages, tools = escaped[:2]
             reasoning, _ = self.encoder.escaping.escape(adapted.reasoning)
             adapted = AdaptedMessages(messages, reasoning)
-
         texts = ConversationTexts(self.template.jinja, adapted, tools)
-        has_escapes = special_as_text > 0
-        if has_escapes:
+        if special_as_text:
             self.encoder.escaping.check_json(texts.complete.text)
-        counts = Counter(special_as_text=special_as_text)
-        turns = self._turn_finder.find(
-            texts,
-            is_trained=trained_messages(conversation.messages),
-            after=conversation.untrained,
-            counts=counts,
-        )
-
-        sequences: list[TokenSequence] = []
-        for encoded in self._encode(turns, has_escapes):
-            self._add(sequences, encoded)
-        return Rendered(sequences, counts=counts, unread_fields=other_fields_of(adapted.messages))
+        return texts, special_as_text
 
     # --- from text to tokens
 

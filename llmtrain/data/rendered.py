@@ -7,6 +7,14 @@ import numpy as np
 
 from llmtrain.data.text_encoder import TextEncoder
 
+# The counts of trained turns whose prompt asks for reasoning, for none, or leaves that to the
+# template. If a template cannot be asked, there are no such counts.
+THINKING_COUNTS = {
+    True: "thinking_turns",
+    False: "no_thinking_turns",
+    None: "unset_thinking_turns",
+}
+
 
 class TurnEnd(NamedTuple):
     """The part of a token sequence up to the end of one of its assistant turns.
@@ -68,6 +76,7 @@ class Rendered(NamedTuple):
               lead to the text in ``{% generation %}`` blocks.
             - ``unweighted_turns``: turns that are not trained, because their weight is 0.
             - ``special_as_text``: special tokens in messages that are encoded as text.
+            - :data:`THINKING_COUNTS`: turns by the setting with which they are prompted for.
         unread_fields: the number of messages that have each field that is not read here.
     """
 

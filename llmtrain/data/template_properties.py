@@ -12,14 +12,14 @@ from typing import Literal, TypeAlias
 from llmtrain.data.jinja_template import JinjaTemplate, TemplateOptions
 from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
-from llmtrain.data.tokenizer import FastTokenizer
+from llmtrain.data.tokenizer import FastTokenizer, control_tokens_of
 from llmtrain.files import json_text
 
 # How a template takes the arguments of a call: as an object, or as a string of JSON.
 ArgumentsType: TypeAlias = Literal["object", "string"]
 
 # The variable of templates that asks for a prompt with or without reasoning.
-_REASONING_OPTION = "enable_thinking"
+REASONING_OPTION = "enable_thinking"
 OPEN_THINK_TAG = re.compile(r"<think>\s*$")
 
 # A conversation that shows how a template renders. It has two turns, because many templates render
@@ -96,14 +96,14 @@ class TemplateProperties:
         self._end_of_answer = self._find_end_token(_ANSWER, following=_NEXT_QUESTION)
         self._end_of_call = self._find_end_of_call()
         self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
-        self.control_tokens = self._find_control_tokens()
+        self.control_tokens = control_tokens_of(tokenizer, self.stop_token_ids)
         self._stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
         self._stop_tokens = re.compile(f"(?:{self._stop_token.pattern})+")
 
     def prompt_options(self, with_reasoning: bool) -> list[TemplateOptions]:
         """Return the options with which to prompt for a turn, in the order in which to try them."""
         if self.has_reasoning_option:
-            return [{_REASONING_OPTION: with_reasoning}, {}]
+            return [{REASONING_OPTION: with_reasoning}, {}]
         return [{}]
 
     def end_token_of(self, message: Message) -> str:
@@ -184,10 +184,10 @@ class TemplateProperties:
         """Return whether the option leads to two different prompts, with and without reasoning."""
         question = [_QUESTION]
         prompt_with_reasoning = self._attempt(
-            question, add_generation_prompt=True, options={_REASONING_OPTION: True}
+            question, add_generation_prompt=True, options={REASONING_OPTION: True}
         )
         prompt_without_reasoning = self._attempt(
-            question, add_generation_prompt=True, options={_REASONING_OPTION: False}
+            question, add_generation_prompt=True, options={REASONING_OPTION: False}
         )
         if not prompt_with_reasoning or not prompt_without_reasoning:
             return False
@@ -229,10 +229,9 @@ class TemplateProperties:
         # An id that is no added token is left out. Either it is an ordinary token, which messages
         # may hold, or the tokenizer does not have it.
         added_tokens = self.tokenizer.added_tokens_decoder
-        all_ids = {
-            int(self.tokenizer.eos_token_id),
-            *(id for id in stop_token_ids if id in added_tokens),
-        }
+        all_ids = {id for id in stop_token_ids if id in added_tokens}
+        if self.tokenizer.eos_token_id is not None:
+            all_ids.add(int(self.tokenizer.eos_token_id))
         last_of_conversation = self._last_special_token_after_answer()
         if last_of_conversation is not None:
             all_ids.add(self._special_ids[last_of_conversation])
@@ -250,16 +249,6 @@ class TemplateProperties:
             return None
         tokens: list[str] = self._special.findall(run[0])
         return tokens[-1]
-
-    def _find_control_tokens(self) -> dict[int, str]:
-        """Return the special tokens, the stop tokens and EOS."""
-        control_tokens = {
-            id: token.content
-            for id, token in self.tokenizer.added_tokens_decoder.items()
-            if token.special or id in self.stop_token_ids
-        }
-        control_tokens.setdefault(int(self.tokenizer.eos_token_id), self._eos)
-        return control_tokens
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -92,7 +92,7 @@ class TextEncoder:
 
         self.border_texts = self._find_border_tokens()
         # Tables by id. Their last entry is for all larger ids, which are no control tokens.
-        size = max(control_tokens) + 2
+        size = max(control_tokens, default=0) + 2
         self._is_control = np.zeros(size, bool)
         self._is_other_control = np.zeros(size, bool)  # at which a text is not always divided
         self._control_bytes = np.zeros(size, int)

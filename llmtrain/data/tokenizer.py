@@ -1,7 +1,7 @@
 """Tokenizers: trained on the data (char, byte, bpe), or any fast tokenizer of Hugging Face."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -170,6 +170,20 @@ def begins_with_bos(tokenizer: FastTokenizer) -> bool:
     """Return whether a tokenizer puts BOS before every text."""
     has_bos = tokenizer.bos_token_id is not None
     return has_bos and tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+
+
+def control_tokens_of(
+    tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()
+) -> dict[int, str]:
+    """Return the id and the text of the special tokens, of EOS and of further stop tokens."""
+    tokens = {
+        id: token.content
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special or id in stop_token_ids
+    }
+    if tokenizer.eos_token_id is not None:
+        tokens.setdefault(int(tokenizer.eos_token_id), str(tokenizer.eos_token))
+    return tokens
 
 
 def stop_token_ids_of(name: str) -> list[int]:

@@ -23,9 +23,15 @@ from llmtrain.data.jinja_template import (
     TemplateOptions,
 )
 from llmtrain.data.messages import BadRecord, Message
+from llmtrain.data.rendered import THINKING_COUNTS
 from llmtrain.data.sources import Fields
 from llmtrain.data.template_messages import AdaptedMessages
-from llmtrain.data.template_properties import OPEN_THINK_TAG, TemplateProperties, any_of
+from llmtrain.data.template_properties import (
+    OPEN_THINK_TAG,
+    REASONING_OPTION,
+    TemplateProperties,
+    any_of,
+)
 
 
 class Turn(NamedTuple):
@@ -85,11 +91,13 @@ class _ShownTurn(NamedTuple):
         prompt: the text before it.
         target: its own text.
         end_token: the token that ends it if the target does not end with one; otherwise empty.
+        options: the options of the template that lead to the prompt.
     """
 
     prompt: str
     target: str
     end_token: str
+    options: TemplateOptions
 
 
 class ConversationTexts:
@@ -208,7 +216,7 @@ class TurnFinder:
         if shown is None:
             counts["mismatched_calls" if messages.is_call else "mismatched_answers"] += 1
             return None
-        prompt, target, end_token = shown
+        prompt, target, end_token, options = shown
 
         contents = [message["content"].strip() for message in messages.messages]
         if any(content not in target for content in [*messages.reasoning, *contents]):
@@ -223,6 +231,8 @@ class TurnFinder:
                 counts["unmarked_turns"] += 1
         if not spans:
             return None
+        if self._template.has_reasoning_option:
+            counts[THINKING_COUNTS[options.get(REASONING_OPTION)]] += 1
         if end_token:
             spans.append((len(target), len(target + end_token)))
         return Turn(prompt, target + end_token, spans)
@@ -278,9 +288,9 @@ class TurnFinder:
 
         prompt = _prompt_of(texts, messages, options)
         if end:
-            return _ShownTurn(prompt, target[: end.end()], end_token="")
+            return _ShownTurn(prompt, target[: end.end()], end_token="", options=options)
         end_token = self._template.end_token_of(messages.messages[-1])
-        return _ShownTurn(prompt, target.rstrip(), end_token)
+        return _ShownTurn(prompt, target.rstrip(), end_token, options)
 
 
 def _turns_of(texts: ConversationTexts, after: int) -> Iterator[_TurnMessages]:

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from llmtrain.errors import UserError, as_user_error, first_line
+from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
 from llmtrain.model_folders import holds_model, is_adapter
 from llmtrain.models.adapters import adapted_model
@@ -108,91 +108,18 @@ class TextModel:
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
         text_config = self.model.config.get_text_config()
         self.context: int = getattr(text_config, "max_position_embeddings", None) or 2**31
-        # This may hold None, if a setting is missing. No token equals it.
-        self.stop_token_ids = {*self._stop_token_ids(folder), self.tokenizer.eos_token_id}
 
-    def _stop_token_ids(self, folder: Path) -> list[int | None]:
-        """Return the stop tokens of the generation settings; ``[None]`` if they name none."""
-        stop_token_ids = getattr(self.model.generation_config, "eos_token_id", None)
+        stops = getattr(self.model.generation_config, "eos_token_id", None)
         # The base of an adapter does not know the tokens that end the turns of a conversation. The
         # adapter's folder may have its own settings.
         if is_adapter(folder):
-            settings = read_object(folder / "generation_config.json")
-            stop_token_ids = settings.get("eos_token_id", stop_token_ids)
-        return stop_token_ids if isinstance(stop_token_ids, list) else [stop_token_ids]
-
-    def check_chats(self) -> None:
-        """Raise :class:`UserError` if the tokenizer has no chat template."""
-        if self.tokenizer.chat_template is None:
-            raise UserError(
-                "this model has no chat template: it can only continue text; use llmtrain generate."
-            )
-
-    def chat_prompt(self, messages: list[dict[str, Any]], thinking: bool = True) -> list[int]:
-        """Return the tokens of a conversation, up to the beginning of the next answer.
-
-        Args:
-            messages: the conversation, which ends with a question.
-            thinking: if false, ask the template for an answer without reasoning. Templates without
-                such a switch ignore this.
-
-        Raises:
-            UserError: if the chat template refuses the conversation.
-        """
-        template_options: dict[str, Any] = {} if thinking else {"enable_thinking": False}
-        # as_user_error describes errors of the hub, unless it gets another function.
-        with as_user_error("the chat template refuses this", describe=first_line):
-            text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **template_options
-            )
-        return self._encode(str(text))
-
-    def fitting_prompt(
-        self,
-        messages: list[dict[str, str]],
-        kept_messages: int,
-        answer_tokens: int,
-        thinking: bool = True,
-    ) -> tuple[int, list[int]]:
-        """Render the prompt for the next answer, without the oldest messages if they do not fit.
-
-        Args:
-            messages: the conversation, which ends with a question.
-            kept_messages: how many messages at its beginning are never dropped.
-            answer_tokens: how many tokens to leave for the answer.
-            thinking: see :meth:`chat_prompt`.
-
-        Returns:
-            The number of dropped messages, which are questions with their answers, and the tokens
-            of the prompt. If even the last question does not fit, the prompt with only that and the
-            kept messages is returned, although it is too long.
-        """
-        dropped = 0
-        while True:
-            remaining = [*messages[:kept_messages], *messages[kept_messages + dropped :]]
-            ids = self.chat_prompt(remaining, thinking)
-            fits = len(ids) + answer_tokens <= self.context
-            # Each question is dropped with its answer. The last question has no answer yet.
-            messages_after_next_pair = len(messages) - kept_messages - dropped - 2
-            is_last_question = messages_after_next_pair <= 0
-            if fits or is_last_question:
-                return dropped, ids
-            dropped += 2
-
-    @property
-    def can_begin(self) -> bool:
-        """Whether the tokenizer has a token that begins a text, so that a prompt may be empty."""
-        return self._first_token is not None
-
-    @property
-    def _first_token(self) -> int | None:
-        tokenizer = self.tokenizer
-        token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return cast("int | None", token)
+            stops = read_object(folder / "generation_config.json").get("eos_token_id", stops)
+        stop_token_ids = stops if isinstance(stops, list) else [stops]
+        self.stop_token_ids = {*stop_token_ids, self.tokenizer.eos_token_id} - {None}
 
     @torch.no_grad()
     def stream(
-        self, prompt: str | list[int], sampling: Sampling, number: int = 0, turn: int = 0
+        self, prompt: list[int], sampling: Sampling, number: int = 0, turn: int = 0
     ) -> Iterator[str]:
         """Generate a continuation of a prompt, and yield it in pieces of text.
 
@@ -201,17 +128,20 @@ class TextModel:
         computed again from the rest.
 
         Args:
-            prompt: a text or its tokens.
+            prompt: its tokens; see :class:`llmtrain.data.prompts.Prompts`.
             sampling: how tokens are sampled.
             number: the number of the prompt; see :meth:`Sampling.generator`.
             turn: the number of earlier answers in its conversation.
         """
-        generator = sampling.generator(number, turn)
-        ids_of_prompt = self._prompt_ids(prompt)
-        # One less than the context: if the prompt filled it, the loop would drop the older half.
-        ids = ids_of_prompt[-max(self.context - 1, 1) :]
+        from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        cache_name = _cache_name()
+        generator = sampling.generator(number, turn)
+        # One less than the context: if the prompt filled it, the loop would drop the older half.
+        ids = prompt[-max(self.context - 1, 1) :]
+
+        # transformers 5.24 renamed past_key_values.
+        names = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)]
+        cache_name = "cache" if "cache" in names else "past_key_values"
         new_ids = ids  # tokens that the cache does not hold yet
         cache = None
         has_cache = True
@@ -238,35 +168,12 @@ class TextModel:
             ids = [*ids, token]
             new_ids = [token] if has_cache else ids
             generated.append(token)
-            text = continuation_text(self.tokenizer, ids_of_prompt, generated)
+            text = continuation_text(self.tokenizer, prompt, generated)
             # A character may have several tokens. Wait until it is complete.
             is_partial = text.endswith(_PARTIAL_CHARACTER)
             if not is_partial:
                 yield text[len(yielded) :]
                 yielded = text
-
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, which may be longer than the context."""
-        # The callers cut long texts, so the tokenizer need not warn of them.
-        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return cast("list[int]", encoded["input_ids"])
-
-    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the tokens of a prompt. An empty one becomes the token that begins a text."""
-        ids: list[int] = []
-        if not prompt:
-            if self._first_token is not None:
-                ids = [self._first_token]
-        elif isinstance(prompt, str):
-            ids = self._encode(prompt)
-        else:
-            ids = prompt
-
-        if not ids:
-            raise UserError(
-                "this model's tokenizer has no token to begin a text with; give a --prompt."
-            )
-        return ids
 
 
 def largest_logit_difference(first_name: str, second_name: str) -> tuple[float, float]:
@@ -295,15 +202,6 @@ def _some_logits(model: TextModel) -> torch.Tensor:
     ids = [*newest, *every_seventh][: model.context]
     out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
     return cast(torch.Tensor, out.logits)
-
-
-def _cache_name() -> str:
-    """Return the name of the cache among the arguments and outputs of a model."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    # transformers 5.24 renamed past_key_values.
-    names = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)]
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -337,11 +337,11 @@ def _single_row(
 def sample(
     engine: Engine,
     tokenizer: Any,
-    prompts: Sequence[str | list[int]],
+    prompts: Sequence[list[int]],
     sampling: Sampling,
     stop_token_ids: Collection[int] = (),
 ) -> list[str]:
-    """Generate a continuation of each prompt, or an answer if there is a chat template.
+    """Generate a continuation of each prompt.
 
     All ranks call this and compute the same text, because no rank may hold the full model. Torch's
     own generators stay as they are.
@@ -349,7 +349,7 @@ def sample(
     Args:
         engine: computes the model's outputs.
         tokenizer: the tokenizer.
-        prompts: the prompts, each a text or its tokens.
+        prompts: the tokens of each prompt.
         sampling: how tokens are chosen, and how many.
         stop_token_ids: the tokens at which an answer ends, besides EOS.
     """
@@ -360,27 +360,13 @@ def sample(
     texts = []
     try:
         for number, prompt in enumerate(prompts):
-            ids = _prompt_tokens(tokenizer, prompt) if isinstance(prompt, str) else prompt
-            new_ids = _generate(engine, ids, sampling, number)
+            new_ids = _generate(engine, prompt, sampling, number)
             answer = itertools.takewhile(lambda token: token not in stops, new_ids)
-            texts.append(continuation_text(tokenizer, ids, [*answer]))
+            texts.append(continuation_text(tokenizer, prompt, [*answer]))
     finally:
         engine.free_gathered_weights()
         model.train(was_training)
     return texts
-
-
-def _prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; an empty prompt becomes a BOS or EOS token."""
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    if ids:
-        return ids
-    if tokenizer.bos_token_id is not None:
-        return [tokenizer.bos_token_id]
-    return [tokenizer.eos_token_id]
 
 
 def _generate(engine: Engine, ids: list[int], sampling: Sampling, number: int) -> list[int]:

@@ -4,6 +4,8 @@ import signal
 import time
 
 from llmtrain.console import say
+from llmtrain.data.prompts import Prompts
+from llmtrain.errors import as_user_error, first_line
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
@@ -58,6 +60,15 @@ class Evaluation(LoopCallback):
 class Samples(LoopCallback):
     """Writes samples of the model's text to ``samples.jsonl``, every ``--eval_steps`` steps."""
 
+    def __init__(self, context: LoopContext) -> None:
+        super().__init__(context)
+        rows = self.run.rows
+        assert rows.tokenizer is not None  # or the settings would be refused
+        prompts = Prompts(rows.tokenizer, rows.stop_token_ids)
+        with as_user_error("--sample_prompts", describe=first_line):
+            texts = self.settings.eval.sample_prompts
+            self._prompts = [prompts.of_question(text) for text in texts]
+
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         # A run that was asked to stop makes no samples, to stop sooner.
         if info.should_stop and not info.is_last:
@@ -66,7 +77,6 @@ class Samples(LoopCallback):
             return
         self.loop_context.settle()
         start = time.monotonic()
-        prompts = self.settings.eval.sample_prompts
         sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=self.settings.optim.seed)
 
         self.engine.phases.begin("a sample")
@@ -74,13 +84,13 @@ class Samples(LoopCallback):
             texts = sample(
                 self.engine,
                 self.run.rows.tokenizer,
-                prompts,
+                self._prompts,
                 sampling,
                 stop_token_ids=self.run.rows.stop_token_ids,
             )
         # A run with a time limit stops early enough to make samples once more.
         self.run.deadline.reserve("samples", time.monotonic() - start)
-        pairs = zip(prompts, texts, strict=True)
+        pairs = zip(self.settings.eval.sample_prompts, texts, strict=True)
         self.run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
 
 

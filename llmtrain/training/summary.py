@@ -51,7 +51,8 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
             (text,) = sample(
                 engine,
                 rows.tokenizer,
-                [question or _first_tokens(rows)],
+                # The first token of a row begins a text.
+                [question or rows.train[0]["input_ids"][:1]],
                 Sampling(max_new_tokens=SAMPLE_TOKENS, temperature=temperature),
                 stop_token_ids=rows.stop_token_ids,
             )
@@ -67,15 +68,6 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
         if engine.ranks.is_main:
             note(f"the run is finished; its model wrote no sample: {first_line(error)}")
         return None
-
-
-def _first_tokens(rows: Tokenized) -> list[int]:
-    """Return the token that begins a text, or that of the first row if the tokenizer has none."""
-    assert rows.tokenizer is not None  # or the model would write no text
-    for token in (rows.tokenizer.bos_token_id, rows.tokenizer.eos_token_id):
-        if isinstance(token, int):
-            return [token]
-    return rows.train[0]["input_ids"][:1]
 
 
 def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:

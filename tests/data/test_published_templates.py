@@ -15,7 +15,7 @@ import transformers
 from llmtrain.data.formats import Conversation, conversation_of
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import Rendered
+from llmtrain.data.rendered import THINKING_COUNTS, Rendered
 from llmtrain.data.template_messages import adapt_messages
 from tests.data.published_templates import (
     KINDS,
@@ -72,7 +72,10 @@ def left_out_turns(rendered: Rendered) -> int:
 def check_targets(
     rendered: Rendered, conversation: Conversation, renderer: Renderer, stops: list[str]
 ) -> None:
-    """Check that each turn is a target once, after the prompt of a chat, up to a stop token."""
+    """Check that each turn is a target once, after the prompt of a chat, up to a stop token.
+
+    The prompts of `llmtrain generate` and of samples must be the same.
+    """
     tokenizer = renderer.tokenizer
     messages, reasoning = adapt_messages(conversation.messages, renderer.template)
 
@@ -105,9 +108,19 @@ def check_targets(
             if shows_reasoning:
                 prompts.append(prompt_ids(turn))
             assert sequence.ids[:start].tolist() in prompts
+            assert sequence.ids[:start].tolist() in [
+                renderer.prompt(conversation.messages[:turn], conversation.tools, thinking)
+                for thinking in trained_settings(rendered)
+            ]
 
     assert len(set(trained_turns)) == len(trained_turns)
     assert len(trained_turns) == len(turns) - left_out_turns(rendered)
+
+
+def trained_settings(rendered: Rendered) -> list[bool | None]:
+    """Return the thinking settings with which the turns are prompted for."""
+    settings = [setting for setting, name in THINKING_COUNTS.items() if rendered.counts[name]]
+    return settings or [None]
 
 
 def target_sections(loss_mask: np.ndarray) -> list[tuple[int, int]]:

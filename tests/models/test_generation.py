@@ -1,7 +1,6 @@
 """Generating text: the cache, the context, sampling, conversations, and the commands."""
 
 import io
-import itertools
 import json
 import logging
 import shlex
@@ -24,8 +23,11 @@ from transformers import (
 )
 
 from llmtrain.cli import main
+from llmtrain.commands import chat
+from llmtrain.commands.chat import fitting_prompt
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
+from llmtrain.data.prompts import Prompts
 from llmtrain.errors import UserError
 from llmtrain.model_folders import model_folder
 from llmtrain.models.config import GPTConfig
@@ -81,8 +83,12 @@ def chat_model(chat_folder: Path) -> TextModel:
     return TextModel(str(chat_folder))
 
 
-def continuation(model: TextModel, prompt: str | list[int], **sampling: Any) -> str:
-    return "".join(model.stream(prompt, Sampling(**sampling)))
+def prompts_of(model: TextModel) -> Prompts:
+    return Prompts(model.tokenizer, model.stop_token_ids)
+
+
+def continuation(model: TextModel, prompt: str, **sampling: Any) -> str:
+    return "".join(model.stream(prompts_of(model).of_text(prompt), Sampling(**sampling)))
 
 
 def numbered_tokenizer() -> PreTrainedTokenizerFast:
@@ -342,15 +348,22 @@ def test_an_answer_ends_at_any_of_the_tokens_that_the_folder_names(chat_model: T
 
 
 def test_a_conversation_needs_a_chat_template(text_model: TextModel, chat_model: TextModel) -> None:
-    chat_model.check_chats()
+    prompts_of(chat_model).chat_renderer()
     with pytest.raises(UserError, match="use llmtrain generate"):
-        text_model.check_chats()
+        prompts_of(text_model).chat_renderer()
 
 
 # --- conversations that do not fit
 
 
 SYSTEM_MESSAGE = {"role": "system", "content": "s"}
+
+
+def make_fitting(
+    model: TextModel, messages: list[dict[str, str]], kept_messages: int
+) -> tuple[list[dict[str, str]], list[int]]:
+    """Make a prompt that leaves ten tokens for the answer."""
+    return fitting_prompt(prompts_of(model), messages, kept_messages, model.context - 10)
 
 
 def numbered_questions(count: int) -> list[dict[str, str]]:
@@ -364,15 +377,16 @@ def numbered_questions(count: int) -> list[dict[str, str]]:
 
 def test_a_conversation_that_fits_is_whole(chat_model: TextModel) -> None:
     messages = [SYSTEM_MESSAGE, *numbered_questions(1)]
-    dropped, _ = chat_model.fitting_prompt(messages, 1, answer_tokens=10)
-    assert dropped == 0
+    fitting, _ = make_fitting(chat_model, messages, 1)
+    assert fitting == messages
 
 
 def test_the_oldest_questions_are_dropped_with_their_answers(chat_model: TextModel) -> None:
     messages = [SYSTEM_MESSAGE, *numbered_questions(9)]
 
-    dropped, ids = chat_model.fitting_prompt(messages, 1, answer_tokens=10)
+    fitting, ids = make_fitting(chat_model, messages, 1)
 
+    dropped = len(messages) - len(fitting)
     assert dropped > 0
     assert dropped % 2 == 0
     assert len(ids) + 10 <= CHAT_CONTEXT
@@ -386,8 +400,8 @@ def test_the_oldest_questions_are_dropped_with_their_answers(chat_model: TextMod
 
 def test_the_last_question_stays_even_if_it_is_too_long(chat_model: TextModel) -> None:
     messages = [*numbered_questions(2)[:2], {"role": "user", "content": "x" * 90}]
-    dropped, ids = chat_model.fitting_prompt(messages, 0, answer_tokens=10)
-    assert dropped == 2
+    fitting, ids = make_fitting(chat_model, messages, 0)
+    assert fitting == messages[2:]
     assert len(ids) > 90
 
 
@@ -405,15 +419,15 @@ def transformers_warnings(caplog: pytest.LogCaptureFixture, chat_model: TextMode
 def test_cutting_a_long_conversation_warns_of_nothing(
     chat_model: TextModel, transformers_warnings: pytest.LogCaptureFixture
 ) -> None:
-    dropped, _ = chat_model.fitting_prompt(numbered_questions(30), 0, answer_tokens=10)
-    assert dropped > 0
+    fitting, _ = make_fitting(chat_model, numbered_questions(30), 0)
+    assert len(fitting) < 59
     assert transformers_warnings.text == ""
 
 
 def test_cutting_a_long_text_warns_of_nothing(
     chat_model: TextModel, transformers_warnings: pytest.LogCaptureFixture
 ) -> None:
-    assert list(itertools.islice(chat_model.stream("x" * 90, Sampling(max_new_tokens=1)), 1))
+    assert continuation(chat_model, "x" * 90, max_new_tokens=3)
     assert transformers_warnings.text == ""
 
 
@@ -442,8 +456,10 @@ RECORDS: list[dict[str, Any]] = [
 
 def expected_result(model: TextModel, record: dict[str, Any]) -> dict[str, Any]:
     prompt = record.get("prompt") or record["messages"]
-    ids = prompt if isinstance(prompt, str) else model.chat_prompt(prompt)
-    return {**record, "text": continuation(model, ids, max_new_tokens=6, temperature=0)}
+    prompts = prompts_of(model)
+    ids = prompts.of_text(prompt) if isinstance(prompt, str) else prompts.of_messages(prompt)
+    text = "".join(model.stream(ids, Sampling(max_new_tokens=6, temperature=0)))
+    return {**record, "text": text}
 
 
 @pytest.mark.parametrize("source", ["file", "input"])
@@ -488,12 +504,10 @@ def test_an_empty_input_begins_a_text(folder: Path, output_of) -> None:
         pytest.param(
             '{"text": "a"}', 'line 1 is not a JSON object with a "prompt"', id="no prompt"
         ),
-        pytest.param(
-            '{"prompt": 3}', "line 1: a prompt is a text or a list of messages", id="number"
-        ),
+        pytest.param('{"prompt": 3}', "line 1: field 'prompt' is 3, not text", id="number"),
         pytest.param(
             '{"messages": [{"role": "assistant", "content": "a"}]}',
-            "line 1 ends with an answer",
+            "line 1: the prompt ends with an assistant message",
             id="no question",
         ),
     ],
@@ -522,13 +536,12 @@ def test_a_chat_message_may_have_blank_lines_and_an_empty_line_is_no_message(
     chat_folder: Path, output_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions = []
-    fitting_prompt = TextModel.fitting_prompt
 
     def record_question(
-        model: TextModel, messages: list[dict[str, str]], **options: Any
-    ) -> tuple[int, list[int]]:
+        prompts: Prompts, messages: list[dict[str, str]], **options: Any
+    ) -> tuple[list[dict[str, str]], list[int]]:
         questions.append(messages[-1]["content"])
-        return fitting_prompt(model, messages, **options)
+        return fitting_prompt(prompts, messages, **options)
 
     turns = []
     generator = Sampling.generator
@@ -537,7 +550,7 @@ def test_a_chat_message_may_have_blank_lines_and_an_empty_line_is_no_message(
         turns.append((number, turn))
         return generator(sampling, number, turn)
 
-    monkeypatch.setattr(TextModel, "fitting_prompt", record_question)
+    monkeypatch.setattr(chat, "fitting_prompt", record_question)
     monkeypatch.setattr(Sampling, "generator", record_turn)
     text = 'a\n\n"""\nb\n\nc\n"""\n"""d"""\n"""e\nf"""\n'
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Lfm2Co
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from llmtrain.cli import main
+from llmtrain.data.prompts import Prompts
 from llmtrain.models.generation import Sampling, TextModel
 from tests.forked import run_forked
 from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, read_json, write_chats
@@ -208,7 +209,7 @@ def test_a_pipeline_writes_what_generate_writes(folders: dict[str, Path]) -> Non
         chat, max_new_tokens=12, do_sample=False, repetition_penalty=1.0, return_tensors=True
     )
     ours = TextModel(str(folders["merged"]))
-    prompt = ours.chat_prompt(chat)
+    prompt = Prompts(ours.tokenizer).of_messages(chat)
     ids = result["generated_token_ids"]
     assert ids[: len(prompt)] == prompt
     text = pipe.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
@@ -223,7 +224,7 @@ def test_lm_eval_loads_a_folder_itself_and_scores_with_our_logits(
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     loaded = huggingface.HFLM(pretrained=str(folders["merged"]), device="cpu")
     ours = TextModel(str(folders["merged"]))
-    ids = torch.tensor([ours.chat_prompt([{"role": "user", "content": "ab"}])])
+    ids = torch.tensor([Prompts(ours.tokenizer).of_question("ab")])
     with torch.no_grad():
         torch.testing.assert_close(loaded._model_call(ids), ours.model(ids).logits)
     assert loaded.tok_encode("ab") == ours.tokenizer.encode("ab")

@@ -23,6 +23,7 @@ from llmtrain.training.periodic import Samples
 from llmtrain.training.step_log import Logging
 from recipes import finetune, gpt
 from tests.engines import engine_of
+from tests.models.small_models import byte_tokenizer
 
 UNUSED: Any = None
 
@@ -117,7 +118,7 @@ def test_a_run_that_stops_makes_samples_only_after_its_last_step(
             eval=SimpleNamespace(eval_steps=2, sample_prompts=["a"]),
             optim=SimpleNamespace(seed=0),
         ),
-        rows=SimpleNamespace(tokenizer=None, stop_token_ids=()),
+        rows=SimpleNamespace(tokenizer=byte_tokenizer(), stop_token_ids=()),
         deadline=SimpleNamespace(reserve=reserved_seconds.__setitem__),
         log_samples=lambda samples: logged.append(samples[0]["text"]),
     )
