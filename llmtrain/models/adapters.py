@@ -201,6 +201,10 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     with warnings.catch_warnings():
         ignore_peft_warnings()
         merged: PreTrainedModel = adapted.merge_and_unload()
+    is_reward_model = gives_scores(folder_config(adapter))
+    if is_reward_model:
+        # The tokenizer knows what was padding in training, and the base has its own padding token.
+        merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     # A copy, because a model that has loaded weights remembers how these were quantized.
     architecture = without_weights(functools.partial(type(merged), merged.config))
@@ -212,11 +216,13 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
             [],
             base,
             base_revision(adapter),
-            is_reward_model=gives_scores(folder_config(adapter)),
+            is_reward_model=is_reward_model,
         )
 
+    config = config_values(merged.config)
+    config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
     files = ModelFiles(
-        config=_merged_config(merged, tokenizer),
+        config=config,
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
@@ -234,16 +240,6 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         shutil.copy(adapter / "generation_config.json", folder)
     merged_from = {**_identity_of(adapter), "dtype": dtype}
     write_json(folder / _MERGED_FROM, merged_from, durable=False)
-
-
-def _merged_config(merged: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> JsonObject:
-    """Return ``config.json`` of a merged model."""
-    config = config_values(merged.config)
-    config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
-    if gives_scores(config) and config.get("pad_token_id") is None:
-        pad = tokenizer.pad_token_id
-        config["pad_token_id"] = tokenizer.eos_token_id if pad is None else pad
-    return config
 
 
 def _separate_adapted_embeddings(adapted: "PeftModel") -> None:

@@ -362,6 +362,11 @@ def make_causal_lm(
 
     Call :func:`llmtrain.models.probe.probe` once the weights are in place.
     """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            # The row of a padding token gets no gradient, and a token that ends texts may pad, too.
+            module.padding_idx = None
+
     put_in_front(CausalLM, model)
     causal_lm = cast(CausalLM, model)
     causal_lm.row_length = row_length

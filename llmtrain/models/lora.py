@@ -414,6 +414,7 @@ class AdapterFiles(ModelFiles):
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
         if is_reward_model and self.tokenizer is not None:
+            code += "model.config.pad_token_id = tokenizer.pad_token_id  # not that of the base\n"
             code += scoring_code(self.tokenizer, self.stop_token_ids())
         return code
 

@@ -108,9 +108,8 @@ def build_model(
                 return _load_quantized(name, config.load_in_4bit, options, is_frozen)
 
         if is_reward_model:
-            if tokenizer is None:
-                raise UserError("--loss_type reward needs a tokenizer: answers end at its tokens.")
-            _configure_scores(model_config, tokenizer)
+            check_reward_family(type(model_config))
+            model_config.num_labels = 1
             model_class: Any = AutoModelForSequenceClassification
         else:
             model_class = auto_class(model_config)
@@ -256,21 +255,6 @@ def _load_configuration(name: str, revision: str, *, trust_remote_code: bool) ->
         name, revision=revision, trust_remote_code=trust_remote_code
     )
     return loaded
-
-
-def _configure_scores(
-    model_config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerFast"
-) -> None:
-    """Complete the configuration of a reward model, in place: a token has one score.
-
-    Raises:
-        UserError: if the family has no class for sequence classification.
-    """
-    check_reward_family(type(model_config))
-    model_config.num_labels = 1
-    model_config.pad_token_id = tokenizer.pad_token_id
-    if model_config.pad_token_id is None:
-        model_config.pad_token_id = tokenizer.eos_token_id
 
 
 def _load_quantized(

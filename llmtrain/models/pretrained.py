@@ -48,6 +48,7 @@ from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
+from llmtrain.models.reward_family import with_padding_token
 from llmtrain.models.towers import outside_text_tower, remove_modules
 from llmtrain.seeds import seed_of
 
@@ -175,8 +176,7 @@ def load_model(
         architecture = copy.deepcopy(model)
     new_tokens = _change_as_configured(model, config, rows, adapter, initial_weights, seed)
 
-    loss = preference.loss_name if preference is not None else ""
-    files = _model_files(model, name, rows, loss)
+    files = _model_files(model, name, rows, preference)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
     if name is None or not has_adapter:
         files = replace(files, base_dtypes=_base_dtypes(config, base_tensors))
@@ -390,16 +390,27 @@ def _model_files(
     model: "PreTrainedModel",
     name: str | None,
     rows: PreparedRows,
-    loss: str,
+    preference: PreferenceConfig | None,
 ) -> ModelFiles:
     """Return the files of the finished model's folder.
 
     Args:
-        model: the model that is trained.
+        model: the model that is trained. The padding token of a reward model is set.
         name: the folder or hub name of the model that it starts from.
         rows: the rows to train on.
-        loss: the training loss, for the model card; empty for next-token prediction.
+        preference: the preference loss, if there is one.
+
+    Raises:
+        UserError: if a reward model has no tokenizer.
     """
+    tokenizer = rows.tokenizer
+    if preference is not None and preference.is_reward_model:
+        if tokenizer is None:
+            raise UserError("--loss_type reward needs a tokenizer: answers end at its tokens.")
+        text_config = model.config.get_text_config()
+        tokenizer = with_padding_token(tokenizer, rows.stop_token_ids, text_config.vocab_size)
+        text_config.pad_token_id = tokenizer.pad_token_id
+
     config = with_dtype(config_values(model.config), torch.float32)
     config["architectures"] = [type(model).__name__]
     for key in ("_name_or_path", "transformers_version"):
@@ -407,10 +418,10 @@ def _model_files(
 
     return ModelFiles(
         config=config,
-        tokenizer=rows.tokenizer,
+        tokenizer=tokenizer,
         trained_on=rows.metadata.dataset,
         base=name,
-        loss=loss,
+        loss=preference.loss_name if preference is not None else "",
         generation=_generation_config(model, rows),
     )
 

@@ -2,7 +2,7 @@
 
 A reward model is trained to score an answer at the token that ends it. Transformers scores the last
 token of its input that does not pad. The two differ if the chat template writes a newline after
-that token, or if that token is also used for padding.
+that token.
 """
 
 from collections.abc import Collection
@@ -15,9 +15,6 @@ _QUESTION = {"role": "user", "content": "What is the capital of France?"}
 _ANSWER = {"role": "assistant", "content": "It is Paris."}
 
 _TEXT_CODE = '''
-# Without padding, the last token of the text gives the score.
-model.config.pad_token_id = None
-
 
 def score(prompt: str, answer: str) -> float:
     """Return the score of an answer to a prompt."""
@@ -29,9 +26,6 @@ print(score("What is the capital of France? ", "It is Paris."))
 '''
 
 _CHAT_CODE = '''
-# Without padding, the last token of the text gives the score.
-model.config.pad_token_id = None
-
 
 def score(messages: list[dict[str, str]]) -> float:
     """Return the score of the last message, an answer to the messages before it."""

@@ -1,11 +1,17 @@
-"""Which families of models can be reward models."""
+"""Which families of models can be reward models, and how their texts are padded."""
 
+import copy
+import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from llmtrain.console import note
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_RESERVED = re.compile("reserved|unused|place.?holder", re.IGNORECASE)
 
 _OTHER_FAMILY = (
     "use a model of another family, such as llama, qwen3 or gpt2 "
@@ -44,3 +50,38 @@ def check_score_head(model: "PreTrainedModel") -> None:
         raise UserError(
             f"--loss_type reward: {type(model).__name__} has no head named score; {_OTHER_FAMILY}."
         )
+
+
+def with_padding_token(
+    tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int], vocabulary: int
+) -> "PreTrainedTokenizerFast":
+    """Return a copy of a tokenizer whose padding token ends no answer.
+
+    Transformers scores the last token of a text that is not the padding token. It is the
+    tokenizer's own one, the unknown token, a reserved token, or the next row of the embedding, if
+    no token has that. If there is no such token, the copy has no padding token, and transformers
+    refuses to score several texts at once.
+
+    Args:
+        tokenizer: the tokenizer.
+        stop_token_ids: the tokens at which an answer ends, besides EOS.
+        vocabulary: the number of rows of the embedding.
+    """
+    added_tokens = sorted(tokenizer.added_tokens_decoder.items())
+    reserved = [token_id for token_id, token in added_tokens if _RESERVED.search(token.content)]
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, *reserved]
+    unusable = {None, tokenizer.eos_token_id, *stop_token_ids}
+    usable = [token_id for token_id in candidates if token_id not in unusable]
+
+    padded = copy.deepcopy(tokenizer)
+    if usable:
+        padded.pad_token = tokenizer.convert_ids_to_tokens(usable[0])
+    elif max(tokenizer.get_vocab().values()) + 1 < vocabulary:
+        padded.add_special_tokens({"pad_token": "<|pad|>"})
+    else:
+        padded.pad_token = None
+        note(
+            "this tokenizer has no token to pad texts with that ends no answer, so transformers "
+            "can only score one answer at a time with the finished model"
+        )
+    return padded

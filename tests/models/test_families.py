@@ -155,6 +155,19 @@ def test_loss_and_gradients_are_those_of_transformers_at_any_accumulation(load, 
     )
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "opt", "xglm", "biogpt"])
+def test_a_token_that_the_model_also_pads_with_trains_its_embedding(load, family):
+    overrides = "vocab_size=257,hidden_size=64,tie_word_embeddings=false,pad_token_id=5"
+    model = load(family, config_overrides=overrides).model.eval()
+    assert model.config.pad_token_id == 5
+
+    ids = torch.arange(2, 34)[None]
+    model(ids, labels=ids).backward()
+
+    rows_of_inputs = model.get_input_embeddings().weight.grad[2:33]
+    assert (rows_of_inputs.norm(dim=1) > 0).all()
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
 def test_the_loss_is_the_one_that_the_class_returns_in_float32(load, family):
     model = load(family).model.eval()

@@ -715,12 +715,15 @@ def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
 
 def test_a_merged_reward_model_is_one_and_scores_a_batch(peft_adapter, tmp_path):
     folder = peft_adapter(task_type="SEQ_CLS")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "!"
+    tokenizer.save_pretrained(folder)
 
     write_merged(folder, tmp_path / "merged")
 
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
-    assert config["pad_token_id"] is not None
+    assert config["pad_token_id"] == tokenizer.pad_token_id
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert merged(IDS).logits.shape == (len(IDS), 1)
 

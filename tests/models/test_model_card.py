@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import llmtrain as lt
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
@@ -30,7 +30,6 @@ ANSWERS = ("It is 42, as always.", "I do not know")
 TEMPLATES = {
     "plain text": "none",
     "end token and a newline": "chatml",
-    # The tokenizer has no padding token, so the end token pads, too.
     "EOS": """
         {%- for message in messages -%}
             {%- if message.role == 'user' -%}{{ '[INST] ' + message.content + ' [/INST]' }}
@@ -51,7 +50,9 @@ def build(
 ) -> Callable[..., tuple[ModelBundle, lt.Tokenized]]:
     """Build a small model, and rows with one preference pair."""
 
-    def build(template: str, loss: str) -> tuple[ModelBundle, lt.Tokenized]:
+    def build(
+        template: str, loss: str, tokenizer: str = "byte", overrides: str = OVERRIDES
+    ) -> tuple[ModelBundle, lt.Tokenized]:
         if template not in ("none", "chatml"):
             (tmp_path / "template.jinja").write_text(template)
             template = str(tmp_path / "template.jinja")
@@ -59,11 +60,11 @@ def build(
         dataset = tmp_path / "pairs.jsonl"
         dataset.write_text(json.dumps(record) + "\n")
         rows = lt.tokenize(
-            lt.DataConfig(dataset=[str(dataset)], tokenizer="byte", eval_fraction=0),
+            lt.DataConfig(dataset=[str(dataset)], tokenizer=tokenizer, eval_fraction=0),
             128,
             chat=lt.PairConfig(chat_template=template),
         )
-        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=128)
+        config = ModelConfig(from_config="llama", config_overrides=overrides, max_length=128)
         preference = PreferenceConfig(loss_type=[loss])
         bundle = load_model(config, None, rows, 3, "no", preference=preference)
         return place(accelerator, bundle), rows
@@ -155,15 +156,58 @@ def test_the_card_names_the_loss(loss: str, line: str, build, tmp_path: Path) ->
     assert f"\n{line}\n" in (folder / "README.md").read_text()
 
 
-def test_the_padding_token_of_a_reward_model_may_have_the_id_zero() -> None:
-    """Transformers scores the last token that is not padding."""
+@pytest.mark.parametrize(
+    ("special_tokens", "overrides", "pad_token"),
+    [
+        pytest.param({"pad_token": "<|fill|>"}, "", "<|fill|>", id="its own"),
+        pytest.param({"eos_token": "<|end|>", "pad_token": "<|endoftext|>"}, "", None, id="id 0"),
+        pytest.param({"pad_token": "<|endoftext|>", "unk_token": "<?>"}, "", "<?>", id="unknown"),
+        pytest.param(
+            {"additional_special_tokens": ["<|im_end|>", "<|reserved_3|>"]},
+            "",
+            "<|reserved_3|>",
+            id="reserved",
+        ),
+        pytest.param({}, ",vocab_size=300", "<|pad|>", id="an unused row"),
+    ],
+)
+def test_plain_transformers_gives_a_padded_batch_the_scores_of_training(
+    special_tokens: dict[str, Any], overrides: str, pad_token: str | None, build, tmp_path: Path
+) -> None:
+    """Transformers scores the last token that is not padding, so no answer may end with that."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
-    tokenizer.pad_token = "<|endoftext|>"
-    assert tokenizer.pad_token_id == 0
-    assert tokenizer.eos_token_id != 0
+    tokenizer.add_special_tokens(special_tokens)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    # A base often pads with the token that ends a text.
+    overrides = f"{OVERRIDES},pad_token_id={tokenizer.eos_token_id}{overrides}"
+    bundle, rows = build("none", "reward", str(tmp_path / "tokenizer"), overrides)
+    expected = scores_in_training(bundle, rows)
 
-    config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=64)
-    model = build_model(config, tokenizer, torch.float32, is_frozen=False, is_reward_model=True)
+    folder = export_model(bundle, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token == (pad_token or tokenizer.convert_ids_to_tokens(0))
+    texts = [PROMPT + answer + tokenizer.eos_token for answer in ANSWERS]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    scores = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    assert scores.flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
-    assert model.config.pad_token_id == 0
+    classify = pipeline(
+        "text-classification", str(folder), function_to_apply="none", device="cpu", batch_size=2
+    )
+    assert [result["score"] for result in classify(texts)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_without_a_token_to_pad_with_scores_one_answer_at_a_time(
+    build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, rows = build("none", "reward", overrides=f"{OVERRIDES},pad_token_id=0")
+    assert "score one answer at a time" in capsys.readouterr().err
+
+    folder = export_model(bundle, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [PROMPT + answer + tokenizer.eos_token for answer in ANSWERS]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    scores = [float(model(**tokenizer(text, return_tensors="pt")).logits) for text in texts]
+    assert scores == pytest.approx(scores_in_training(bundle, rows), abs=1e-5)
+    with pytest.raises(ValueError, match="no padding token"):
+        model(torch.zeros(2, 3, dtype=torch.int64))
