@@ -200,7 +200,13 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     _separate_adapted_embeddings(adapted)
     with warnings.catch_warnings():
         ignore_peft_warnings()
-        merged: PreTrainedModel = adapted.merge_and_unload()
+        try:
+            merged: PreTrainedModel = adapted.merge_and_unload()
+        except RuntimeError as error:  # biases of the adapter, and a base without any
+            raise UserError(
+                f"{adapter} cannot be merged: {first_line(error).rstrip('.')}. Use it as it is, "
+                "with peft or --continue_adapter."
+            ) from None
     is_reward_model = gives_scores(folder_config(adapter))
     if is_reward_model:
         # The tokenizer knows what was padding in training, and the base has its own padding token.

@@ -332,24 +332,31 @@ def _initialise(model: nn.Module, seed: int) -> None:
 def with_adapter_weights(model: nn.Module, weights: Weights) -> Weights:
     """Return weights, and initial values of an adapter's parameters that follow from them.
 
-    After the weight of a layer with DoRA come the magnitudes of its rows, which are their norms.
-    The parameters of a module that is trained in full come twice, also for its copy. Parameters of
+    After the weight of a layer with DoRA come its magnitudes, which are the norms of the rows of a
+    matrix, or of the columns of an embedding. A tied weight comes once for both of its layers. The
+    parameters of a module that is trained in full come twice, also for its copy. Parameters of
     an adapter that is trained further have their values already.
     """
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     layers = dict(model.named_modules())
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    tied_names = {names[0]: names for names in names_of.values()}
 
     def stream() -> Weights:
-        for name, weight in weights:
-            yield name, weight
-            copy_name = name.replace(".original_module.", ".modules_to_save.default.")
-            if copy_name != name and copy_name in empty:
-                yield copy_name, weight
-            layer_name = name.removesuffix(".base_layer.weight")
-            magnitudes_name = f"{layer_name}.lora_magnitude_vector.default.weight"
-            if magnitudes_name in empty:
-                rows = weight.T if layers[layer_name].fan_in_fan_out else weight
-                yield magnitudes_name, torch.linalg.norm(rows, dim=1).to(weight.dtype)
+        for first_name, weight in weights:
+            yield first_name, weight
+            for name in tied_names[first_name]:
+                copy_name = name.replace(".original_module.", ".modules_to_save.default.")
+                if copy_name != name and copy_name in empty:
+                    yield copy_name, weight
+                layer_name = name.removesuffix(".base_layer.weight")
+                magnitudes_name = f"{layer_name}.lora_magnitude_vector.default.weight"
+                if magnitudes_name in empty:
+                    dora = layers[magnitudes_name.removesuffix(".weight")]
+                    rows = weight.T if dora.fan_in_fan_out else weight
+                    yield magnitudes_name, torch.linalg.norm(rows, dim=1).to(weight.dtype)
 
     return stream()
 

@@ -212,6 +212,22 @@ def test_training_changes_the_adapter_and_nothing_else(adapt, base, use_dora):
     assert len(changed) == len(adapted) * parts_of_adapter
 
 
+@pytest.mark.parametrize("base", ["untied", "tied"])
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_new_dora_of_an_embedding_or_a_head_begins_as_its_base_with_the_norms_of_peft(
+    layer, base, adapt, bases
+):
+    model = adapt(base, use_dora=True, lora_target_modules=[layer, "q_proj"]).model
+
+    plain = AutoModelForCausalLM.from_pretrained(bases(base))
+    torch.testing.assert_close(logits(model), logits(plain))
+    settings = peft.LoraConfig(use_dora=True, target_modules=[layer, "q_proj"])
+    expected = trained_parameters(peft.get_peft_model(plain, settings).get_base_model())
+    for name, parameter in trained_parameters(model).items():
+        if "magnitude" in name:
+            torch.testing.assert_close(parameter, expected[name], msg=name)
+
+
 @pytest.mark.parametrize(
     ("base", "embedding_matrices"),
     [pytest.param("tied", 1, id="tied"), pytest.param("untied", 2, id="untied")],
@@ -711,6 +727,12 @@ def test_infinite_numbers_of_a_configuration_survive_a_merge(tmp_path):
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.time_step_limit == base.config.time_step_limit
+
+
+def test_biases_of_an_adapter_are_not_merged_into_a_base_without_biases(peft_adapter, tmp_path):
+    folder = peft_adapter(lora_bias=True)
+    with pytest.raises(UserError, match=r"^\S+ cannot be merged: .* no bias\. Use it as .*adapter"):
+        write_merged(folder, tmp_path / "merged")
 
 
 def test_a_merged_reward_model_is_one_and_scores_a_batch(peft_adapter, tmp_path):
