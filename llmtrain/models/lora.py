@@ -195,7 +195,8 @@ def _check_module_targets(model: "PreTrainedModel", module_targets: list[str]) -
         if name.endswith(".lora_A")
     ]
     for target in module_targets:
-        if target != "all-linear" and not any(name.endswith(target) for name in adapted_names):
+        has_adapter = any(f".{name}".endswith(f".{target}") for name in adapted_names)
+        if target != "all-linear" and not has_adapter:
             raise UserError(f"--lora_target_modules: no module is called {target}.")
 
 

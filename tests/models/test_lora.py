@@ -925,6 +925,12 @@ def check_continued_training(
         ),
         pytest.param(
             "untied",
+            {"lora_target_modules": ["q_proj", "proj"]},
+            "no module is called proj",
+            id="one target is the end of a word",
+        ),
+        pytest.param(
+            "untied",
             {"lora_target_modules": ["all-linear", "q_proj"]},
             "all-linear already means every module",
             id="all-linear and a name",
