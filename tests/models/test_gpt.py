@@ -142,6 +142,20 @@ def random_float64(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+def test_gradients_of_bfloat16_weights_are_those_of_float64_up_to_their_rounding() -> None:
+    model = make_gpt("gpt2", VOCABULARY, block_size=128).bfloat16()
+    exact_model = make_gpt("gpt2", VOCABULARY, block_size=128).double()
+    exact_model.load_state_dict(model.state_dict())
+    ids = random_ids(16, 129, vocabulary=VOCABULARY)
+    for each in (model, exact_model):
+        (each(ids, ids) / ids.numel()).backward()
+
+    exact_gradients = {name: p.grad for name, p in exact_model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - exact_gradients[name]).norm() / exact_gradients[name].norm()
+        assert error < 0.02, name
+
+
 def test_the_gradients_of_norms_are_those_of_finite_differences() -> None:
     weight = random_float64(6, seed=0)
     assert torch.autograd.gradcheck(_RMSNorm.apply, (random_float64(2, 3, 6, seed=1), weight))
