@@ -7,6 +7,7 @@ the full weights of a block only while it computes that block.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,20 +32,21 @@ from llmtrain.parallel.shards import local_shard
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+# Weights are gathered as they are stored.
+_STORED_PRECISION = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
 
 def sharding_settings(sharding: Sharding, on_cpu: bool, precision: str) -> dict[str, object]:
     """Return the arguments of ``Accelerator`` that make it shard models.
 
-    If ``precision`` is ``bf16``, weights are gathered in bfloat16 and gradients are summed in
-    float32. Inputs are not cast, because autocast chooses the precision of each product, as under
+    Gradients are summed in float32. If ``precision`` is ``bf16``, weights are gathered in bfloat16.
+    Inputs are not cast, because autocast chooses the precision of each product, as under
     DDP.
     """
-    mixed_precision = MixedPrecisionPolicy()
+    mixed_precision = _STORED_PRECISION
     if precision == "bf16":
-        mixed_precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+        mixed_precision = replace(
+            _STORED_PRECISION, param_dtype=torch.bfloat16, cast_forward_inputs=False
         )
 
     offload = None
@@ -162,14 +164,13 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     fully_shard_on_mesh = functools.partial(
         fully_shard, mesh=accelerator.torch_device_mesh, offload_policy=plugin.cpu_offload
     )
-    full_precision = MixedPrecisionPolicy()
     for unit in units_of(model, separate_norms=accelerator.native_amp):
         fully_shard_on_mesh(
             unit.modules,
             reshard_after_forward=False if unit.starts_backward else plugin.reshard_after_forward,
-            mp_policy=plugin.mixed_precision_policy if unit.is_autocast else full_precision,
+            mp_policy=plugin.mixed_precision_policy if unit.is_autocast else _STORED_PRECISION,
         )
-    fully_shard_on_mesh(model, mp_policy=full_precision)
+    fully_shard_on_mesh(model, mp_policy=_STORED_PRECISION)
 
     # accelerator.prepare() adds autocast to models in DDP, and not to those in FSDP2.
     if accelerator.native_amp:

@@ -73,13 +73,13 @@ class Unit(NamedTuple):
         )
 
     def gradient_bytes(self, parameters: Iterable[LocalParameter]) -> int:
-        """Return the bytes of the full gradients, as FSDP2 adds them up and reduces them.
+        """Return the bytes of the full gradients, which FSDP2 adds up and reduces in float32.
 
         Args:
             parameters: parameters of the model, among which are those of this unit.
         """
         return sum(
-            parameter.numel() * (_FLOAT32_BYTES if self.is_bf16 else parameter.element_bytes)
+            parameter.numel() * _FLOAT32_BYTES
             for parameter in parameters
             if parameter.name in self.names and parameter.is_trained
         )

@@ -134,11 +134,15 @@ def test_settings_that_are_not_supported_are_refused(
         request_sharding(4, FSDP2 | changes)
 
 
-def test_under_bf16_gradients_are_summed_in_float32_and_the_loss_is_not_cast() -> None:
-    settings = sharding_settings(Sharding(replicas=1, shards=2), True, "bf16")
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("no", None)])
+def test_gradients_are_summed_in_float32_and_the_loss_is_not_cast(
+    precision: str, dtype: torch.dtype | None
+) -> None:
+    settings = sharding_settings(Sharding(replicas=1, shards=2), True, precision)
 
     policy = settings["fsdp_plugin"].mixed_precision_policy
-    assert policy.param_dtype == torch.bfloat16
+    assert policy.param_dtype == dtype
     assert policy.reduce_dtype == torch.float32
     assert policy.output_dtype is None
-    assert not policy.cast_forward_inputs, "the residual stream stays in float32"
+    if precision == "bf16":
+        assert not policy.cast_forward_inputs, "the residual stream stays in float32"
