@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
@@ -266,7 +267,27 @@ def _sync(handle: int) -> None:
     os.fsync(handle)
 
 
+def local_path(name: str, source: str = "") -> str:
+    """Return the path that a user has named.
+
+    Args:
+        name: the path.
+        source: what has the name, for the error message, such as ``--output_dir`` and a space.
+
+    Raises:
+        UserError: if it is an address such as ``s3://bucket/run``. As a path, that would be a
+            folder ``s3:`` of the working directory.
+    """
+    if re.match(r"[A-Za-z][\w+.-]*://", name) and not Path(name).exists():
+        raise UserError(
+            f"{source}{name} is an address, not a path; name a folder of this machine, such as one "
+            "where the bucket is mounted."
+        )
+    return name
+
+
 def cache_folder() -> Path:
     """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LLMTRAIN_CACHE") or base / "llmtrain").expanduser()
+    named_folder = local_path(os.environ.get("LLMTRAIN_CACHE", ""), "LLMTRAIN_CACHE=")
+    return Path(named_folder or base / "llmtrain").expanduser()

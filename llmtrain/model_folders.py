@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.files import local_path
 
 
 def is_adapter(folder: Path) -> bool:
@@ -28,7 +29,7 @@ def model_folder(name: str) -> str:
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
             raise UserError(f"{name} is not a folder; check the path.")
-        return name
+        return local_path(name)
     if holds_model(folder):
         return name
 
@@ -51,7 +52,7 @@ def tokenizer_folder(name: str) -> str:
     folder = Path(name)
     holds_models = (folder / "model").is_dir() or (folder / "checkpoints").is_dir()
     has_tokenizer = (folder / "tokenizer.json").exists()
-    return model_folder(name) if holds_models and not has_tokenizer else name
+    return model_folder(name) if holds_models and not has_tokenizer else local_path(name)
 
 
 def is_of_checkpoint(folder: Path) -> bool:

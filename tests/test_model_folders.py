@@ -1,13 +1,17 @@
 """Every model argument takes a run, a checkpoint, a model folder or a hub name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
+from llmtrain.files import cache_folder, write_json
 from llmtrain.model_folders import model_folder, tokenizer_folder
 from llmtrain.models.config import ModelConfig
+from llmtrain.training.settings import RunConfig
+from tests.command_line import run_cli
 
 
 def make_model(folder: Path) -> Path:
@@ -79,3 +83,55 @@ def test_a_run_without_a_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError, match=r"^--model_name_or_path .* holds no model yet"):
         ModelConfig(model_name_or_path=str(tmp_path))
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "hf://org/model", "file:///home/run"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda address: RunConfig(output_dir=address), id="output_dir"),
+        pytest.param(lambda address: RunConfig(resume_from_checkpoint=address), id="resume"),
+        pytest.param(lambda address: ModelConfig(model_name_or_path=address), id="model"),
+        pytest.param(lambda address: DataConfig(tokenizer=address), id="tokenizer"),
+    ],
+)
+def test_an_address_is_no_path(use: Callable[[str], object], address: str) -> None:
+    with pytest.raises(UserError, match=f"{address} is an address.* name a folder"):
+        use(address)
+
+
+def test_an_address_of_the_cache_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMTRAIN_CACHE", "s3://bucket/cache")
+    with pytest.raises(UserError, match="LLMTRAIN_CACHE=s3://bucket/cache is an address"):
+        cache_folder()
+
+
+@pytest.mark.parametrize(
+    "command", ["init", "export run --to", "report run --output", "doctor --output_dir"]
+)
+def test_a_command_writes_nothing_to_an_address(
+    command: str,
+    finished: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_json(finished / "run.json", {"format_version": 1})
+    monkeypatch.chdir(finished.parent)
+    before = [*finished.parent.rglob("*")]
+
+    status, _, error = run_cli(capsys, *command.split(), "s3://bucket/new")
+
+    assert status == 2
+    assert error.startswith("error: s3://bucket/new is an address")
+    assert error.count("\n") == 1
+    assert [*finished.parent.rglob("*")] == before
+
+
+def test_a_folder_whose_name_looks_like_an_address_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "s3:" / "bucket" / "model")
+
+    assert RunConfig(output_dir="s3://bucket/model").output_dir == "s3://bucket/model"
+    assert model_folder("s3://bucket/model") == "s3://bucket/model"

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.files import json_text
+from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
+        type=local_path,
         metavar="FOLDER",
         help="folder to write (default: RUN/merged with --merge, otherwise RUN/export)",
     )

@@ -13,7 +13,7 @@ from typing import Literal
 
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
+from llmtrain.files import json_text, local_path
 from llmtrain.shipped import shipped_folder
 
 EXAMPLES = (
@@ -30,7 +30,10 @@ _PER_GPU_CONFIGS = ("multi_gpu.yaml", "fsdp2.yaml")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="DIR", help="folder to copy to; it is created if it does not exist"
+        "folder",
+        type=local_path,
+        metavar="DIR",
+        help="folder to copy to; it is created if it does not exist",
     )
     parser.add_argument(
         "--recipe",

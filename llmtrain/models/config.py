@@ -15,6 +15,7 @@ import yaml
 from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.files import local_path
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
 from llmtrain.models.hub_safety import is_hub_kernel
 from llmtrain.planning import current_plan
@@ -112,10 +113,12 @@ def _model_of_run(name: str | None, flag_name: str) -> str | None:
         flag_name: the name of the flag.
 
     Raises:
-        UserError: if the folder holds no model.
+        UserError: if the folder holds no model, or if the name is an address.
     """
-    if name is None or not Path(name).is_dir():
-        return name
+    if name is None:
+        return None
+    if not Path(name).is_dir():
+        return local_path(name, f"--{flag_name} ")
     try:
         folder = model_folder(name)
     except UserError as error:

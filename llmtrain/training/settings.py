@@ -10,6 +10,7 @@ from llmtrain.config.flags import Config, flag, require_at_least, require_at_mos
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
+from llmtrain.files import local_path
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.config import ParallelConfig
 
@@ -282,8 +283,9 @@ class EvalConfig(Config):
         require_at_least(self, 0, "early_stopping_patience")
         if self.metric_for_best_model.startswith("eval_"):  # as in transformers
             self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
-        if self.keeps_best and not self.eval_steps:
-            raise UserError(f"{self.best_flag} needs evaluations; set --eval_steps above 0.")
+        if (self.keeps_best or self.sample_prompts) and not self.eval_steps:
+            needing_flag = self.best_flag if self.keeps_best else "--sample_prompts"
+            raise UserError(f"{needing_flag} needs evaluations; set --eval_steps above 0.")
         if self.metric_for_best_model != "eval/loss" and not self.keeps_best:
             raise UserError(
                 "--metric_for_best_model has no effect without --early_stopping_patience or "
@@ -443,6 +445,8 @@ class RunConfig(Config):
             )
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
+        local_path(self.output_dir, "--output_dir ")
+        local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
         if self.max_hours is not None and not self.max_hours > 0:  # also true for NaN
             raise UserError(f"--max_hours {self.max_hours} is out of range: it must be above 0.")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers

@@ -162,6 +162,11 @@ def test_another_patience_is_another_run(reference: Path, noise: Path) -> None:
             id="best model without evaluations",
         ),
         pytest.param(
+            "--early_stopping_patience 0 --sample_prompts The --eval_steps 0",
+            "--sample_prompts needs evaluations",
+            id="samples without evaluations",
+        ),
+        pytest.param(
             "--early_stopping_patience 0 --load_best_model_at_end --eval_fraction 0",
             "--load_best_model_at_end needs eval rows",
             id="best model without eval rows",

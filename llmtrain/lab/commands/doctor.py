@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import json_text
+from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import read_accelerate_config
 
@@ -46,7 +46,11 @@ _DEFAULT_PORT = 29500
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output_dir", default="runs", metavar="DIR", help="where runs are kept (default: runs)"
+        "--output_dir",
+        type=local_path,
+        default="runs",
+        metavar="DIR",
+        help="where runs are kept (default: runs)",
     )
     parser.add_argument(
         "--config_file",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
+from llmtrain.files import json_text, local_path
 from llmtrain.record.history import History
 
 EXAMPLES = (
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
     parser.add_argument(
         "--output",
+        type=local_path,
         metavar="FILE",
         help="the file to write (default: report.html in the run folder, or in the current folder "
         "if there are several runs)",
