@@ -16,6 +16,7 @@ from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.launching.launch_checks import check_launch
 from llmtrain.launching.launcher import Launched, launched_by
+from llmtrain.launching.process import check_first_run
 from llmtrain.launching.sharding_request import is_sharding_requested, requested_sharding
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
@@ -39,11 +40,12 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
             unless the user set a number, because sums over more threads round differently.
 
     Raises:
-        UserError: if the processes were not started as the user asked, or if the run is not
-            supported.
+        UserError: if the processes were not started as the user asked or have made a run already,
+            or if the run is not supported.
     """
-    if "WORLD_SIZE" not in os.environ:
-        # In a notebook, this process may have made an earlier run. Its state is no longer needed.
+    check_first_run()
+    if _world_size() == 1:
+        # This process may have made an earlier run. Its state is no longer needed.
         forget_accelerator()
 
     parallel = parallel or ParallelConfig()

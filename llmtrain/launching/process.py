@@ -18,6 +18,7 @@ from llmtrain.console import debugging, print_error, rank
 from llmtrain.errors import (
     FailedElsewhereError,
     ReportedElsewhereError,
+    UserError,
     explain,
     print_traceback_with_causes,
 )
@@ -152,6 +153,15 @@ def restore_garbage_collection() -> None:
 
 # Process groups that this process has left. They are kept until it exits.
 _LEFT_GROUPS: list[object] = []
+
+
+def check_first_run() -> None:
+    """Raise :class:`UserError` if this process has left its group of several, after a run."""
+    if _LEFT_GROUPS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "a process that was launched with others makes one run, and this one has made it; "
+            "launch each run by itself, or make all of them on one process."
+        )
 
 
 def leave_group() -> None:

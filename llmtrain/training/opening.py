@@ -20,7 +20,7 @@ from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
-from llmtrain.launching.process import leave_group, seconds_since_start
+from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.team import Team
@@ -101,6 +101,7 @@ def open_run(
             "llmtrain plan cannot plan this recipe: it opens a run whose model was not placed by "
             "llmtrain.place or llmtrain.fit."
         )
+    check_first_run()
     ranks = Ranks(accelerator)
     settle(settings, rows)  # for a recipe that does not call `place`
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)

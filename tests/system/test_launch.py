@@ -117,6 +117,58 @@ def test_torchrun_makes_the_run_of_one_process(
     assert_same_run(folder, on_one_process)
 
 
+# --- two runs of one process
+
+TWO_RUNS = """
+from llmtrain import launch
+from recipes.gpt import main
+
+def two_runs():
+    main({first})
+    return main({second})
+
+launch(two_runs)
+"""
+
+
+@pytest.fixture
+def two_runs(text_file: Path, tmp_path: Path) -> Path:
+    """A script that makes the runs `first` and `second` in `tmp_path`."""
+    flags = [*TINY, "--max_steps", "3", "--dataset", str(text_file), "--output_dir"]
+    script = tmp_path / "two_runs.py"
+    script.write_text(
+        TWO_RUNS.format(
+            first=[*flags, str(tmp_path / "first")], second=[*flags, str(tmp_path / "second")]
+        )
+    )
+    return script
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(PYTHON, id="python"),
+        pytest.param(torchrun(1), id="torchrun", marks=long_form),
+    ],
+)
+def test_one_process_may_make_two_runs(command: list[str], two_runs: Path, tmp_path: Path) -> None:
+    run([*command, str(two_runs)]).assert_ok()
+
+    assert series(tmp_path / "first", "train/loss") == series(tmp_path / "second", "train/loss")
+    assert read_json(tmp_path / "second" / "status.json")["state"] == "finished"
+
+
+def test_several_processes_make_one_run(two_runs: Path, tmp_path: Path) -> None:
+    ended = run_forked([*torchrun(2), str(two_runs)])
+
+    assert read_json(tmp_path / "first" / "status.json")["state"] == "finished"
+    assert ended.status != 0
+    [line] = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert "makes one run, and this one has made it" in line
+    assert "Traceback" not in ended.err
+    assert [*tmp_path.glob("second*")] == []
+
+
 # --- the folder of a run
 
 
