@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from llmtrain.phase_names import PHASES
+from llmtrain.phase_names import PHASES, SYNC_PHASES
 
 # The phases in which a pass through the model is part of a step.
 _PHASES_WITH_PASSES = ("count", "forward", "backward", "exchange")
@@ -92,7 +92,9 @@ class Phases:
     Attributes:
         phase: the current phase.
         step: steps made so far.
-        since: when the phase began, in seconds of ``time.monotonic``.
+        callback: the method of a user's callback that runs now, such as ``Mine.on_step_end``; empty
+            if none does.
+        since: when the phase or that method began, in seconds of ``time.monotonic``.
         has_dropped_first_step: whether the second step of this start has begun.
     """
 
@@ -101,6 +103,7 @@ class Phases:
         self.clock = Clock(device)
         self.phase = "the start"
         self.step = 0
+        self.callback = ""
         self.since = time.monotonic()
         self.has_dropped_first_step = False
         self._first_step = 0  # steps made before this start
@@ -141,6 +144,21 @@ class Phases:
                 hook.remove()
             self._gradient_hooks.clear()
             self._last_parameter = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether processes wait for each other in this phase."""
+        return self.phase in SYNC_PHASES
+
+    @property
+    def location(self) -> str:
+        """What the main thread does, in words, and how many steps are made."""
+        return f"{self.callback or PHASES.get(self.phase, self.phase)} after step {self.step}"
+
+    def enter_callback(self, name: str) -> None:
+        """Enter a method of a user's callback, or leave it if ``name`` is empty."""
+        self.callback = name
+        self.since = time.monotonic()
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Begin a phase on the main thread.

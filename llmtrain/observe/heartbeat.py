@@ -29,7 +29,6 @@ from llmtrain.errors import ReportedElsewhereError, UserError, explain, first_li
 from llmtrain.files import json_text
 from llmtrain.interfaces.callback import Callback
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.phase_names import PHASES, SYNC_PHASES
 from llmtrain.phases import Phases
 
 _BEATS_PER_TIMEOUT = 8
@@ -59,22 +58,12 @@ class Beat(NamedTuple):
     """A sign of life that a process sends to the others."""
 
     number: int  # grows as long as the process runs
-    step: int  # steps made
-    phase: str
-    seconds: float  # since the phase began
+    location: str  # the phase or the callback, and the steps made, in words
+    is_waiting: bool  # whether processes wait for each other in this phase
+    seconds: float  # since the phase or the callback began
     collective: int  # how many collectives it has begun; -1 if that is unknown
     host: str
     pid: int
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether processes wait for each other in this phase."""
-        return self.phase in SYNC_PHASES
-
-    @property
-    def location(self) -> str:
-        """The phase and the step in words."""
-        return _location(self.phase, self.step)
 
 
 class _FirstLook(NamedTuple):
@@ -90,10 +79,11 @@ class Heartbeat(Callback):
 
     Args:
         ranks: the ranks of the run.
-        phases: knows the phase and the step of this process.
+        phases: knows where this process is.
         folder: the run folder, for the stacks.
         timeout: seconds of one wait after which the run is ended.
-        on_failure: called with the reason before this process ends with status 1.
+        on_failure: called with the reason and the steps made, before this process ends with status
+            1.
     """
 
     def __init__(
@@ -102,7 +92,7 @@ class Heartbeat(Callback):
         phases: Phases,
         folder: Path,
         timeout: float,
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[str, int], None],
     ) -> None:
         self.ranks = ranks
         self.phases = phases
@@ -203,8 +193,8 @@ class Heartbeat(Callback):
         self.number += 1
         beat = Beat(
             number=self.number,
-            step=self.phases.step,
-            phase=self.phases.phase,
+            location=self.phases.location,
+            is_waiting=self.phases.is_waiting,
             seconds=time.monotonic() - self.phases.since,
             collective=_collectives_begun(),
             host=platform.node(),
@@ -221,7 +211,7 @@ class Heartbeat(Callback):
 
         # A process that others wait for is more patient than they are: they need time to name it.
         patience = self.timeout
-        if self.phases.phase not in SYNC_PHASES:
+        if not self.phases.is_waiting:
             patience += 4 * self.interval + 2
 
         if seconds > patience or (seconds > _SILENCE_SECONDS and self._some_process_is_silent()):
@@ -242,7 +232,7 @@ class Heartbeat(Callback):
                 note(f"waiting for {self._describe_wait(seconds)}: {self._find_missing()}")
 
     def _describe_wait(self, seconds: float) -> str:
-        return f"{seconds:.0f} s in {_location(self.phases.phase, self.phases.step)}"
+        return f"{seconds:.0f} s in {self.phases.location}"
 
     def _some_process_is_silent(self) -> bool:
         """Return whether a process has sent no beat since about the time this one began to wait.
@@ -269,7 +259,7 @@ class Heartbeat(Callback):
             with contextlib.suppress(Exception):
                 print_error(reason)
             self._write_stacks()
-            self.on_failure(reason)
+            self.on_failure(reason, self.phases.step)
         finally:
             os._exit(1)
 
@@ -294,7 +284,7 @@ class Heartbeat(Callback):
         return describe_missing(
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
-            location=_location(self.phases.phase, self.phases.step),
+            location=self.phases.location,
             before=before,
             now=now,
         )
@@ -317,7 +307,7 @@ def describe_missing(
     Args:
         rank: this process.
         world_size: the number of processes.
-        location: the phase and the step of this process, in words.
+        location: where this process is, in words.
         before: the beats of all processes at the first look, by rank.
         now: their beats at the second look, several intervals later.
     """
@@ -363,10 +353,6 @@ def _describe_silent(rank: int, last_beat: Beat | None) -> str:
         except psutil.Error:  # this user may not look at it
             pass
     return f"rank {rank} is silent, last seen in {last_beat.location} ({state})"
-
-
-def _location(phase: str, step: int) -> str:
-    return f"{PHASES.get(phase, phase)} after step {step}"
 
 
 def _collectives_begun() -> int:

@@ -15,6 +15,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, StopVote
+from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine, check_denominator
@@ -74,6 +75,18 @@ class LoopContext:
         """The state of the optimizer. First use it before a checkpoint is restored."""
         return OptimizerState(self.engine.unwrapped, self.optimizer.optimizer)
 
+    def in_turn(self, method: str) -> Iterator[Callback]:
+        """Yield each callback, whose ``method`` is called then.
+
+        If it hangs, the heartbeat names it. Callbacks of the loop are known by their phases.
+        """
+        phases = self.engine.phases
+        for callback in self.callbacks:
+            is_own = isinstance(callback, LoopCallback)
+            phases.enter_callback("" if is_own else f"{name_of(callback)}.{method}")
+            yield callback
+        phases.enter_callback("")
+
     def add_step(self, rows: torch.Tensor, result: StepResult) -> None:
         """Settle the step before, and count a step that was launched.
 
@@ -127,7 +140,7 @@ class LoopContext:
             return
         self.count_numbers()
         self.launched = None
-        for callback in self.callbacks:
+        for callback in self.in_turn("on_step_result"):
             callback.on_step_result(launched.step, launched.result)
 
     def settle_after_failure(self) -> None:
@@ -176,7 +189,7 @@ class LoopContext:
     def log(self, metrics: JsonObject) -> None:
         """Write a log entry, and pass its numbers to all callbacks."""
         numbers = as_numbers(self.run.log(metrics))
-        for callback in self.callbacks:
+        for callback in self.in_turn("on_log"):
             callback.on_log(self.run.step, numbers)
 
     @property

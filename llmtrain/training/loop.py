@@ -120,7 +120,7 @@ def training_steps(context: LoopContext) -> Generator[None]:
         for callback in context.callbacks:
             contexts.enter_context(callback.context())
         restore_garbage_collection()
-        for callback in context.callbacks:
+        for callback in context.in_turn("on_train_begin"):
             callback.on_train_begin()
 
         engine.model.train()
@@ -129,7 +129,7 @@ def training_steps(context: LoopContext) -> Generator[None]:
         if not run.early_end:
             yield from _make_steps(context)
 
-        for callback in context.callbacks:
+        for callback in context.in_turn("on_train_end"):
             callback.on_train_end()
 
 
@@ -158,10 +158,10 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     run = context.run
     engine = context.engine
     settings = run.settings
-    callbacks = context.callbacks
 
     start = time.monotonic()
-    for callback in callbacks:
+    engine.phases.begin("other")
+    for callback in context.in_turn("on_step_begin"):
         callback.on_step_begin(local_batch)
     _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
     run.rates.set(run.step)
@@ -193,7 +193,7 @@ def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
     _reserve_step(context, time.monotonic() - start)
 
     engine.phases.begin("other", run.step)
-    for callback in callbacks:
+    for callback in context.in_turn("on_step_end"):
         callback.on_step_end(local_batch, result, info)
     if settles_at_once or info.should_stop:
         context.settle()
@@ -211,7 +211,7 @@ def _vote(context: LoopContext) -> StopVote:
         UserError: if a callback returns another text than the two that it may.
     """
     votes: set[StopVote] = {context.run.wants_to_stop()}
-    for callback in context.callbacks:
+    for callback in context.in_turn("wants_to_stop"):
         vote = callback.wants_to_stop()
         if isinstance(vote, str) and vote not in ("", "save", "finish"):
             raise UserError(

@@ -45,7 +45,7 @@ class Evaluation(LoopCallback):
         start = time.monotonic()
         with self.loop_context.throughput.paused(), eager_code(self.engine.model):
             results = self.loop_context.measure()
-            for callback in self.loop_context.callbacks:
+            for callback in self.loop_context.in_turn("on_evaluate"):
                 further = callback.on_evaluate(self.loop_context.measure)
                 source = f"{name_of(callback)}.on_evaluate"
                 add_metrics(results, as_numbers_by_name(source, further))

@@ -193,9 +193,15 @@ class Run:
         if self.is_finished:
             show_result(self.folder, self.rows, self.status.sample)
 
-    def record_failure(self, reason: str) -> None:
-        """Record in ``status.json`` why this process ends, unless the run is finished already."""
+    def record_failure(self, reason: str, step: int | None = None) -> None:
+        """Record in ``status.json`` why this process ends, unless the run is finished already.
+
+        Args:
+            reason: the reason.
+            step: steps made, if the reason names them. By default, those that are counted.
+        """
         if self.is_finished:
             return
+        failed_step = self.status.counted_step if step is None else step
         with contextlib.suppress(OSError):
-            self.writer.set_status("failed", self.status.counted_step, redacted(reason))
+            self.writer.set_status("failed", failed_step, redacted(reason))

@@ -21,10 +21,12 @@ from tests.waiting import wait_until
 def beat(
     number: int, phase: str, step: int = 7, host: str = "another machine", pid: int = 1
 ) -> Beat:
+    phases = Phases(torch.device("cpu"), model=torch.nn.Linear(1, 1))
+    phases.begin(phase, step)
     return Beat(
         number=number,
-        step=step,
-        phase=phase,
+        location=phases.location,
+        is_waiting=phases.is_waiting,
         seconds=12.0,
         collective=30,
         host=host,
@@ -110,7 +112,7 @@ class HeartbeatOfTwo(Heartbeat):
             phases=Phases(torch.device("cpu"), model=torch.nn.Linear(1, 1)),
             folder=folder,
             timeout=600,
-            on_failure=lambda reason: None,
+            on_failure=lambda reason, step: None,
         )
 
     def _connect(self) -> None:

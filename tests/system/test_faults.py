@@ -166,6 +166,41 @@ if __name__ == "__main__": launch(gpt.main)
 """
 
 
+HANGING_CALLBACK = """
+import functools, os, sys, time; sys.path.insert(0, 'recipes')
+import gpt
+import llmtrain as lt
+class Hangs(lt.Callback):
+    fingerprint = None
+    def setup(self, training):
+        self.training = training
+    def on_step_begin(self, batch):
+        if self.training.step == 5 and os.environ['RANK'] == '1':
+            time.sleep(600)
+lt.open_run = functools.partial(lt.open_run, callbacks=[Hangs()])
+if __name__ == '__main__': lt.launch(gpt.main)
+"""
+
+
+@long_form
+def test_a_callback_that_hangs_is_named_with_one_step(text_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text(HANGING_CALLBACK)
+    folder = tmp_path / "run"
+    flags = [*ENDLESS, "--eval_fraction", "0", "--ddp_timeout", "6", "--dataset", str(text_file)]
+    ended = run([*torchrun(2), str(tmp_path / "hanging.py"), *flags, "--output_dir", str(folder)])
+
+    assert ended.status != 0
+    status = read_json(folder / "status.json")
+    assert status["step"] == 5
+    assert re.match(
+        r"waited \d+ s in (the token count after step 5: rank 1 is in )?"
+        r"Hangs.on_step_begin after step 5",
+        status["reason"],
+    )
+    steps = re.findall(r"after step (\d+)", status["reason"])
+    assert {*steps} == {"5"}
+
+
 @long_form
 def test_a_process_that_never_comes_is_named_with_the_stacks_of_all(
     text_file: Path, tmp_path: Path

@@ -155,6 +155,53 @@ def test_a_callback_of_the_user_is_called_around_every_step(train: Callable) -> 
     ]
 
 
+class Whereabouts(Callback):
+    """Keeps where the heartbeat says that this process is, in each call of the loop."""
+
+    def __init__(self) -> None:
+        self.locations: dict[str, list[str]] = {}
+
+    def setup(self, training: Any) -> None:
+        self.phases = training._context.engine.phases
+
+
+def keep_location(name: str) -> Callable:
+    """Return a method of that name which keeps the location."""
+
+    def method(self: Whereabouts, *arguments: object) -> object:
+        self.locations.setdefault(name, []).append(self.phases.location)
+        return getattr(Callback, name)(self, *arguments)
+
+    return method
+
+
+def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
+    train_gpt: Callable,
+) -> None:
+    steps_made = {
+        "on_train_begin": [0],
+        "on_step_begin": range(12),
+        "wants_to_stop": range(12),
+        "on_step_end": range(1, 13),
+        "on_step_result": range(1, 13),
+        "on_evaluate": range(0, 13, 4),
+        # The norm of the weights, and the first evaluation; then steps and evaluations.
+        "on_log": [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 12],
+        "on_train_end": [12],
+    }
+    for name in steps_made:
+        setattr(Whereabouts, name, keep_location(name))
+    whereabouts = Whereabouts()
+
+    train_gpt(callbacks=[whereabouts])
+
+    assert "Whereabouts" not in whereabouts.phases.location
+    assert whereabouts.locations == {
+        name: [f"Whereabouts.{name} after step {step}" for step in steps]
+        for name, steps in steps_made.items()
+    }
+
+
 def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:
     recorder = Recorder(last_step=2)
 
