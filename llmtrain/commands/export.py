@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
-    from llmtrain.model_folders import is_adapter, model_folder
+    from llmtrain.model_folders import is_adapter, model_folder, note_on_base
     from llmtrain.models.export import how_to_load
 
     model = Path(arguments.model)
@@ -88,6 +88,10 @@ def run(arguments: argparse.Namespace) -> None:
             difference, largest = _logit_difference(arguments, source, working)
             result |= {"logits_differ_by": difference, "largest_logit": largest}
             outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
+    base_note = note_on_base(target)
+    if base_note:
+        notes.append(base_note)
+        result["notes"] = notes
     if arguments.json:
         print(json_text(result))
     else:

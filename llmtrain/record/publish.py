@@ -4,10 +4,11 @@ from pathlib import Path
 
 from llmtrain.console import note, say
 from llmtrain.errors import hub_error
+from llmtrain.model_folders import note_on_base
 
 
 def publish(folder: Path, repository: str | None) -> None:
-    """Upload a model's folder to the hub.
+    """Upload a finished model's folder to the hub, and say what others would lack of its base.
 
     The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
     so, and the program continues: the model is still on the disk.
@@ -17,6 +18,9 @@ def publish(folder: Path, repository: str | None) -> None:
         repository: the name of the repository, which is made private if it does not exist. ``None``
             uploads nothing.
     """
+    base_note = note_on_base(folder)
+    if base_note:
+        note(base_note)
     if repository is None:
         return
     from huggingface_hub import HfApi
