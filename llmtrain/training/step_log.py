@@ -1,5 +1,6 @@
 """The log entry of a step, and the rows that it trained on."""
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,9 +13,11 @@ from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
+from llmtrain.observe.rising_loss import RisingLoss
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.phase_names import PHASES
+from llmtrain.record.history import read_lines
 from llmtrain.training.context import LoopCallback, LoopContext
 from llmtrain.training.evaluate import add_metrics, as_numbers_by_name
 
@@ -31,17 +34,35 @@ class Logging(LoopCallback):
         self.throughput = context.throughput
         self.syncs = syncs
         self.stragglers = Stragglers()
+        # If the recipe orders the rows itself, later ones may be harder.
+        is_ordered = self.run.rows.in_order
+        self.rising_loss = RisingLoss(math.inf if is_ordered else self.settings.optim.max_steps)
+        self._first_loss: DeviceScalars | None = None  # of a step with which the run began
         self._measurements: _Measurements | None = None  # of a step that is not logged yet
 
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self.loop_context.log({"train/weight_norm": float(self.engine.weight_norm())})
+        elif self.run.ranks.is_main:
+            # The log of a resumed run has no other loss of its start.
+            entries = read_lines(self.run.folder / "metrics.jsonl")
+            losses = [entry["train/loss"] for entry in entries if entry.get("train/loss")]
+            if losses:
+                self.rising_loss.add_first_loss(losses[0])
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if self.rising_loss.needs_loss_of(info.step):
+            loss_sum = self.engine.ranks.sum_over_ranks(result.sums.loss)
+            self._first_loss = DeviceScalars({"loss_sum": loss_sum}, self.engine.device)
         if info.is_due(self.settings.log.logging_steps) or info.should_stop:
             self._measurements = self._measure(batch, result)
 
     def on_step_result(self, step: int, result: StepResult) -> None:
+        if self._first_loss is not None and result.denominator:
+            self.rising_loss.add_first_loss(
+                self._first_loss.read()["loss_sum"] / result.denominator
+            )
+        self._first_loss = None
         measurements = self._measurements
         if measurements is None:
             return
@@ -72,6 +93,9 @@ class Logging(LoopCallback):
             own_metrics["train/gradient_syncs"] = measurements.syncs
         add_metrics(entry, own_metrics)
         self.loop_context.log(entry)
+        rise = self.rising_loss.find_new(step, entry["train/loss"])
+        if rise:
+            self.run.record_event("rising", rise)
 
     def _measure(self, batch: LocalBatch, result: StepResult) -> "_Measurements":
         """Measure the values of a log entry, without waiting for the device.

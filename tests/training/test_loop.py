@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
+import torch
 from torch import nn
 
 import llmtrain as lt
@@ -221,6 +223,43 @@ def test_the_context_of_a_callback_is_closed_after_an_error(train: Callable) -> 
         train("run", [recorder])
 
     assert recorder.calls == ["open", "train begins", "step begins", "close"]
+
+
+class Disturb(Callback):
+    """Makes all weights much larger after a step, as a divergence does."""
+
+    fingerprint = None
+
+    def setup(self, training: Any) -> None:
+        self.model = training.model
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        if info.step == 5:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(30)
+
+
+@pytest.mark.parametrize("callbacks", [[], [Disturb()]], ids=["healthy", "diverging"])
+def test_a_run_that_diverges_finishes_with_one_event_and_one_line(
+    train_gpt: Callable,
+    callbacks: list[Callback],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    run = train_gpt(callbacks=callbacks)
+
+    assert run.is_finished
+    events = [
+        event["text"]
+        for event in read_lines(tmp_path / "run" / "events.jsonl")
+        if event["kind"] == "rising"
+    ]
+    lines = re.findall("(?m)^rising +(.*)$", capsys.readouterr().out)
+    assert events == lines
+    assert len(lines) == len(callbacks)
+    for line in lines:
+        assert re.match(r"the train loss is \d{3} and has stayed above its start, 5\.\d+", line)
 
 
 # --- log entries
