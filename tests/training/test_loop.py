@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 import llmtrain as lt
