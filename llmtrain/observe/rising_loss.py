@@ -1,5 +1,7 @@
 """Notices a run that diverges: its train loss stays above its start."""
 
+import math
+
 _FIRST_STEPS = 5  # whose highest loss is the start: one batch may be an easy one
 _MARGIN = 1.0  # by which the loss must exceed the start, or by a quarter of it
 _ENTRIES = 5  # in a row that must exceed it
@@ -25,7 +27,8 @@ class RisingLoss:
 
     def add_first_loss(self, loss: float) -> None:
         """Add the loss of one of the first steps."""
-        self._start = loss if self._start is None else max(self._start, loss)
+        if math.isfinite(loss):
+            self._start = loss if self._start is None else max(self._start, loss)
 
     def find_new(self, step: int, loss: float) -> str:
         """Return what a log entry shows, when that is news; otherwise an empty text.

@@ -37,7 +37,10 @@ class Logging(LoopCallback):
         # If the recipe orders the rows itself, later ones may be harder.
         is_ordered = self.run.rows.in_order
         self.rising_loss = RisingLoss(math.inf if is_ordered else self.settings.optim.max_steps)
-        self._first_loss: DeviceScalars | None = None  # of a step with which the run began
+        # Of the first steps of the run, until a log entry takes them along: this rank's summed
+        # losses, and what those of all ranks are divided by.
+        self._first_losses: list[torch.Tensor] = []
+        self._first_denominators: list[float] = []
         self._measurements: _Measurements | None = None  # of a step that is not logged yet
 
     def on_train_begin(self) -> None:
@@ -52,17 +55,13 @@ class Logging(LoopCallback):
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         if self.rising_loss.needs_loss_of(info.step):
-            loss_sum = self.engine.ranks.sum_over_ranks(result.sums.loss)
-            self._first_loss = DeviceScalars({"loss_sum": loss_sum}, self.engine.device)
+            self._first_losses.append(result.sums.loss)
         if info.is_due(self.settings.log.logging_steps) or info.should_stop:
             self._measurements = self._measure(batch, result)
 
     def on_step_result(self, step: int, result: StepResult) -> None:
-        if self._first_loss is not None and result.denominator:
-            self.rising_loss.add_first_loss(
-                self._first_loss.read()["loss_sum"] / result.denominator
-            )
-        self._first_loss = None
+        if self.rising_loss.needs_loss_of(step):
+            self._first_denominators.append(result.denominator)
         measurements = self._measurements
         if measurements is None:
             return
@@ -93,6 +92,11 @@ class Logging(LoopCallback):
             own_metrics["train/gradient_syncs"] = measurements.syncs
         add_metrics(entry, own_metrics)
         self.loop_context.log(entry)
+        first_losses = measurements.first_losses.read().values()
+        for loss, denominator in zip(first_losses, self._first_denominators, strict=True):
+            if denominator:
+                self.rising_loss.add_first_loss(loss / denominator)
+        self._first_denominators.clear()
         rise = self.rising_loss.find_new(step, entry["train/loss"])
         if rise:
             self.run.record_event("rising", rise)
@@ -103,8 +107,12 @@ class Logging(LoopCallback):
         One all-reduce carries all sums.
         """
         loss, metrics = result.sums
-        local_sums = torch.stack([loss, *(value.to(loss.dtype) for value in metrics.values())])
-        loss_sum, *metric_sums = self.engine.ranks.sum_over_ranks(local_sums)
+        values = [loss, *metrics.values(), *self._first_losses]
+        local_sums = torch.stack([value.to(loss.dtype) for value in values])
+        loss_sum, *other_sums = self.engine.ranks.sum_over_ranks(local_sums)
+        metric_sums = other_sums[: len(metrics)]
+        first_losses = {str(i): value for i, value in enumerate(other_sums[len(metrics) :])}
+        self._first_losses.clear()
         extra_scalars = {
             name: value
             for name, value in result.extra.items()
@@ -116,6 +124,7 @@ class Logging(LoopCallback):
                 {"loss_sum": loss_sum, "weight_norm": self.engine.weight_norm()}, device
             ),
             metric_sums=DeviceScalars(dict(zip(metrics, metric_sums, strict=True)), device),
+            first_losses=DeviceScalars(first_losses, device),
             extra=result.extra,
             extra_scalars=DeviceScalars(extra_scalars, device),
             read_by_rank=self._start_gathering(batch),
@@ -165,6 +174,7 @@ class _Measurements(NamedTuple):
 
     scalars: DeviceScalars  # the summed loss of the global batch, and the norm of the weights
     metric_sums: DeviceScalars  # over the global batch
+    first_losses: DeviceScalars  # the summed losses of the first steps, if they are new
     extra: Batch  # what the objective's `prepass` returned
     extra_scalars: DeviceScalars  # the scalars of that
     read_by_rank: Callable[[], dict[str, list[float]]]  # numbers of all ranks by name

@@ -159,7 +159,8 @@ def test_a_late_rank_is_one_event_except_in_the_first_step(
 ) -> None:
     events: list[str] = []
     run: Any = SimpleNamespace(
-        settings=SimpleNamespace(loop=None),
+        settings=SimpleNamespace(optim=SimpleNamespace(max_steps=3)),
+        rows=SimpleNamespace(in_order=False),
         record_event=lambda kind, text: events.append(kind),
     )
     accelerator = Accelerator(cpu=True)
