@@ -90,12 +90,13 @@ def run(arguments: argparse.Namespace) -> None:
             outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     base_note = note_on_base(target)
     if base_note:
-        notes.append(base_note)
-        result["notes"] = notes
+        result["notes"] = [base_note]
     if arguments.json:
         print(json_text(result))
-    else:
-        print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+        return
+    print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+    if base_note:
+        print(f"note: {base_note}")
 
 
 def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:
