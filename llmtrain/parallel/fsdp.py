@@ -161,6 +161,10 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         UserError: if the model has no blocks.
     """
     plugin = accelerator.state.fsdp_plugin
+    policy = plugin.mixed_precision_policy
+    stored_policy = _STORED_PRECISION
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        policy = stored_policy = MixedPrecisionPolicy()  # float32 would round their gradients
     fully_shard_on_mesh = functools.partial(
         fully_shard, mesh=accelerator.torch_device_mesh, offload_policy=plugin.cpu_offload
     )
@@ -168,9 +172,9 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         fully_shard_on_mesh(
             unit.modules,
             reshard_after_forward=False if unit.starts_backward else plugin.reshard_after_forward,
-            mp_policy=plugin.mixed_precision_policy if unit.is_autocast else _STORED_PRECISION,
+            mp_policy=policy if unit.is_autocast else stored_policy,
         )
-    fully_shard_on_mesh(model, mp_policy=_STORED_PRECISION)
+    fully_shard_on_mesh(model, mp_policy=stored_policy)
 
     # accelerator.prepare() adds autocast to models in DDP, and not to those in FSDP2.
     if accelerator.native_amp:
