@@ -21,6 +21,7 @@ from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
+from llmtrain.data.prompts import Prompts
 from llmtrain.data.render import Renderer
 from llmtrain.models.generation import TextModel
 from tests.forked import run_forked
@@ -253,6 +254,10 @@ def test_grpo_has_the_prompts_of_the_run_and_its_answers_end(
     assert ended_answers >= 4, "half of the answers, at least"
 
 
+def prompt_of(model: TextModel, question: list[Any]) -> list[int]:
+    return Prompts(model.tokenizer, model.stop_token_ids).of_messages(question)
+
+
 def test_the_model_that_trl_has_saved_has_the_tokens_and_stops_of_the_run(
     grpo_run: GrpoRun, finished: Path, script: Script
 ) -> None:
@@ -262,7 +267,7 @@ def test_the_model_that_trl_has_saved_has_the_tokens_and_stops_of_the_run(
     assert after.stop_token_ids == before.stop_token_ids
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
     question = chats_of(script)[0][:1]
-    assert tuple(after.chat_prompt(question)) in answers_by_prompt(script)
+    assert tuple(prompt_of(after, question)) in answers_by_prompt(script)
 
     weights_before = before.model.state_dict()
     weights_after = after.model.state_dict()
@@ -350,7 +355,7 @@ def merged(adapter: Path) -> Path:
 @pytest.fixture
 def first_prompt(adapter: Path, script: Script) -> torch.Tensor:
     question = chats_of(script)[0][:1]
-    return torch.tensor([TextModel(str(adapter)).chat_prompt(question)])
+    return torch.tensor([prompt_of(TextModel(str(adapter)), question)])
 
 
 @long_form
