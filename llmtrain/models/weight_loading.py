@@ -99,7 +99,7 @@ def random_weights(
         modules: yield only the weights of these parts of the model. If empty, yield all weights.
 
     Yields:
-        Names of parameters with full tensors on the CPU.
+        Names of parameters with full tensors on the CPU, in float32 or wider.
 
     Raises:
         UserError: if the class does not initialise a parameter.
@@ -161,12 +161,16 @@ def _ancestors(name: str) -> list[str]:
 
 
 def _fill_with_nan(module: nn.Module) -> None:
-    """Replace the parameters of a module by real ones that are NaN. Tied ones stay tied."""
+    """Replace the parameters of a module by real ones that are NaN. Tied ones stay tied.
+
+    They are float32 at least: the numbers that torch draws depend on the dtype.
+    """
     real: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter not in real:
-                values = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device="cpu")
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                values = torch.full(parameter.shape, torch.nan, dtype=dtype, device="cpu")
                 real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(owner, name, real[parameter])
 

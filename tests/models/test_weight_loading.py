@@ -127,6 +127,7 @@ def test_random_weights_depend_only_on_the_seed(family: str) -> None:
     check_equal(read_all(random_weights(meta, seed=5)), expected)
 
     assert all(parameter.is_meta for parameter in meta.parameters()), "it has not changed"
+    check_equal(read_all(random_weights(meta.bfloat16(), seed=5)), expected)
     other_weights = read_all(random_weights(meta, seed=6))
     assert any(not torch.equal(other_weights[name], expected[name]) for name in expected)
 
