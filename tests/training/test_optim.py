@@ -4,10 +4,16 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+)
 
 import llmtrain.training.muon as muon_module
 import llmtrain.training.optim as optim_module
@@ -17,7 +23,13 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.muon import Muon
-from llmtrain.training.optim import MuonWithAdamW, is_made_by_flag, make_optimizer
+from llmtrain.training.optim import (
+    MuonWithAdamW,
+    decayed_parameters,
+    hidden_matrices,
+    is_made_by_flag,
+    make_optimizer,
+)
 from llmtrain.training.settings import OptimConfig
 
 
@@ -153,6 +165,53 @@ def test_muon_does_not_train_the_embeddings_and_the_head_of_any_family(family: s
             hidden.add(name)
     assert muon == hidden
     assert len(hidden) >= 4
+
+
+# Two-dimensional parameters that are no matrices: biases, norms, tables and states.
+NO_MATRICES = {
+    "cohere": ({"use_qk_norm": True}, ["q_norm.weight", "k_norm.weight"]),
+    "gpt_oss": ({"num_local_experts": 2}, ["gate_up_proj_bias", "down_proj_bias"]),
+    "mamba": ({}, ["A_log"]),
+    "recurrent_gemma": ({}, ["input_gate_bias", "recurrent_gate_bias"]),
+}
+
+
+@pytest.mark.parametrize("family", NO_MATRICES)
+def test_biases_norms_and_states_of_two_dimensions_neither_decay_nor_go_to_muon(
+    family: str,
+) -> None:
+    settings, names = NO_MATRICES[family]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **SIZES, **settings)
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = dict(model.named_parameters())
+    no_matrices = {
+        id(parameter) for name, parameter in parameters.items() if name.endswith(tuple(names))
+    }
+    decayed = {id(parameter) for _, parameter in decayed_parameters(model)}
+    of_trainer = {
+        id(model.get_parameter(name)) for name in Trainer.get_decay_parameter_names(None, model)
+    }
+    muon = {id(parameter) for parameter in hidden_matrices(model)}
+
+    assert no_matrices
+    assert not no_matrices & decayed
+    assert muon < decayed
+    assert decayed <= of_trainer
+
+
+def test_muon_does_not_train_an_adapter_of_an_embedding_or_of_the_head() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets))
+
+    muon = hidden_matrices(model)
+
+    names = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {name.split(".lora_")[0].split(".")[-1] for name in names} == {*targets}
+    assert {id(parameter) for parameter in muon} == {
+        id(adapted.get_parameter(name)) for name in names if "q_proj" in name
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
