@@ -212,12 +212,12 @@ PATHS: list[Callable[[LocalBatch], None]] = [
 ]
 
 
-def stack_on_one_device(tensors: list[torch.Tensor], *dimension: int) -> torch.Tensor:
+def stack_on_one_device(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """As a GPU has it; fake tensors let scalars of a CPU pass."""
     assert len({tensor.device for tensor in tensors}) == 1, (
         "Expected all tensors to be on the same device"
     )
-    return honest_stack(tensors, *dimension)
+    return honest_stack(tensors, dim)
 
 
 honest_stack = torch.stack
