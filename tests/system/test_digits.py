@@ -38,6 +38,7 @@ CHANGED = {
         "only nothing fits skip: error",
         "only nothing fits truncate skip: error",
     ],
+    "a message about a data set without text to train on names it": ["text one eval 0.8: error"],
 }
 
 
