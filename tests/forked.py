@@ -14,12 +14,14 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from tqdm import tqdm
 
+from tests import failing_calls
 from tests.launching import PYTHON, ROOT, Ended
 
 IMPORTED = [
@@ -71,8 +73,10 @@ def run_forked(
             arguments = (launch.script, variables, outputs)
             processes.append(forkserver.Process(target=_run_script, args=arguments))
 
-        for process in processes:
-            process.start()
+        # The first start begins the server. LD_PRELOAD has an effect only when a program begins.
+        with mock.patch.dict(os.environ, failing_calls.preloaded()):
+            for process in processes:
+                process.start()
         statuses = _wait(processes, timeout)
         out, err = [path.read_text() for path in outputs]
 
