@@ -148,9 +148,9 @@ def _read_alpaca(record: Fields) -> Conversation:
 def _read_answers(record: Fields, *fields: str) -> PreferenceRecord:
     """Read two answers to compare, or a single one with a label.
 
-    Each answer is a text or a list of messages, and may repeat the prompt. Without a ``prompt``
-    field, two answers must be complete conversations. Then the prompt is the messages with which
-    both begin.
+    Each answer is a text or a list of messages, and messages may repeat the prompt. Without a
+    ``prompt`` field, two answers must be complete conversations. Then the prompt is the messages
+    with which both begin.
     """
     answers = [_messages(record, field, role="assistant") for field in fields]
     if "prompt" in record:
@@ -304,12 +304,6 @@ def preference_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
-    prompt = record.get("prompt")
-    for field in ("chosen", "rejected", "completion"):
-        text = record.get(field)
-        if isinstance(prompt, str) and isinstance(text, str):
-            rest = text.removeprefix(prompt)
-            record[field] = rest if rest.strip() else text  # an answer may be the prompt alone
     is_pair = "chosen" in record or "rejected" in record
     if is_pair and "completion" in record and "label" in record:
         raise BadRecord(

@@ -151,15 +151,11 @@ def test_each_answer_of_a_pair_is_a_completion() -> None:
     assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the sequence
 
 
-def test_a_prompt_that_text_answers_repeat_is_left_out() -> None:
-    prompt = "the lazy dog"
-    pair = {"prompt": prompt, "chosen": " is A", "rejected": prompt}
-    repeating = {**pair, "chosen": "the lazy dog is A"}
-    single = {"prompt": prompt, "completion": " is A", "label": True}
+def test_a_text_answer_that_repeats_its_prompt_is_trained_as_it_is() -> None:
+    """As TRL does it. An answer that echoes its question may be the rejected one."""
+    record = preference_of({"prompt": "the dog", "chosen": " is A", "rejected": "the dog is A"})
 
-    # An answer that is nothing but the prompt is an answer.
-    assert preference_of(repeating) == preference_of(pair)
-    assert preference_of({**single, "completion": "the lazy dog is A"}) == preference_of(single)
+    assert [answer[0]["content"] for answer in record.answers] == [" is A", "the dog is A"]
 
 
 def test_a_pair_of_messages_is_refused() -> None:
