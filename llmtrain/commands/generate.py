@@ -219,8 +219,8 @@ def _prompts_in(lines: Iterable[str], name: str) -> Iterator[_Prompt]:
             yield _Prompt(source, content, record)
         elif name.endswith((".jsonl", ".json")):
             raise UserError(
-                f'{source} is not a JSON object with a "prompt" or with "messages"; prompts that '
-                "are lines of text go into a file with another ending, such as .txt."
+                f'{source} is not a JSON object with "prompt", "messages" or "conversations"; '
+                "prompts that are lines of text go into a file with another ending, such as .txt."
             )
         else:
             yield _Prompt(source, text, {"prompt": text})

@@ -123,8 +123,10 @@ class Flag:
         Raises:
             UserError: if it is wrong.
         """
-        if value is None and self.is_optional:
-            return None
+        if value is None:
+            if self.is_optional:
+                return None
+            raise UserError(f"--{self.name} needs a value, not None.")
         values = value if isinstance(value, list | tuple) else [value]
         if len(values) != 1 and not self.takes_list:
             raise UserError(f"--{self.name} takes a single value, not {value!r}.")

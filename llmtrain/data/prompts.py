@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 from llmtrain.data.messages import Message
 from llmtrain.data.prompt_completion import PromptCompletionRenderer
-from llmtrain.data.render import Renderer, make_renderer
+from llmtrain.data.render import Renderer
 from llmtrain.data.sources import Fields
 from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, as_user_error, first_line
 
 
 class Prompts:
@@ -33,22 +33,26 @@ class Prompts:
         thinking: bool | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
+        self._renderer: Renderer | None = None
         self._plain_text = PromptCompletionRenderer(tokenizer)
-        self._renderer = make_renderer(tokenizer, stop_token_ids)
         self._thinking = thinking
         if thinking is None:
             self._thinking = tokenizer.init_kwargs.get(REASONING_OPTION)
 
     def chat_renderer(self) -> Renderer:
-        """Return the renderer of conversations.
+        """Return the renderer of conversations. It analyses the chat template once.
 
         Raises:
-            UserError: if the tokenizer has no chat template.
+            UserError: if the tokenizer has no chat template, or one that cannot be used.
         """
-        if isinstance(self._renderer, PromptCompletionRenderer):
+        if self._tokenizer.chat_template is None:
             raise UserError(
                 "this model has no chat template: it can only continue text; use llmtrain generate."
             )
+        if self._renderer is None:
+            with as_user_error("the chat template", describe=first_line):
+                self._renderer = Renderer(self._tokenizer, self._stop_token_ids)
         return self._renderer
 
     def of_text(self, text: str) -> list[int]:

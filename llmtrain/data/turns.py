@@ -294,8 +294,9 @@ class TurnFinder:
 
 
 def _turns_of(texts: ConversationTexts, after: int) -> Iterator[_TurnMessages]:
-    """Yield the messages of each assistant turn. Another one begins after ``after`` messages.
+    """Yield the messages of each assistant turn.
 
+    A turn ends before message number ``after``, at the latest, if it begins before it.
     A turn at the very beginning of a conversation has no prompt, and is left out.
     """
     stop = 0

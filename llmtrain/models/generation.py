@@ -227,8 +227,10 @@ def continuation_text(
     tokens_before = list(prompt[-_TOKENS_BEFORE:])
     before = str(tokenizer.decode(tokens_before, skip_special_tokens=True))
     text = str(tokenizer.decode([*tokens_before, *generated], skip_special_tokens=True))
-    # If the prompt ends within a character, the continuation begins with that character.
-    return text[len(before.rstrip(_PARTIAL_CHARACTER)) :]
+    if not text.startswith(before):
+        # The prompt ends within a character, with which the continuation begins.
+        before = before.rstrip(_PARTIAL_CHARACTER)
+    return text[len(before) :]
 
 
 def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":

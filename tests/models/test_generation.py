@@ -32,7 +32,7 @@ from llmtrain.errors import UserError
 from llmtrain.model_folders import model_folder
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.generation import Sampling, TextModel
+from llmtrain.models.generation import Sampling, TextModel, continuation_text
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
 from llmtrain.training.evaluate import sample
@@ -255,6 +255,16 @@ def test_models_without_a_cache_generate_what_transformers_does(
         sampling = Sampling(max_new_tokens=12, temperature=0)
         assert "".join(text_model.stream(prompt, sampling)) == expected
         assert expected
+
+
+def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated() -> None:
+    tokenizer = byte_tokenizer(CONTEXT)
+    prompt = tokenizer.encode("a\N{REPLACEMENT CHARACTER}")
+    whole = tokenizer.encode("é")
+
+    assert continuation_text(tokenizer, prompt, tokenizer.encode("b")) == "b"
+    # A prompt that ends within a character is continued with that character.
+    assert continuation_text(tokenizer, whole[:1], whole[1:]) == "é"
 
 
 # --- the space before the first word
@@ -500,10 +510,8 @@ def test_an_empty_input_begins_a_text(folder: Path, output_of) -> None:
     ("text", "message"),
     [
         pytest.param("", "holds no prompts.", id="empty"),
-        pytest.param("Hello\n", 'line 1 is not a JSON object with a "prompt"', id="not JSON"),
-        pytest.param(
-            '{"text": "a"}', 'line 1 is not a JSON object with a "prompt"', id="no prompt"
-        ),
+        pytest.param("Hello\n", 'line 1 is not a JSON object with "prompt"', id="not JSON"),
+        pytest.param('{"text": "a"}', 'line 1 is not a JSON object with "prompt"', id="no prompt"),
         pytest.param('{"prompt": 3}', "line 1: field 'prompt' is 3, not text", id="number"),
         pytest.param(
             '{"messages": [{"role": "assistant", "content": "a"}]}',

@@ -27,6 +27,7 @@ from llmtrain.data.formats import conversation_of
 from llmtrain.data.prepare import tokenize
 from llmtrain.data.prompts import Prompts
 from llmtrain.data.render import Renderer
+from llmtrain.errors import UserError
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.training.evaluate import sample
 from tests.data.chats import make
@@ -265,3 +266,12 @@ def test_a_model_continues_the_text_that_it_was_trained_on(
     sampling = Sampling(max_new_tokens=20, temperature=0)
     texts = sample(engine_of(accelerator, model), tokenizer, prompts, sampling)
     assert texts == list(PAIRS.values())
+
+
+def test_a_template_that_cannot_be_used_only_concerns_conversations() -> None:
+    tokenizer = make("{{ raise_exception('no') }}")
+    prompts = Prompts(tokenizer)
+
+    assert prompts.of_text("a") == tokenizer.encode("a")
+    with pytest.raises(UserError, match=r"^the chat template: "):
+        prompts.of_messages([{"role": "user", "content": "a"}])

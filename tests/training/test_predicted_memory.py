@@ -15,7 +15,7 @@ from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.config import GPTConfig, ModelConfig
-from llmtrain.models.gpt import GPT
+from llmtrain.models.gpt import GPT, LayerNorm
 from llmtrain.models.pretrained import load_model
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
@@ -228,6 +228,18 @@ def test_every_block_keeps_the_same_number_of_bytes() -> None:
 
     assert deep.blocks == 6
     assert deep.peak.total - shallow.peak.total == pytest.approx(2 * deep.per_block)
+
+
+def test_a_layer_norm_on_a_gpu_keeps_what_that_of_torch_keeps() -> None:
+    def bytes_per_block(norm: type[nn.LayerNorm]) -> float:
+        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=32), vocab_size=64)
+        for block in model.transformer.h:
+            block.ln_1 = norm(64)
+            block.ln_2 = norm(64)
+        batch = MicroBatch(2, POSITIONS, bf16=True, on_gpu=True)
+        return count_activations(model, Objective(), batch).per_block
+
+    assert bytes_per_block(LayerNorm) == bytes_per_block(nn.LayerNorm)
 
 
 def test_a_block_that_is_recomputed_keeps_only_its_input() -> None:
