@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmtrain.data.jinja_template import JinjaTemplate
+from llmtrain.data.jinja_template import JinjaTemplate, trial
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.template_properties import EXAMPLE
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
@@ -71,7 +71,8 @@ def set_template(
 
     template = JinjaTemplate(tokenizer)
     try:
-        text = template.render(template.plain_data(EXAMPLE, tools=None)).text
+        with trial(name):
+            text = template.render(template.plain_data(EXAMPLE, tools=None)).text
     except BadRecord as error:
         raise UserError(f"{name} cannot show two questions and two answers: {error}.") from None
     if any(message["content"] not in text for message in EXAMPLE):

@@ -1,12 +1,17 @@
 """Render conversations with the chat template of a tokenizer."""
 
+import contextlib
 import re
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.errors import first_line
+from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -15,7 +20,39 @@ Span: TypeAlias = tuple[int, int]  # of characters
 # Variables of a template beside the messages and the tools, such as {"enable_thinking": False}.
 TemplateOptions: TypeAlias = dict[str, bool]
 
+TRIAL_SECONDS = 10  # that a template may compute for, to show a few short conversations
 _GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+
+
+@contextlib.contextmanager
+def trial(name: str) -> Iterator[None]:
+    """Limit the time in which the block renders a template that was not tried before.
+
+    Nested loops can take hours. A trace function ends them on every platform and in every thread,
+    which a signal would not do, and nothing goes on in the background, as a thread would.
+
+    Args:
+        name: the template, for the message.
+
+    Raises:
+        UserError: if the block computes for more than :data:`TRIAL_SECONDS`.
+    """
+    deadline = time.thread_time() + TRIAL_SECONDS
+
+    def check_time(frame: FrameType, event: str, argument: object) -> Any:
+        if time.thread_time() > deadline:
+            raise UserError(
+                f"{name} takes more than {TRIAL_SECONDS} seconds to show a short conversation; "
+                "use another one with --chat_template."
+            )
+        return check_time
+
+    previous = sys.gettrace()
+    sys.settrace(check_time)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
 
 
 class RenderedText(NamedTuple):
@@ -102,6 +139,8 @@ class JinjaTemplate:
         }
         try:
             return self._compiled_for(data.tools, find_spans).render(variables)
+        except UserError:  # of a trial
+            raise
         except Exception as error:  # a template can raise any error
             raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Literal, TypeAlias
 
-from llmtrain.data.jinja_template import JinjaTemplate, TemplateOptions
+from llmtrain.data.jinja_template import JinjaTemplate, TemplateOptions, trial
 from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer, control_tokens_of
@@ -86,16 +86,21 @@ class TemplateProperties:
         self._special_ids = _special_tokens(tokenizer)
         self._special = any_of(self._special_ids)
 
-        # The order counts: each step may use what the steps before it have found.
-        self.arguments_type = self._find_arguments_type()
-        self.shows_several_calls = self._can_show_several_calls()
-        self.reasoning_field = self._find_reasoning_field()
-        self.opens_reasoning = self._prompt_begins_reasoning()
-        self.has_reasoning_option = self._has_two_prompts()
+        with trial(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"):
+            # The order counts: each step may use what the steps before it have found.
+            self.arguments_type = self._find_arguments_type()
+            self.shows_several_calls = self._can_show_several_calls()
+            self.reasoning_field = self._find_reasoning_field()
+            prompt = self._attempt([_QUESTION], add_generation_prompt=True)
+            self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
+            self.has_reasoning_option = self._has_two_prompts()
 
-        self._end_of_answer = self._find_end_token(_ANSWER, following=_NEXT_QUESTION)
-        self._end_of_call = self._find_end_of_call()
-        self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
+            self._end_of_answer = self._find_end_token(_ANSWER, following=_NEXT_QUESTION)
+            self._end_of_call = self._end_of_answer
+            if self.arguments_type is not None:
+                call = _message_with_call(self.arguments_type)
+                self._end_of_call = self._find_end_token(call, following=_TOOL_RESULT)
+            self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
         self.control_tokens = control_tokens_of(tokenizer, self.stop_token_ids)
         self._stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
         self._stop_tokens = re.compile(f"(?:{self._stop_token.pattern})+")
@@ -141,14 +146,11 @@ class TemplateProperties:
         """Return the arguments that the template can show; ``None`` if it shows no calls."""
         types: tuple[ArgumentsType, ...] = ("object", "string")
         for arguments_type in types:
-            if self._shows_call(arguments_type):
+            text = self._attempt([_QUESTION, _message_with_call(arguments_type)])
+            # Exactly once, neither escaped nor as a Python dict.
+            if text.count(_TOWN) == 1 and not re.search(r"""'town': |\\"town""", text):
                 return arguments_type
         return None
-
-    def _shows_call(self, arguments_type: ArgumentsType) -> bool:
-        """Return whether a call is shown exactly once, neither escaped nor as a Python dict."""
-        text = self._attempt([_QUESTION, _message_with_call(arguments_type)])
-        return text.count(_TOWN) == 1 and not re.search(r"""'town': |\\"town""", text)
 
     def _can_show_several_calls(self) -> bool:
         """Return whether the template shows several calls of one message."""
@@ -158,27 +160,15 @@ class TemplateProperties:
         return _OTHER_TOWN in self._attempt([_QUESTION, calls])
 
     def _find_reasoning_field(self) -> str | None:
-        """Return the field in which the template looks for reasoning."""
-        for field in REASONING:
-            if self._shows_reasoning(field):
-                return field
-        return None
-
-    def _shows_reasoning(self, field: str) -> bool:
-        """Return whether the reasoning in a field is shown, with an answer or a call."""
+        """Return the field whose reasoning the template shows, with an answer or a call."""
         turns = [_ANSWER]
         if self.arguments_type is not None:
             turns.append(_message_with_call(self.arguments_type))
-        for turn in turns:
-            messages = [_QUESTION, {**turn, field: _REASONING}]
-            if _REASONING in self._attempt(messages):
-                return True
-        return False
-
-    def _prompt_begins_reasoning(self) -> bool:
-        """Return whether a prompt ends with the tag that begins reasoning."""
-        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
-        return OPEN_THINK_TAG.search(prompt) is not None
+        for field in REASONING:
+            texts = [self._attempt([_QUESTION, {**turn, field: _REASONING}]) for turn in turns]
+            if any(_REASONING in text for text in texts):
+                return field
+        return None
 
     def _has_two_prompts(self) -> bool:
         """Return whether the option leads to two different prompts, with and without reasoning."""
@@ -209,12 +199,6 @@ class TemplateProperties:
             return self._eos
         after_turn = self._special.match(longer_text[len(text) :].lstrip())
         return after_turn[0] if after_turn else self._eos
-
-    def _find_end_of_call(self) -> str:
-        """Return the token that ends a turn with a call."""
-        if self.arguments_type is None:
-            return self._end_of_answer
-        return self._find_end_token(_message_with_call(self.arguments_type), following=_TOOL_RESULT)
 
     def _find_stop_token_ids(self, stop_token_ids: Collection[int]) -> set[int]:
         """Return all tokens at which an answer ends.

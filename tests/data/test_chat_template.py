@@ -8,9 +8,11 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from llmtrain.data import jinja_template
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
+from llmtrain.data.render import make_renderer
 from llmtrain.data.template_properties import TemplateProperties
 from llmtrain.errors import UserError
 from tests.data.chats import (
@@ -187,6 +189,34 @@ def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, r
 def test_an_error_of_the_tokenizers_own_template_says_whose_it_is():
     with pytest.raises(UserError, match="the tokenizer's own chat template cannot show"):
         set_template(make("{{ raise_exception('no') }}"), None)
+
+
+LOOPS = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(LOOPS, id="loops"),
+        pytest.param("{{ ([range(2000) | list] * 20000) | map('sum') | sum }}", id="filters"),
+    ],
+)
+def test_a_template_that_loops_for_long_is_refused_by_name(template, tmp_path, monkeypatch):
+    """These end after a second or less. With more zeros, they would take hours."""
+    monkeypatch.setattr(jinja_template, "TRIAL_SECONDS", 0.01)
+    path = tmp_path / "loops.jinja"
+    path.write_text(template)
+
+    with pytest.raises(UserError, match=f"^--chat_template {path} takes more than"):
+        set_template(make(), str(path))
+
+
+def test_a_template_that_loops_for_long_in_a_prompt_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(jinja_template, "TRIAL_SECONDS", 0.01)
+    tokenizer = make(TEMPLATES["chatml"] + f"{{% if add_generation_prompt %}}{LOOPS}{{% endif %}}")
+
+    with pytest.raises(UserError, match=r"^the chat template of the tokenizer takes more than"):
+        make_renderer(tokenizer)
 
 
 # --- tokens that end a turn
