@@ -143,7 +143,7 @@ def append_json_line(path: Path, content: "JsonObject") -> None:
 def read_object(path: Path) -> "JsonObject":
     """Return the JSON object in a file, or an empty one if the file cannot be read."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

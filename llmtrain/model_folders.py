@@ -1,9 +1,34 @@
-"""Which folder the name of a model refers to: a run's, a checkpoint's or a model's."""
+"""Which folder the name of a model refers to, and which of its files may be read.
 
+A model folder is untrusted input. transformers and peft read what its JSON files name, also in
+other folders, and they read pickles, which can run code. So a folder is checked before they see it.
+"""
+
+import contextlib
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, as_user_error, first_line, short_repr
 from llmtrain.files import local_path, read_object
+from llmtrain.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# For every `from_pretrained`: without it, transformers asks on the terminal whether to run code.
+DATA_ONLY = {"trust_remote_code": False}
+# The file with the weights of an adapter, as peft calls it.
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Patterns of the files of tokenizers, new and old.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Entries of JSON files that make transformers or peft read further files, in any folder.
+_NAMES_OF_FILES = {
+    "config*.json": ("transformers_weights",),
+    "tokenizer_config.json": ("fast_tokenizer_files", "gguf_file", "merges", "vocab"),
+    "adapter_config.json": ("adapters", "prompt_tuning_init_state_dict_path", "shadow_model"),
+}
 
 
 def is_adapter(folder: Path) -> bool:
@@ -70,6 +95,105 @@ def tokenizer_folder(name: str) -> str:
     return model_folder(name) if holds_models and not has_tokenizer else local_path(name)
 
 
+def folder_with(name: str, file: str, revision: str = "main") -> Path:
+    """Return the folder that a file of a model is in, for a hub name that of its snapshot."""
+    from huggingface_hub import hf_hub_download
+
+    if not Path(name).exists():
+        with contextlib.suppress(OSError, ValueError):  # the hub does not have it
+            return Path(hf_hub_download(name, file, revision=revision)).parent
+    return Path(name)
+
+
+def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: if no tokenizer can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(name)
+    # Without any file, AutoTokenizer makes an empty tokenizer for some families.
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise UserError(
+            f"{name} holds no tokenizer, so it cannot write text: its rows were made without one."
+        )
+    check_names_of_files(folder_with(name, "tokenizer_config.json"))
+    with as_user_error(f"{name}: no model with a tokenizer could be loaded"):
+        return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
+
+
 def is_of_checkpoint(folder: Path) -> bool:
     """Return whether a model folder belongs to a checkpoint, not to a finished run."""
     return folder.absolute().parent.name.startswith("step-")
+
+
+def check_model_files(folder: Path) -> None:
+    """Check the files of a model or an adapter, which transformers or peft is to load.
+
+    Raises:
+        UserError: if they would read a pickle, or a file outside the folder.
+    """
+    check_names_of_files(folder)
+    has_weights = bool(weight_files(folder))
+    if is_adapter(folder):
+        # peft reads a pickle if this file is missing. There is no switch for that.
+        has_weights = (folder / ADAPTER_WEIGHTS).exists()
+    for path in sorted(folder.glob("*")):
+        # A class of transformers reads this one whatever is next to it.
+        if path.suffix in _PICKLES and (not has_weights or path.name == "spk_dict.pt"):
+            raise UserError(
+                f"{folder} holds its weights as a pickle ({path.name}), which can run code when it "
+                "is read; if you trust it, convert it to safetensors with save_pretrained."
+            )
+
+
+def check_names_of_files(folder: Path) -> None:
+    """Raise :class:`UserError` if a JSON file names other files, which a library would read."""
+    for pattern, keys in _NAMES_OF_FILES.items():
+        for path in folder.glob(pattern):
+            settings = read_object(path)
+            for key in keys:
+                if settings.get(key) not in (None, "mirror"):  # a shadow model without files
+                    raise UserError(
+                        f"{path}: the entry {key} names other files, which are not read; remove "
+                        "it, or use another model."
+                    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers would load. A folder may hold other tensors, too.
+
+    Raises:
+        UserError: if the index cannot be read, or names anything but safetensors files of the
+            folder.
+    """
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+
+    weight_map: Any = _read_settings(index).get("weight_map")
+    names: set[str] = set()
+    for name in weight_map.values() if isinstance(weight_map, dict) else [weight_map]:
+        is_plain = isinstance(name, str) and Path(name).name == name
+        if not is_plain or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{index} names {short_repr(name)}, which is no safetensors file of its folder; "
+                "download the model again, or use another one."
+            )
+        names.add(name)
+    return [folder / name for name in sorted(names)]
+
+
+def _read_settings(path: Path) -> JsonObject:
+    """Return the JSON object in a file of a model.
+
+    Raises:
+        UserError: if it holds none.
+    """
+    with as_user_error(f"{path} is no JSON object", first_line):
+        return {**json.loads(path.read_text(encoding="utf-8"))}

@@ -135,7 +135,7 @@ def test_python_m_llmtrain_is_the_command() -> None:
         ("", "COMMAND"),
         ("fly", "invalid choice: 'fly'"),
         ("generate", "RUN_OR_MODEL"),
-        ("generate no/such/folder", "no model could be loaded"),
+        ("generate no/such/folder", "no model with a tokenizer could be loaded"),
         (
             "generate x --temp 1",
             "unknown flag --temp: use --temperature T; see llmtrain generate --help.",

@@ -66,7 +66,6 @@ RENAMING = {
     "step.py:_step_optimizer": "a step of the user's optimizer, if the weights are sharded",
     "parts.py:_checked_fingerprint": "the fingerprint of a part, which is the user's own code",
     "probe.py:trying": "the forward pass of a class of transformers",
-    "weight_loading.py:weight_files": "json.loads",
     "heartbeat.py:context": "only for a lost connection",
     "recipe_model.py:_run_to_model": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmtrain.errors import UserError, hub_error
 from llmtrain.files import json_text
+from llmtrain.model_folders import check_names_of_files, folder_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -142,6 +143,7 @@ def load_tokenizer(
     advice = "name one with --tokenizer: char, byte, bpe:N, a folder or a hub name"
     try:
         path, revision = _split_revision(name)
+        check_names_of_files(folder_with(path, "tokenizer_config.json", revision))
         tokenizer = tokenizer_class.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from llmtrain.console import pluralize
-from llmtrain.errors import UserError, as_user_error
+from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, json_text
+from llmtrain.model_folders import tokenizer_of
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
     import pyarrow
-    from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_A_TIME = 4096
 _COMPARED_COLUMNS = ("input_ids", "labels")
@@ -125,24 +125,9 @@ def _matrix(column: "pyarrow.ChunkedArray") -> np.ndarray:
 
 def _text_at(run: History, tokens: list[int], position: int) -> str:
     """Return the text from a position of a row on, in quotes."""
-    tokenizer = load_tokenizer(_entry(run) / "tokenizer")
+    tokenizer = tokenizer_of(str(_entry(run) / "tokenizer"))
     text = tokenizer.decode(tokens[position : position + _SHOWN_TOKENS])
     return json_text(str(text)[:_SHOWN_CHARACTERS], ensure_ascii=False)
-
-
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer in a folder.
-
-    Raises:
-        UserError: if there is none that can be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    # Without this file, AutoTokenizer makes an empty tokenizer for some families.
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} holds no tokenizer.")
-    with as_user_error(f"{folder}: no tokenizer could be loaded"):
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
 
 
 def _source_of(run: History, split: str, row: int) -> str:

@@ -15,7 +15,13 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
-from llmtrain.model_folders import is_of_checkpoint
+from llmtrain.model_folders import (
+    ADAPTER_WEIGHTS,
+    DATA_ONLY,
+    check_model_files,
+    is_of_checkpoint,
+    tokenizer_of,
+)
 from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
 from llmtrain.models.export import (
@@ -32,12 +38,11 @@ from llmtrain.models.hub_models import (
     origin_of,
     without_weights,
 )
-from llmtrain.models.hub_safety import ADAPTER_WEIGHTS, DATA_ONLY, refuse_pickles
 from llmtrain.models.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 # The file in a merged model's folder that identifies the adapter, and names the chosen dtype.
 _MERGED_FROM = "merged_from.json"
@@ -133,14 +138,12 @@ def write_outline(adapter: Path, folder: Path) -> str:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
-        settings = read_object(adapter / "adapter_config.json")
-        base = local_folder(str(settings.get("base_model_name_or_path")), base_revision(adapter))
-        refuse_pickles(str(base))
+        base = local_folder(base_of(adapter), base_revision(adapter))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
-        tokenizer = AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
+        tokenizer = tokenizer_of(str(adapter))
 
     text_config = config.get_text_config()
     text_config.vocab_size = max(text_config.vocab_size, len(tokenizer))
@@ -188,14 +191,9 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
-    with as_user_error(f"{adapter}: no tokenizer could be loaded"):
-        tokenizer = cast(
-            "PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(adapter, **DATA_ONLY)
-        )
+    base = base_of(adapter)
+    tokenizer = tokenizer_of(str(adapter))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
-    base = str(adapted.peft_config["default"].base_model_name_or_path)
     base_folder = local_folder(base, base_revision(adapter))
     _separate_adapted_embeddings(adapted)
     with warnings.catch_warnings():
@@ -271,7 +269,7 @@ def base_of(adapter: Path) -> str:
     Raises:
         UserError: if the adapter is a pickle, or names no base.
     """
-    refuse_pickles(str(adapter))
+    check_model_files(adapter)
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         from peft import PeftConfig
 

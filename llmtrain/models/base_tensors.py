@@ -218,10 +218,7 @@ def _read(
             f"{name} has changed since the run began, and the finished model gets from it what was "
             "not trained; put its files back, and start the same command again."
         )
-    return {
-        tensor.key: safe_open(tensor.path, "pt").get_tensor(tensor.key)  # type: ignore[no-untyped-call]
-        for tensor in tensors
-    }
+    return {tensor.key: tensor.read() for tensor in tensors}
 
 
 def _say_lost(model: "PreTrainedModel", lost: Collection[str], base: str) -> None:

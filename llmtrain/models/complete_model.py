@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from llmtrain.files import read_object
@@ -44,8 +43,7 @@ def write_complete(checkpoint: Path, folder: Path) -> None:
     )
     tensors = {}
     for stored in stored_tensors(model, checkpoint):
-        file = safe_open(stored.path, "pt")
-        tensors[stored.name] = file.get_tensor(stored.key)  # type: ignore[no-untyped-call]
+        tensors[stored.name] = stored.read()
     tensors = published(model, tensors)
     if base_tensors is not None and base_tensors.folder is not None:
         tensors.update(base_tensors.read())

@@ -17,7 +17,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
 from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
-from llmtrain.models.hub_safety import is_hub_kernel
+from llmtrain.models.hub_models import is_hub_kernel
 from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:

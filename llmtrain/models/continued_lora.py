@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
+from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.dtypes import cast_weights
-from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora import set_base
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object, write_json
 from llmtrain.json_types import JsonObject
-from llmtrain.models.weight_loading import weight_files
+from llmtrain.model_folders import weight_files
 
 # The dtypes that a finished model may have, by the names of the flags and of config.json.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,14 +53,11 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
     names: dict[str, str] = {}
     elements: Counter[str] = Counter()
     for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in [*file.keys()]:
-                    stored = file.get_slice(name)
-                    names[name] = stored.get_dtype()
-                    elements[names[name]] += torch.Size(stored.get_shape()).numel()
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {first_line(error)}") from None
+        with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
+            for name in [*file.keys()]:
+                stored = file.get_slice(name)
+                names[name] = stored.get_dtype()
+                elements[names[name]] += torch.Size(stored.get_shape()).numel()
 
     config = folder / "config.json"
     if config.exists() and read_object(config).get("quantization_config"):
@@ -122,12 +119,9 @@ def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
     dtypes = StoredDtypes(DTYPES[dtype])
     size = 0
     for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-                stored = {name: file.get_tensor(name) for name in [*file.keys()]}
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {first_line(error)}") from None
+        with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            stored = {name: file.get_tensor(name) for name in [*file.keys()]}
         weights = {name: dtypes.cast(name, tensor) for name, tensor in stored.items()}
         check_range(source, weights)
         save_file(weights, folder / path.name, metadata)

@@ -10,11 +10,10 @@ import torch
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
-from llmtrain.model_folders import holds_model, is_adapter
+from llmtrain.model_folders import check_model_files, holds_model, is_adapter, tokenizer_of
 from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_models import load_causal_lm
-from llmtrain.models.hub_safety import DATA_ONLY, refuse_pickles
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-# Patterns of the files of tokenizers, new and old.
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 _PARTIAL_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # How many tokens before a text are decoded with it.
 _TOKENS_BEFORE = 64
@@ -95,7 +92,7 @@ class TextModel:
                 f"{name} is a reward model, which scores answers and cannot write text; "
                 "name a causal LM."
             )
-        refuse_pickles(name)
+        check_model_files(folder)
 
         self.tokenizer = tokenizer_of(name)
         with as_user_error(f"{name}: no model could be loaded"):
@@ -231,21 +228,3 @@ def continuation_text(
         # The prompt ends within a character, with which the continuation begins.
         before = before.rstrip(_PARTIAL_CHARACTER)
     return text[len(before) :]
-
-
-def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer of a model folder or hub name.
-
-    Raises:
-        UserError: if no tokenizer can be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    folder = Path(name)
-    # Without any file, AutoTokenizer makes an empty tokenizer for some families.
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise UserError(
-            f"{name} holds no tokenizer, so it cannot write text: its rows were made without one."
-        )
-    with as_user_error(f"{name}: no model could be loaded"):
-        return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.file_digests import file_digest
+from llmtrain.files import read_object
 from llmtrain.json_types import JsonObject
-from llmtrain.models.hub_safety import DATA_ONLY, refuse_hub_attention, refuse_pickles
+from llmtrain.model_folders import ADAPTER_WEIGHTS, DATA_ONLY, check_model_files, is_adapter
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
@@ -49,6 +50,30 @@ def auto_class(model_config: "PreTrainedConfig") -> Any:
     if names is None or not is_of_transformers:  # the model may bring its own class
         return transformers.AutoModelForCausalLM
     return getattr(transformers, names[1])
+
+
+def is_hub_kernel(attention: str | None) -> bool:
+    """Return whether transformers would download an attention as a compiled kernel from the hub."""
+    return "/" in (attention or "")
+
+
+def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
+    """Raise :class:`UserError` if a model's configuration asks for a compiled kernel of the hub.
+
+    Args:
+        config: the configuration of the model, or of a part of it.
+        name: the folder or hub name of the model.
+    """
+    attention: str | None = config._attn_implementation
+    if is_hub_kernel(attention):
+        raise UserError(
+            f"{name}: its config.json asks for the attention {attention}, a program on the hub; "
+            "choose another one with --attn_implementation sdpa, or remove it from config.json."
+        )
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            refuse_hub_attention(part, name)
 
 
 def without_weights(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":
@@ -100,13 +125,18 @@ def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTraine
     getLogger("transformers.integrations.hub_kernels").setLevel(ERROR)
 
     revision = str(options.get("revision", "main"))
-    refuse_pickles(name, revision)
+    folder = local_folder(name, revision)
+    if is_adapter(folder) and not (folder / "config.json").exists():
+        # transformers loads its base, too.
+        base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+        local_folder(str(base), revision)
+
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     # An adapter has no configuration of a model. Of others, loading reports what is wrong.
     own_class: Any = AutoModelForCausalLM
     with contextlib.suppress(OSError, ValueError):
         model_config: PreTrainedConfig = AutoConfig.from_pretrained(
-            name,
+            str(folder),
             trust_remote_code=options["trust_remote_code"],
             revision=revision,
         )
@@ -114,25 +144,28 @@ def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTraine
         if "attn_implementation" not in options:
             refuse_hub_attention(model_config, name)
     model_class = model_class or own_class
-    return cast("PreTrainedModel", model_class.from_pretrained(name, **options))
+    return cast("PreTrainedModel", model_class.from_pretrained(str(folder), **options))
 
 
 def local_folder(name: str, revision: str = "main") -> Path:
-    """Return the local folder with a model's files.
+    """Return the local folder with a model's files, which are safe to load.
 
     If ``name`` is a hub name, the files are downloaded unless the cache has them. ``revision`` is a
     branch, tag or commit there.
 
     Raises:
-        UserError: if the hub does not provide them.
+        UserError: if the hub does not provide them, or if they are not safe; see
+            :func:`llmtrain.model_folders.check_model_files`.
     """
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
 
-    with as_user_error(f"{name} is no folder, and the hub did not provide it"):
-        patterns = ["model*.safetensors", "*.json"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        with as_user_error(f"{name} is no folder, and the hub did not provide it"):
+            patterns = ["model*.safetensors", ADAPTER_WEIGHTS, "*.json", "*.py"]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    check_model_files(folder)
+    return folder
 
 
 def commit_of(name: str, revision: str = "main") -> str:

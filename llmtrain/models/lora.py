@@ -18,6 +18,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import write_json
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
+from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.dtypes import cast_weights
@@ -28,7 +29,6 @@ from llmtrain.models.export import (
     auto_peft_class,
     gives_scores,
 )
-from llmtrain.models.hub_safety import ADAPTER_WEIGHTS
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.seeds import seed_of

@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 
 from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
-from llmtrain.model_folders import is_adapter
+from llmtrain.model_folders import check_model_files, is_adapter
 from llmtrain.models.config import MAX_LAYERS, ModelConfig, is_model_type, parse_overrides
 from llmtrain.models.hub_models import (
     auto_class,
     causal_lm_classes,
     load_causal_lm,
     local_folder,
+    refuse_hub_attention,
     without_weights,
 )
-from llmtrain.models.hub_safety import refuse_hub_attention, refuse_pickles
 from llmtrain.models.reward_family import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import stored_tensors
 
@@ -146,11 +145,7 @@ def _is_tied_by_mistake(model: "PreTrainedModel", config: ModelConfig) -> bool:
     stored = {tensor.name: tensor for tensor in stored_tensors(model, folder)}
     for name, source in sources.items():
         if name in stored and source in stored:
-            values = [
-                safe_open(tensor.path, "pt").get_tensor(tensor.key)  # type: ignore[no-untyped-call]
-                for tensor in (stored[name], stored[source])
-            ]
-            return not torch.equal(*values)
+            return not torch.equal(stored[name].read(), stored[source].read())
     return False
 
 
@@ -210,50 +205,30 @@ def model_configuration(
     Raises:
         UserError: if the model cannot be used.
     """
+    from transformers import AutoConfig
+
+    name = str(config.model_name_or_path or config.from_config)
     if config.model_name_or_path is None:
         loaded = configuration_of(config, tokenizer)
     else:
-        loaded = _load_configuration(
-            config.model_name_or_path,
-            config.model_revision,
-            trust_remote_code=config.trust_remote_code,
+        check_model_files(Path(name))
+        if is_adapter(Path(name)):
+            raise UserError(
+                f"--model_name_or_path {name} is an adapter; merge it into its model first: "
+                f"llmtrain export {name} --merge --to FOLDER."
+            )
+        loaded = AutoConfig.from_pretrained(
+            name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )
-    name = str(config.model_name_or_path or config.from_config)
-    _check_number_of_layers(loaded, name)
-    if not config.attn_implementation:
-        refuse_hub_attention(loaded, name)
-    return loaded
-
-
-def _check_number_of_layers(config: "PreTrainedConfig", name: str) -> None:
-    """Raise :class:`UserError` if a model, or a part of it, has more layers than can be built."""
-    parts = [config, *(getattr(config, key, None) for key in config.sub_configs)]
-    for part in parts:
+    for part in [loaded, *(getattr(loaded, key, None) for key in loaded.sub_configs)]:
         layers = getattr(part, "num_hidden_layers", 0)
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise UserError(
                 f"the configuration of {name} has {layers:,} layers, and a model can have at most "
                 f"{MAX_LAYERS:,}; correct num_hidden_layers."
             )
-
-
-def _load_configuration(name: str, revision: str, *, trust_remote_code: bool) -> "PreTrainedConfig":
-    """Load the configuration of a model from its folder or the hub.
-
-    Raises:
-        UserError: if its weights are pickles, or if it is an adapter.
-    """
-    from transformers import AutoConfig
-
-    refuse_pickles(name, revision)
-    if is_adapter(Path(name)):
-        raise UserError(
-            f"--model_name_or_path {name} is an adapter; merge it into its model first: "
-            f"llmtrain export {name} --merge --to FOLDER."
-        )
-    loaded: PreTrainedConfig = AutoConfig.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    )
+    if not config.attn_implementation:
+        refuse_hub_attention(loaded, name)
     return loaded
 
 

@@ -39,8 +39,7 @@ from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
-from llmtrain.models.hub_models import check_origin, local_folder, origin_of
-from llmtrain.models.hub_safety import is_hub_kernel
+from llmtrain.models.hub_models import check_origin, is_hub_kernel, local_folder, origin_of
 from llmtrain.models.initial_weights import InitialWeights
 from llmtrain.models.lora import AdapterFiles, add_lora
 from llmtrain.models.lora_config import LoraConfig

@@ -31,7 +31,6 @@ never sharded (:mod:`llmtrain.models.meta_models`).
 """
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -39,11 +38,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.model_folders import weight_files
 from llmtrain.parallel.blocks import block_classes
 from llmtrain.seeds import seed_of
 
@@ -82,6 +82,11 @@ class StoredTensor(NamedTuple):
     path: Path
     key: str
     name: str
+
+    def read(self) -> Tensor:
+        """Return the tensor, which may be mapped from its file."""
+        tensor: Tensor = safe_open(self.path, "pt").get_tensor(self.key)  # type: ignore[no-untyped-call]
+        return tensor
 
 
 def random_weights(
@@ -135,7 +140,11 @@ def _initialise(model: "PreTrainedModel", part: Part, seed: int) -> None:
     _fill_with_nan(part.module)
     # Children come first, because a module may initialise parameters of its children.
     inner = [*part.module.named_modules(prefix=part.name)]
-    outer = [(name, model.get_submodule(name)) for name in _ancestors(part.name)]
+    outer = []
+    name = part.name
+    while name:
+        name = name.rpartition(".")[0]
+        outer.append((name, model.get_submodule(name)))
     submodels = {
         name: module for name, module in [*inner, *outer] if isinstance(module, PreTrainedModel)
     }
@@ -147,17 +156,9 @@ def _initialise(model: "PreTrainedModel", part: Part, seed: int) -> None:
         for name, module in [*reversed(inner), *outer]:
             # `torch.manual_seed` would also seed devices of every kind, which takes 0.3 ms.
             torch.default_generator.manual_seed(seed_of(seed, name, part.name))
-            submodel = submodels[_innermost(submodels, name)]
+            containing = [key for key in submodels if not key or f"{name}.".startswith(f"{key}.")]
+            submodel = submodels[max(containing, key=len)]  # the innermost
             submodel._init_weights(module)  # type: ignore[no-untyped-call]
-
-
-def _ancestors(name: str) -> list[str]:
-    """Return the names of the modules that contain a module, the innermost first."""
-    names = []
-    while name:
-        name = name.rpartition(".")[0]
-        names.append(name)
-    return names
 
 
 def _fill_with_nan(module: nn.Module) -> None:
@@ -268,10 +269,9 @@ def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not isinstance(tensor, nn.Parameter)
     }
-    for path, key, name in stored_tensors(model, folder):
-        if name in buffers:
-            stored = safe_open(path, "pt").get_tensor(key)  # type: ignore[no-untyped-call]
-            buffers.pop(name).copy_(stored)
+    for stored in stored_tensors(model, folder):
+        if stored.name in buffers:
+            buffers.pop(stored.name).copy_(stored.read())
     _check_none_missing(folder, buffers.keys())
 
 
@@ -353,14 +353,6 @@ def _selected_parts(model: nn.Module, modules: Collection[nn.Module]) -> Iterato
     for part in model_parts(model):
         if not modules or part.module in modules:
             yield part
-
-
-def _innermost(submodels: Collection[str], name: str) -> str:
-    """Return the name of the innermost submodel that contains the module ``name``."""
-    containing = [
-        submodel for submodel in submodels if not submodel or f"{name}.".startswith(f"{submodel}.")
-    ]
-    return max(containing, key=len)
 
 
 def _group_by_part(
@@ -449,33 +441,10 @@ def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTen
     converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
     names = model.state_dict()
     for path in weight_files(folder):
-        try:
+        with as_user_error(str(path), first_line):
             keys = [*safe_open(path, "pt").keys()]  # type: ignore[no-untyped-call]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: {first_line(error)}") from None
         for key in keys:
             name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
             if name not in names:
                 name = key
             yield StoredTensor(path, key, name)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers would load. A folder may hold other tensors, too.
-
-    Raises:
-        UserError: if the index cannot be read.
-    """
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        file_names = json.loads(index.read_text())["weight_map"].values()
-        # Only names of files in this folder: an index must not lead to other folders.
-        names = {Path(file_name).name for file_name in file_names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not an index of weights: {first_line(error)}.") from None
-    return [folder / name for name in sorted(names)]

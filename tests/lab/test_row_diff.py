@@ -10,7 +10,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import tokenize
 from llmtrain.errors import UserError
 from llmtrain.lab.diff import metadata_differences
-from llmtrain.lab.row_diff import load_tokenizer
+from llmtrain.model_folders import tokenizer_of
 from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
@@ -91,4 +91,4 @@ def test_a_tokenizer_that_cannot_be_loaded_is_a_user_error(
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
 
     with pytest.raises(UserError, match="tokenizer"):
-        load_tokenizer(tmp_path)
+        tokenizer_of(str(tmp_path))

@@ -392,24 +392,22 @@ def test_loaded_embeddings_do_not_change_with_their_file(tmp_path: Path) -> None
     assert torch.equal(embedding, before)
 
 
-def test_an_index_names_files_in_its_own_folder_only(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    real_model("llama").save_pretrained(folder, max_shard_size="60KB")
-    index = folder / "model.safetensors.index.json"
-    weight_map = json.loads(index.read_text())["weight_map"]
-    files_outside = {name: f"../{file}" for name, file in weight_map.items()}
-    index.write_text(json.dumps({"weight_map": files_outside}))
-
-    weights = read_all(stored_weights(meta_model("llama"), folder, torch.float32))
-
-    check_equal(weights, parameters_of(real_model("llama")))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("{", "is not an index of weights", id="not JSON"),
-        pytest.param('{"weight_map": {"a": "gone"}}', "gone: No such file", id="missing file"),
+        pytest.param("{", "index.json is no JSON object", id="not JSON"),
+        pytest.param("[]", "index.json is no JSON object", id="no object"),
+        pytest.param("{}", "index.json names None, which is no", id="empty"),
+        pytest.param('{"weight_map": {"a": 3}}', "index.json names 3, which is no", id="number"),
+        pytest.param(
+            '{"weight_map": {"a": "../a.safetensors"}}',
+            "index.json names '../a.safetensors', which is no",
+            id="outside",
+        ),
+        pytest.param('{"weight_map": {"a": "a.bin"}}', "index.json names 'a.bin'", id="pickle"),
+        pytest.param(
+            '{"weight_map": {"a": "a.safetensors"}}', "a.safetensors: No such", id="missing file"
+        ),
     ],
 )
 def test_an_index_that_cannot_be_used_is_refused(

@@ -5,8 +5,9 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,23 @@ import torch
 from accelerate import Accelerator
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    modeling_utils,
+)
 from transformers.integrations import hub_kernels
 
 from llmtrain.commands.eval import _answers_path
-from llmtrain.data.tokenizer import as_pretrained, load_tokenizer, train_tokenizer
+from llmtrain.data.tokenizer import (
+    as_pretrained,
+    load_tokenizer,
+    train_tokenizer,
+)
 from llmtrain.errors import UserError
 from llmtrain.files import digest
+from llmtrain.model_folders import tokenizer_of
 from llmtrain.models.adapters import adapted_model, merged_model
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
@@ -36,7 +47,10 @@ from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver, write_model
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
-from tests.launching import bound, read_json
+from tests.failing_calls import logging_calls, needs_failing_calls
+from tests.forked import run_forked
+from tests.launching import PYTHON, bound, read_json
+from tests.models.small_models import tiny_llama
 from tests.models.some_rows import SomeRows
 from tests.record.checkpoint_files import Files
 
@@ -308,6 +322,13 @@ def test_a_model_stored_as_a_pickle_is_refused_with_the_name_of_the_file(
         load(str(model_folder))
 
 
+def test_a_pickle_of_speakers_is_refused(model_folder: Path) -> None:
+    """transformers reads it with a Qwen2.5-Omni, whatever the weights are stored in."""
+    torch.save({}, model_folder / "spk_dict.pt")
+    with pytest.raises(UserError, match=r"as a pickle \(spk_dict\.pt\)"):
+        load_causal_lm(str(model_folder))
+
+
 @pytest.fixture
 def pickled_adapter(model_folder: Path, tmp_path: Path) -> Path:
     """An adapter whose weights are a pickle. Its safetensors file has a name that nothing loads."""
@@ -347,22 +368,147 @@ def test_an_adapter_stored_as_a_pickle_is_refused_whatever_is_next_to_it(
     assert load(str(pickled_adapter))
 
 
-def test_an_adapter_on_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
+@contextlib.contextmanager
+def on_hub(folder: Path) -> Iterator[Path]:
+    """Put a copy of a folder into the cache of the hub, as someone/something, and return it."""
     commit = "0" * 40
-    repository = Path(HF_HUB_CACHE, "models--someone--adapter")
+    repository = Path(HF_HUB_CACHE, "models--someone--something")
     snapshot = repository / "snapshots" / commit
-    shutil.copytree(pickled_adapter, snapshot)
+    shutil.copytree(folder, snapshot)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
-
     try:
-        with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
-            load_causal_lm("someone/adapter")
-
-        use_safetensors(snapshot)
-        assert load_causal_lm("someone/adapter")
+        yield snapshot
     finally:
         shutil.rmtree(repository)
+
+
+def test_an_adapter_on_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
+    with on_hub(pickled_adapter) as snapshot:
+        with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
+            load_causal_lm("someone/something")
+
+        use_safetensors(snapshot)
+        assert load_causal_lm("someone/something")
+
+
+# --- names of files in a model folder
+
+
+def change(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps(read_json(path) | entries))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a folder of honest models, and copies that name other files.
+
+    These files are in the folder ``outside``, or are pickles in the folder of the model.
+    """
+    peft = pytest.importorskip("peft", reason="needs peft, which comes with the extra lora")
+    parent = tmp_path_factory.mktemp("folders")
+    honest = parent / "honest"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_llama())
+    model.save_pretrained(honest, max_shard_size="60KB")
+    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 8)
+    tokenizer.save_pretrained(honest)
+
+    outside = parent / "outside"
+    model.save_pretrained(outside)
+    torch.save(model.state_dict(), outside / "weights.bin")
+    shutil.copy(honest / "tokenizer.json", outside / "tokenizer.1.0.json")
+
+    weight_map = read_json(honest / "model.safetensors.index.json")["weight_map"]
+    for name, file in {
+        "index-parent": "../outside/model.safetensors",
+        "index-absolute": str(outside / "model.safetensors"),
+        "index-pickle": "weights.bin",
+    }.items():
+        folder = shutil.copytree(honest, parent / name)
+        shutil.copy(outside / "weights.bin", folder)
+        index = folder / "model.safetensors.index.json"
+        change(index, weight_map=dict.fromkeys(weight_map, file))
+
+    folder = shutil.copytree(honest, parent / "config-pickle")
+    shutil.copy(outside / "weights.bin", folder / "adapter_model.bin")
+    change(folder / "config.json", transformers_weights="adapter_model.bin")
+    folder = shutil.copytree(honest, parent / "tokenizer-version")
+    names = ["../outside/tokenizer.1.0.json"]
+    change(folder / "tokenizer_config.json", fast_tokenizer_files=names)
+    folder = shutil.copytree(honest, parent / "tokenizer-vocabulary")
+    (folder / "tokenizer.json").unlink()
+    change(
+        folder / "tokenizer_config.json",
+        tokenizer_class="BertTokenizer",
+        vocab=str(outside / "tokenizer.1.0.json"),
+    )
+
+    settings = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    honest_adapter = parent / "honest-adapter"
+    peft.get_peft_model(model, settings).save_pretrained(honest_adapter)
+    tokenizer.save_pretrained(honest_adapter)
+    change(honest_adapter / "adapter_config.json", base_model_name_or_path=str(honest))
+    # A base that is an adapter itself, of a base that leaves its folder.
+    base = shutil.copytree(honest_adapter, parent / "adapter-base")
+    change(base / "adapter_config.json", base_model_name_or_path=str(parent / "index-parent"))
+    prompt: dict[str, Any] = {"num_virtual_tokens": 2, "token_dim": 32, "num_layers": 2}
+    for name, entries in {
+        "adapter-of-adapter": {"base_model_name_or_path": str(base)},
+        "adapter-mixture": {"peft_type": "XLORA", "adapters": {"a": str(outside)}},
+        "adapter-shadow": {"peft_type": "SHADOW", "shadow_model": str(outside)},
+        "adapter-prompt": {
+            "peft_type": "MULTITASK_PROMPT_TUNING",
+            "prompt_tuning_init": "ONLY_SOURCE_SHARED",
+            "prompt_tuning_init_state_dict_path": str(outside / "weights.bin"),
+            **prompt,
+        },
+    }.items():
+        folder = shutil.copytree(honest_adapter, parent / name)
+        change(folder / "adapter_config.json", **entries)
+    return parent
+
+
+@needs_failing_calls
+def test_no_file_outside_a_model_folder_and_no_pickle_is_opened(
+    folders: Path, tmp_path: Path
+) -> None:
+    """Each way to load each folder ends in one line, unless the folder is honest."""
+    names = sorted(folder.name for folder in folders.iterdir() if folder.name != "outside")
+    log = tmp_path / "calls"
+    result = run_forked(
+        [*PYTHON, "tests/record/untrusted_loads.py", *(str(folders / name) for name in names)],
+        env=logging_calls(str(folders), log),
+    ).assert_ok()
+
+    opened = log.read_text().splitlines()
+    assert any("honest/model-00001" in call for call in opened)
+    assert [call for call in opened if "/outside/" in call or call.endswith(".bin")] == []
+
+    lines = [json.loads(line) for line in result.out.splitlines() if line.startswith("[")]
+    assert {name for name, _, _ in lines} == {*names}
+    for name, load, outcome in lines:
+        only_reads_tokenizer = load in ("tokenizer", "rows") and name.startswith("index")
+        is_harmless = name.startswith("honest") or only_reads_tokenizer
+        # `load_causal_lm` also raises the errors of transformers.
+        pattern = "loaded" if is_harmless else f"(UserError|ValueError): .*{folders}"
+        assert re.match(pattern, outcome), (name, load, outcome)
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "message"),
+    [
+        (TextModel, "index-absolute", "is no safetensors file of its folder"),
+        (load_causal_lm, "index-pickle", "is no safetensors file of its folder"),
+        (tokenizer_of, "tokenizer-vocabulary", "the entry vocab names other files"),
+        (load_tokenizer, "tokenizer-version", "the entry fast_tokenizer_files names other files"),
+    ],
+)
+def test_a_model_on_the_hub_that_names_other_files_is_refused(
+    load: Callable[[str], Any], name: str, message: str, folders: Path
+) -> None:
+    with on_hub(folders / name), pytest.raises(UserError, match=message):
+        load("someone/something")
 
 
 # --- kernels on the hub

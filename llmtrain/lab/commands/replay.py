@@ -284,11 +284,10 @@ def _comparison_line(logged: JsonObject | None, repeated: JsonObject) -> str:
 
 def _replace_tokens_by_text(rows: list[JsonObject], run_folder: Path) -> None:
     """Replace each row's tokens with their text; without a tokenizer, with their numbers."""
-    from llmtrain.lab.row_diff import load_tokenizer
-    from llmtrain.model_folders import model_folder
+    from llmtrain.model_folders import model_folder, tokenizer_of
 
     try:
-        tokenizer = load_tokenizer(Path(model_folder(str(run_folder))))
+        tokenizer = tokenizer_of(model_folder(str(run_folder)))
     except UserError:  # no checkpoint yet, or no tokenizer in it
         tokenizer = None
 
