@@ -133,9 +133,11 @@ def check_model_files(folder: Path) -> None:
     """Check the files of a model or an adapter, which transformers or peft is to load.
 
     Raises:
-        UserError: if they would read a pickle, or a file outside the folder.
+        UserError: if they would read a pickle, or a file outside the folder, or if
+            ``generation_config.json`` is wrong.
     """
     check_names_of_files(folder)
+    stop_token_ids(folder)
     has_weights = bool(weight_files(folder))
     if is_adapter(folder):
         # peft reads a pickle if this file is missing. There is no switch for that.
@@ -187,6 +189,25 @@ def weight_files(folder: Path) -> list[Path]:
             )
         names.add(name)
     return [folder / name for name in sorted(names)]
+
+
+def stop_token_ids(folder: Path) -> list[int]:
+    """Return the tokens at which a model stops generating, from its ``generation_config.json``.
+
+    Raises:
+        UserError: if the file is wrong.
+    """
+    path = folder / "generation_config.json"
+    stops: Any = _read_settings(path).get("eos_token_id") if path.exists() else None
+    if stops is None:
+        return []
+    token_ids: list[int] = stops if isinstance(stops, list) else [stops]
+    if any(type(token_id) is not int for token_id in token_ids):
+        raise UserError(
+            f"{path}: eos_token_id is {short_repr(stops)}; write the number of a token, or a list "
+            "of such numbers."
+        )
+    return token_ids
 
 
 def _read_settings(path: Path) -> JsonObject:

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmtrain.errors import UserError, hub_error
 from llmtrain.files import json_text
-from llmtrain.model_folders import check_names_of_files, folder_with
+from llmtrain.model_folders import check_names_of_files, folder_with, stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -195,18 +195,8 @@ def stop_token_ids_of(name: str) -> list[int]:
         name: the model's folder or hub name, NAME or NAME@REVISION. A tokenizer without a model has
             no such tokens.
     """
-    from transformers import GenerationConfig
-
     path, revision = _split_revision(name)
-    try:
-        token_ids = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
-    except (OSError, ValueError):  # there is no generation_config.json
-        return []
-    if token_ids is None:
-        return []
-    if isinstance(token_ids, int):
-        return [token_ids]
-    return list(token_ids)
+    return stop_token_ids(folder_with(path, "generation_config.json", revision))
 
 
 def digest(tokenizer: FastTokenizer) -> str:

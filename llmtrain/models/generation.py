@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from llmtrain.errors import UserError, as_user_error
-from llmtrain.files import read_object
-from llmtrain.model_folders import check_model_files, holds_model, is_adapter, tokenizer_of
+from llmtrain.model_folders import (
+    check_model_files,
+    holds_model,
+    is_adapter,
+    stop_token_ids,
+    tokenizer_of,
+)
 from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_models import load_causal_lm
@@ -106,13 +111,13 @@ class TextModel:
         text_config = self.model.config.get_text_config()
         self.context: int = getattr(text_config, "max_position_embeddings", None) or 2**31
 
-        stops = getattr(self.model.generation_config, "eos_token_id", None)
         # The base of an adapter does not know the tokens that end the turns of a conversation. The
         # adapter's folder may have its own settings.
-        if is_adapter(folder):
-            stops = read_object(folder / "generation_config.json").get("eos_token_id", stops)
-        stop_token_ids = stops if isinstance(stops, list) else [stops]
-        self.stop_token_ids = {*stop_token_ids, self.tokenizer.eos_token_id} - {None}
+        stops = stop_token_ids(folder) or getattr(
+            self.model.generation_config, "eos_token_id", None
+        )
+        token_ids = stops if isinstance(stops, list) else [stops]
+        self.stop_token_ids = {*token_ids, self.tokenizer.eos_token_id} - {None}
 
     @torch.no_grad()
     def stream(

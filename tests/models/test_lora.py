@@ -579,7 +579,6 @@ def base_that_stops(bases, tmp_path) -> Path:
     ("generation_config", "stop_token"),
     [
         pytest.param("{}", 71, id="without a stop token"),
-        pytest.param("[", 71, id="not JSON"),
         pytest.param(None, 71, id="no file"),
         pytest.param('{"eos_token_id": 80}', 80, id="another stop token"),
     ],

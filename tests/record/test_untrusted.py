@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaForCausalLM,
     modeling_utils,
 )
@@ -29,6 +30,7 @@ from llmtrain.commands.eval import _answers_path
 from llmtrain.data.tokenizer import (
     as_pretrained,
     load_tokenizer,
+    stop_token_ids_of,
     train_tokenizer,
 )
 from llmtrain.errors import UserError
@@ -581,6 +583,46 @@ def test_the_commit_of_a_trusted_kernel_is_in_the_fingerprint(
     start = model_to_train(str(model_folder), attn_implementation=kernel, trust_remote_code=True)
 
     assert start["attention"] == kernel
+
+
+# --- generation_config.json
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param('{"eos_token_id": "x"}', id="text"),
+        pytest.param('{"eos_token_id": {"a": 1}}', id="object"),
+        pytest.param('{"eos_token_id": [1, [2]]}', id="list in a list"),
+        pytest.param('{"eos_token_id": 1.5}', id="fraction"),
+        pytest.param('{"eos_token_id": true}', id="boolean"),
+        pytest.param("[3]", id="no object"),
+        pytest.param("{", id="no JSON"),
+        pytest.param('{"a": ' + "[" * 10**5 + "]" * 10**5 + "}", id="deep"),
+    ],
+)
+@pytest.mark.parametrize(
+    "load", [TextModel, load_causal_lm, model_to_train, stop_token_ids_of], ids=lambda f: f.__name__
+)
+def test_a_wrong_generation_config_is_refused_by_name(
+    load: Callable[[str], Any], content: str, model_folder: Path
+) -> None:
+    (model_folder / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"^\S*/generation_config.json(: eos_token_id)? is "):
+        load(str(model_folder))
+
+
+@pytest.mark.parametrize("value", [None, 5, [5], [3, 5]])
+def test_the_tokens_at_which_a_model_stops_are_those_of_transformers(
+    value: object, model_folder: Path
+) -> None:
+    path = model_folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": value, "temperature": 0.5}))
+
+    of_transformers = GenerationConfig.from_pretrained(model_folder).eos_token_id
+    expected = of_transformers if isinstance(of_transformers, list) else [of_transformers]
+    assert stop_token_ids_of(str(model_folder)) == [token for token in expected if token]
+    assert TextModel(str(model_folder)).stop_token_ids == {*expected, 0} - {None}
 
 
 # --- models on the hub
