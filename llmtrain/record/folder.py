@@ -50,10 +50,10 @@ class RunFolder:
                 ``step`` become the beginning of this run's, unless this run has some already.
         """
         for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+            # What cannot be deleted now, such as an open file on NFS, goes at a later start.
+            with contextlib.suppress(OSError):
+                leftover.unlink()  # a file or a link
+            shutil.rmtree(leftover, ignore_errors=True)
 
         if extended_run is not None:
             for name in _COPIED_LOGS:
