@@ -235,8 +235,9 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
     settings = resolved(run.settings)
 
     def begin() -> TrackedRun:
-        run.writer.begin(run.step, run.resume_point.extended_run)
+        # run.json comes first: without it, a start that fails here would use up the folder's name.
         run.writer.write("run.json", _record_of(run, settings))
+        run.writer.begin(run.step, run.resume_point.extended_run)
         return _tracked(run)
 
     tracked = team.on_main(begin)
