@@ -1,6 +1,10 @@
-"""Files that are complete or absent: written under a temporary name, synced, then renamed."""
+"""Files that are complete or absent: written under a temporary name, synced, then renamed.
+
+Locks of files are here, too.
+"""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -8,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +20,15 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from llmtrain.console import note
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
+# What flock answers on a file system that has no locks, or whose lock server cannot be reached.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class Hashed(TypedDict):
@@ -228,6 +236,56 @@ def temporary_sibling(path: Path, purpose: str = "") -> Path:
     """
     words = [".tmp", purpose, path.name, uuid.uuid4().hex[:12]]
     return path.with_name("-".join(word for word in words if word))
+
+
+@contextlib.contextmanager
+def file_lock(path: Path, timeout: float = math.inf) -> Iterator[bool]:
+    """Hold the lock of a file until the block ends. The file is made if it is absent, and stays.
+
+    The lock is flock's: it ends with its process, also on another machine. A file system without
+    locks is used without them, after a note.
+
+    Args:
+        path: the file.
+        timeout: seconds to wait for another process that holds the lock.
+
+    Yields:
+        Whether there is a lock.
+
+    Raises:
+        BlockingIOError: if another process still holds the lock.
+        OSError: if the file cannot be opened or locked.
+    """
+    deadline = time.monotonic() + timeout
+    # A link could lead to a file outside the folder.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    has_lock = False
+    try:
+        while not has_lock:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_lock = True
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    note(
+                        f"{path.parent} is on a file system without locks ({error.strerror}); do "
+                        "not use it from two starts at the same time."
+                    )
+                    break
+                # Some file systems answer EACCES if another process holds the lock.
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise BlockingIOError(f"{path} is locked by another process") from None
+                time.sleep(0.05)
+        yield has_lock
+    finally:
+        # An error here would hide how the block has ended. Closing is not enough: a process that
+        # was forked meanwhile has the handle, too.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(handle)
 
 
 def sync_tree(folder: Path) -> None:

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import filelock
 import psutil
 
-from llmtrain.files import write_json
+from llmtrain.files import file_lock, write_json
 
 _calls: Counter[str] = Counter()  # how often this process has asked for a result, by its name
 
@@ -35,20 +34,17 @@ def once_per_machine(name: str, compute: Callable[[], str]) -> str:
 
     name_hash = hashlib.sha256(f"{number} {name}".encode()).hexdigest()[:16]
     path = folder / f"{name_hash}.json"
-    lock = filelock.FileLock(folder / f"{name_hash}.lock")
-    try:
-        lock.acquire()
-    except OSError:  # the folder cannot be written
-        return compute()
-    try:
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(file_lock(folder / f"{name_hash}.lock"))
+        except OSError:  # the folder cannot be written
+            return compute()
         if path.is_file():
             return str(json.loads(path.read_text()))
         text = compute()
         with contextlib.suppress(OSError):
             write_json(path, text, durable=False)
         return text
-    finally:
-        lock.release()
 
 
 def _launch_folder() -> Path | None:

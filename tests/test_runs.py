@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import pytest
 
 from llmtrain.commands import runs
@@ -15,7 +16,6 @@ from llmtrain.models.hub_models import origin_of
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid
-from llmtrain.record.resume import lock_of
 from tests.command_line import run_cli
 from tests.record.checkpoint_files import DAMAGE, flip, save_checkpoint
 
@@ -201,7 +201,7 @@ def test_a_temporary_folder_of_a_running_process_is_being_written(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / ".tmp-step-00000040-123").mkdir()
-    with lock_of(run):
+    with filelock.FileLock(run / ".lock"):
         result = check(capsys, run)
     assert ".tmp-step-00000040-123 is being written" in result.out
 
@@ -253,13 +253,14 @@ def test_a_running_status_means_killed_unless_a_process_has_the_lock(
     run = make_run(tmp_path / "run", status, {10: 1.0})
 
     assert "was killed" in check(capsys, run).out
-    with lock_of(run):
+    with filelock.FileLock(run / ".lock"):
         result = check(capsys, run)
     assert "in progress" in result.out
     assert "killed" not in result.out
 
     assert "was killed" in check(capsys, run).out
-    with lock_of(run).acquire(blocking=False):  # fails if the check has kept the lock
+    # This fails if the check has kept the lock.
+    with filelock.FileLock(run / ".lock").acquire(blocking=False):
         pass
 
 
@@ -308,7 +309,7 @@ def test_a_check_changes_nothing(
     (folder / "damaged-step-00000005").mkdir()
     (folder / ".tmp-step-00000040-123").mkdir()
     if has_lock_file:
-        with lock_of(run):
+        with filelock.FileLock(run / ".lock"):
             pass
         os.utime(run / ".lock", (1, 1))
     before = file_states(run)
@@ -415,7 +416,7 @@ def test_runs_are_listed_with_state_losses_and_age_the_newest_first(
 def test_a_run_whose_process_has_the_lock_is_listed_as_running(
     two_runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with lock_of(two_runs / "sweep/new"):
+    with filelock.FileLock(two_runs / "sweep/new/.lock"):
         new, _ = list_runs(capsys, str(two_runs))
     assert new[1] == "running"
 

@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import filelock
 import numpy as np
 
 from llmtrain.data import tokenizer as tok
@@ -38,7 +37,8 @@ from llmtrain.data.store import TokenRows
 from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, new_folder, write_json
+from llmtrain.files import cache_folder, file_lock, new_folder, write_json
+from llmtrain.once_per_machine import once_per_machine
 
 _Reader: TypeAlias = Corpus | Records[Any]
 
@@ -92,11 +92,8 @@ def tokenize(
     rows = _open(folder, request)
     is_cached = rows is not None
     if rows is None:
-        with _cache_lock(folder):
-            if _open(folder, request) is None:  # another process may have made it meanwhile
-                for leftover in folder.parent.glob(f".tmp-{folder.name}-*"):  # of a killed process
-                    shutil.rmtree(leftover, ignore_errors=True)
-                _make(folder, request)
+        # The processes of a launch take turns, also if the disk of the cache has no locks.
+        once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
         rows = _open(folder, request)
         assert rows is not None, f"{folder} cannot be read back"
     describe(request, rows, is_cached)
@@ -134,22 +131,27 @@ def _open(folder: Path, request: DataRequest) -> Tokenized | None:
     )
 
 
-@contextlib.contextmanager
-def _cache_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry.
+def _make_locked(folder: Path, request: DataRequest) -> str:
+    """Make a cache entry, unless another process does so meanwhile. Return its name.
 
     Raises:
         UserError: if the cache folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{folder}.lock"):
-            yield
+        with file_lock(Path(f"{folder}.lock")) as has_lock:
+            if _open(folder, request) is None:
+                # Without a lock, another process may be writing such a folder.
+                leftovers = folder.parent.glob(f".tmp-{folder.name}-*") if has_lock else ()
+                for leftover in leftovers:  # of a killed process
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _make(folder, request)
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
             "another."
         ) from None
+    return folder.name
 
 
 def _make(folder: Path, request: DataRequest) -> None:

@@ -7,13 +7,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import filelock
 import torch
 from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
+from llmtrain.files import digest, file_lock, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
@@ -39,6 +38,7 @@ from llmtrain.models.hub_models import (
     without_weights,
 )
 from llmtrain.models.lora_config import LoraConfig
+from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -80,13 +80,18 @@ def merged_model(adapter: Path) -> str:
             f"with llmtrain export {adapter} --merge, and name that."
         )
     target = merged_folder(adapter)
+
+    def merge() -> str:
+        with file_lock(target.with_name(f".lock-{target.name}")):
+            if not target.exists():
+                with new_folder(target) as working:
+                    write_merged(adapter, working)
+            else:
+                _check_merged_from(adapter, target)
+        return str(target)
+
     # The processes of a machine come here at the same time.
-    with filelock.FileLock(target.with_name(f".lock-{target.name}")):
-        if not target.exists():
-            with new_folder(target) as working:
-                write_merged(adapter, working)
-        else:
-            _check_merged_from(adapter, target)
+    once_per_machine(f"merged {target}", merge)
     say(
         "merged",
         f"{adapter} is an adapter, so its merged model is used: {target} "

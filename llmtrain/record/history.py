@@ -33,7 +33,7 @@ class History(NamedTuple):
     events: list[JsonObject]  # events.jsonl, an item for each event
     samples: list[JsonObject]  # samples.jsonl
     scores: list[JsonObject]  # scores.jsonl, written by llmtrain eval
-    is_in_progress: bool  # whether a process holds the run's lock
+    is_in_progress: bool | None  # whether a process holds the run's lock; None: not known
 
     @classmethod
     def of_run(cls, folder: Path) -> History:
@@ -80,7 +80,7 @@ class History(NamedTuple):
         state in ``status.json``.
         """
         state = str(self.status.get("state", "unknown"))
-        if state == "running" and not self.is_in_progress and not self._is_elsewhere:
+        if state == "running" and self.is_in_progress is False and not self._is_elsewhere:
             return "killed"
         return state
 
@@ -95,26 +95,23 @@ class History(NamedTuple):
     @property
     def settings(self) -> JsonObject:
         """The value of every flag."""
-        settings = self.record.get("settings")
-        if not isinstance(settings, dict):
-            return {}
-        return {
-            name: setting.get("value")
-            for name, setting in settings.items()
-            if isinstance(setting, dict)
-        }
+        return {name: setting.get("value") for name, setting in self._flags.items()}
 
     @property
     def effects(self) -> dict[str, list[str]]:
         """The parts of a run that each flag affects, as :func:`llmtrain.flag` lists them."""
+        return {
+            name: str(setting.get("affects", "any")).split()
+            for name, setting in self._flags.items()
+        }
+
+    @property
+    def _flags(self) -> dict[str, JsonObject]:
+        """What ``run.json`` has about each flag."""
         settings = self.record.get("settings")
         if not isinstance(settings, dict):
             return {}
-        return {
-            name: str(setting.get("affects", "any")).split()
-            for name, setting in settings.items()
-            if isinstance(setting, dict)
-        }
+        return {name: value for name, value in settings.items() if isinstance(value, dict)}
 
     @property
     def starts(self) -> list[JsonObject]:
@@ -207,6 +204,8 @@ class History(NamedTuple):
 
         if self.is_in_progress:
             line += "; in progress, a process holds its lock"
+        elif state == "running" and self.is_in_progress is None:
+            line += "; whether a process still runs it is not known, because its lock fails"
         elif state == "running":
             line += "; no process holds its lock: it was killed"
             if self._is_elsewhere:
@@ -340,16 +339,18 @@ def _seconds(timestamp: object) -> float | None:
         return None
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a process has locked a file.
+def _is_locked(path: Path) -> bool | None:
+    """Return whether a process has locked a file; ``None`` if that cannot be found out.
 
     This takes a shared lock for a moment and opens the file only to read it.
-    :class:`filelock.FileLock` would open it to write.
     """
-    # Without the file, or on a file system without locks, no process holds the lock.
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        try:
+    try:
+        with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:  # the file system has no locks, or fails
+        return None
     return False

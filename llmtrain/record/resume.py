@@ -6,21 +6,16 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
-import filelock
+from typing import NamedTuple
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest, json_text, read_object
+from llmtrain.files import digest, file_lock, json_text, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.history import History, candidate_folders, is_free
 from llmtrain.record.run_description import difference, named_difference
-
-if TYPE_CHECKING:
-    HeldLock: TypeAlias = filelock.AcquireReturnProxy[filelock.FileLock]
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
@@ -102,7 +97,7 @@ def choose_folder(
             begins such a run again, once.
     """
     point = ResumePoint(
-        folder=Path(output_dir),
+        folder=next(candidate_folders(output_dir)),
         run_id=run_id or secrets.token_hex(4),
         start_id=secrets.token_hex(8),
     )
@@ -114,65 +109,55 @@ def choose_folder(
     was_restarted = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
     may_continue = resume != "never" or was_restarted
 
-    for folder in candidate_folders(output_dir):
-        is_absent = not folder.exists()
+    def usable_record(folder: Path) -> JsonObject | None:
+        """Return ``run.json`` of a run to continue; empty for a free folder, ``None`` if taken."""
         if is_free(folder):
-            new_lock = _lock_new(folder, is_absent)
-            if new_lock is not None:
-                point = point._replace(
-                    folder=folder,
-                    reason=_reason_for_new(
-                        point,
-                        folder,
-                        first_folder=next(candidate_folders(output_dir)),
-                        fingerprint=fingerprint,
-                        record=record or {},
-                    ),
-                )
-                with new_lock:
-                    yield point
-                return
-        elif may_continue:
-            unfinished = _lock_unfinished(folder, fingerprint, point.checkpoint, run_id)
-            if unfinished is not None:
-                held_lock, found_record = unfinished
-                with held_lock:
-                    yield _continued(
-                        point,
-                        folder,
-                        record=found_record,
-                        fingerprint=fingerprint,
-                        was_restarted=was_restarted,
-                    )
-                return
-    raise AssertionError("there is always a next name")
+            return {}
+        if not may_continue:
+            return None
+        return _unfinished_record(folder, fingerprint, point.checkpoint, run_id)
+
+    with contextlib.ExitStack() as lock:
+        for folder in candidate_folders(output_dir):
+            is_absent = not folder.exists()
+            found_record = usable_record(folder)
+            if found_record is None:
+                continue
+            if _lock_folder(lock, folder, is_absent, is_run=found_record != {}):
+                # Another start may have used the folder, or finished the run, in the meantime.
+                found_record = usable_record(folder)
+                if found_record is not None:
+                    break
+                lock.close()
+
+        if found_record:
+            point = point._replace(folder=folder)
+            point = _continued(point, found_record, fingerprint, was_restarted=was_restarted)
+        else:
+            reason = _reason_for_new(point, folder, fingerprint=fingerprint, record=record or {})
+            point = point._replace(folder=folder, reason=reason)
+        yield point
 
 
 def _reason_for_new(
-    point: ResumePoint,
-    folder: Path,
-    *,
-    first_folder: Path,
-    fingerprint: JsonObject,
-    record: JsonObject,
+    point: ResumePoint, folder: Path, fingerprint: JsonObject, record: JsonObject
 ) -> str:
     """Return why a run begins in a new folder, for the start-up log.
 
     Args:
-        point: the resume point so far.
+        point: the resume point so far, with the folder that the user asked for.
         folder: the new folder.
-        first_folder: the folder that the user asked for.
         fingerprint: the fingerprint of this run.
         record: what ``run.json`` will say about the data and the settings.
     """
     if point.checkpoint:
         return f"resumes from {point.checkpoint}"
-    if folder == first_folder:
+    if folder == point.folder:
         return "new"
 
-    reason = f"new; {first_folder} is taken"
-    taken_record = read_object(first_folder / "run.json")
-    if read_object(first_folder / "status.json").get("state") == "finished":
+    reason = f"new; {point.folder} is taken"
+    taken_record = read_object(point.folder / "run.json")
+    if read_object(point.folder / "status.json").get("state") == "finished":
         return reason
     taken_fingerprint = taken_record.get("fingerprint")
     if not isinstance(taken_fingerprint, dict):
@@ -204,18 +189,14 @@ def _as_json(fingerprint: JsonObject) -> JsonObject:
 
 
 def _continued(
-    point: ResumePoint,
-    folder: Path,
-    record: JsonObject,
-    fingerprint: JsonObject,
-    was_restarted: bool,
+    point: ResumePoint, record: JsonObject, fingerprint: JsonObject, was_restarted: bool
 ) -> ResumePoint:
     """Return where an unfinished run continues: at its newest checkpoint, if it has one.
 
     Args:
-        point: the resume point so far. It is kept if the run has no checkpoint yet.
-        folder: the folder of the unfinished run.
-        record: its ``run.json``.
+        point: the resume point so far, with the folder of the unfinished run. It is kept if the
+            run has no checkpoint yet.
+        record: ``run.json`` of the unfinished run.
         fingerprint: the fingerprint of this run.
         was_restarted: whether Slurm or the launcher has restarted this command. Then nobody reads
             an error, so a run that has lost all its checkpoints begins again. If it happens a
@@ -224,18 +205,14 @@ def _continued(
     Raises:
         UserError: if the run has checkpoints, and none is intact.
     """
-    state = read_object(folder / "status.json").get("state")
-    point = point._replace(
-        folder=folder,
-        run_id=record["run_id"],
-        follows_failure=state != "preempted",
-    )
+    state = read_object(point.folder / "status.json").get("state")
+    point = point._replace(run_id=record["run_id"], follows_failure=state != "preempted")
     known_losses = [
         name for start in record["starts"] for name in start.get("lost_checkpoints", [])
     ]
     try:
         newest = checkpoint.newest_valid(
-            folder / "checkpoints",
+            point.folder / "checkpoints",
             set_aside=True,
             fingerprint=digest(fingerprint),
             known_losses=known_losses,
@@ -295,16 +272,14 @@ def _is_finished_fine_tuning(folder: Path) -> bool:
     return task == "conversations" or (task == "text" and takes_model)
 
 
-def lock_of(folder: Path) -> filelock.FileLock:
-    """Return the lock that a run holds from its start to its end."""
-    return filelock.FileLock(folder / ".lock")
+def _lock_folder(lock: contextlib.ExitStack, folder: Path, is_absent: bool, is_run: bool) -> bool:
+    """Make ``lock`` hold the lock of a folder, which is made if it is absent.
 
-
-def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
-    """Lock a free folder, and make it if it is absent.
+    Processes whose launcher was killed may still hold the lock of a run, to save and end. They get
+    a minute.
 
     Returns:
-        ``None`` if another start has just taken the folder.
+        ``False`` if another start has the folder.
 
     Raises:
         UserError: if the folder cannot be made or locked.
@@ -313,52 +288,25 @@ def _lock_new(folder: Path, is_absent: bool) -> "HeldLock | None":
         if is_absent:
             # This fails for the slower one of two starts, even without locks.
             folder.mkdir(parents=True)
-        held_lock = lock_of(folder).acquire(timeout=_READER_SECONDS)
-    except (FileExistsError, filelock.Timeout):
-        return None
+        try:
+            lock.enter_context(file_lock(folder / ".lock", _READER_SECONDS))
+        except BlockingIOError:
+            if not is_run:
+                return False
+            say(
+                "run",
+                f"{folder} is in use; waiting up to {_WAIT_SECONDS:g} s for that run to end before "
+                "using another folder",
+            )
+            lock.enter_context(file_lock(folder / ".lock", _WAIT_SECONDS))
+    except (FileExistsError, BlockingIOError):
+        return False
     except OSError as error:
         raise UserError(
             f"--output_dir {folder} cannot be used: {error.strerror or first_line(error)}; name a "
-            "folder in which you may write."
+            "folder in which you may write, or start again when its disk answers."
         ) from None
-
-    if not is_free(folder):  # another start has held the lock, and has ended by now
-        held_lock.lock.release()
-        return None
-    return held_lock
-
-
-def _lock_unfinished(
-    folder: Path, fingerprint: JsonObject, source: Path | None, run_id: str | None
-) -> "tuple[HeldLock, JsonObject] | None":
-    """Lock a run that this start may continue; see :func:`_unfinished_record`.
-
-    Processes whose launcher was killed may still hold the lock, to save and end. They get a minute.
-
-    Returns:
-        The folder's lock and ``run.json``; ``None`` for a run that this start may not continue.
-    """
-    if _unfinished_record(folder, fingerprint, source, run_id) is None:
-        return None
-    try:
-        held_lock = lock_of(folder).acquire(blocking=False)
-    except filelock.Timeout:
-        say(
-            "run",
-            f"{folder} is in use; waiting up to {_WAIT_SECONDS:g} s for that run to end before "
-            "using another folder",
-        )
-        try:
-            held_lock = lock_of(folder).acquire(timeout=_WAIT_SECONDS)
-        except filelock.Timeout:
-            return None
-
-    # It may have finished in the meantime.
-    record = _unfinished_record(folder, fingerprint, source, run_id)
-    if record is None:
-        held_lock.lock.release()
-        return None
-    return held_lock, record
+    return True
 
 
 def _unfinished_record(

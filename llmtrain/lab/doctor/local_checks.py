@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
 import psutil
 import torch
 
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import new_folder
+from llmtrain.files import file_lock, new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launch_checks import check_launch
 from llmtrain.versions import version_of, versions
@@ -222,7 +221,7 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
             for _ in range(2):  # a bucket that is mounted without a cache takes only new files
                 with Path(scratch, "log").open("a") as log:
                     log.write("1\n")
-            with filelock.FileLock(Path(scratch) / ".lock").acquire(blocking=False):
+            with file_lock(Path(scratch, ".lock"), timeout=0) as has_locks:
                 pass
     except OSError as error:
         yield Finding(
@@ -234,8 +233,9 @@ def _folder(output_dir: Path) -> Iterator[Finding]:
         return
 
     free = shutil.disk_usage(folder).free
+    locks = "locks" if has_locks else "has no locks"
     text = (
-        f"{folder.absolute()} writes, appends, flushes, renames and locks; "
+        f"{folder.absolute()} writes, appends, flushes, renames and {locks}; "
         f"{free / 2**30:.1f} GiB are free"
     )
     if free < _DISK_BYTES:

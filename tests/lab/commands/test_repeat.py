@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from llmtrain.config.yaml_file import Entry, Setting, settings_in, text_of
@@ -16,7 +17,6 @@ from llmtrain.lab.commands import repeat
 from llmtrain.lab.commands.seeds import repeat_command
 from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
-from llmtrain.record.resume import lock_of
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
 from tests.launching import (
@@ -268,7 +268,7 @@ def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
 ) -> None:
     def stop(seed: int, folder: Path) -> repeat.Ending:
         write_run(folder, seed, LOSSES, state="running")
-        lock = lock_of(folder)
+        lock = filelock.FileLock(folder / ".lock")
         lock.acquire()
 
         def save() -> None:
