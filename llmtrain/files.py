@@ -1,6 +1,6 @@
 """Files that are complete or absent: written under a temporary name, synced, then renamed.
 
-Locks of files are here, too.
+Locks of files, and reading from disks that fail for a moment, are here, too.
 """
 
 import contextlib
@@ -14,21 +14,30 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from llmtrain.console import note
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
 
+T = TypeVar("T")
+
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
+RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
 # What flock answers on a file system that has no locks, or whose lock server cannot be reached.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+# The file is not there, or another kind of file is.
+ABSENCES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class UnreadableError(UserError):
+    """A file or folder is there, but its disk fails. This says nothing about the content."""
 
 
 class Hashed(TypedDict):
@@ -148,13 +157,58 @@ def append_json_line(path: Path, content: "JsonObject") -> None:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
 
+def read_patiently(path: Path, read: Callable[[], T]) -> T:
+    """Return what a function reads, and try again for some seconds if the disk fails.
+
+    A network disk may fail for a moment, and a reader must not conclude anything from that.
+
+    Args:
+        path: the file or folder that is read, for the error message.
+        read: reads it.
+
+    Raises:
+        OSError: at once, if the file is absent or may not be read.
+        UnreadableError: if the disk still fails.
+    """
+    for pause in (0, *RETRY_PAUSES):
+        time.sleep(pause)
+        try:
+            return read()
+        except (*ABSENCES, PermissionError):
+            raise
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+    raise UnreadableError(
+        f"{path} cannot be read: {reason}; nothing is known to be damaged, so start again when the "
+        "disk answers."
+    )
+
+
 def read_object(path: Path) -> "JsonObject":
-    """Return the JSON object in a file, or an empty one if the file cannot be read."""
+    """Return the JSON object in a file, or an empty one if the file is absent or has no object.
+
+    Raises:
+        UnreadableError: if the disk fails.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
+    except (*ABSENCES, PermissionError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def names_in(folder: Path) -> list[str] | None:
+    """Return the names in a folder, or ``None`` if there is no such folder.
+
+    ``Path.glob`` and ``Path.exists`` hide the errors of a disk.
+
+    Raises:
+        UnreadableError: if the disk fails.
+    """
+    try:
+        return read_patiently(folder, lambda: [path.name for path in folder.iterdir()])
+    except ABSENCES:
+        return None
 
 
 def drop_lines_after(path: Path, step: int) -> None:

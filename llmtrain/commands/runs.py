@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import json_text
+from llmtrain.files import UnreadableError, json_text
 from llmtrain.json_types import JsonObject
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
@@ -300,20 +300,24 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
     """
     from llmtrain.record.checkpoint import find_fault, saved_checkpoints
 
-    resumable: Path | None = None
+    can_resume = not target.is_single
     for saved in saved_checkpoints(target.checkpoints):
-        fault = find_fault(saved.path, fingerprint)
+        try:
+            fault = find_fault(saved.path, fingerprint)
+        except UnreadableError as error:
+            fault = str(error)
+            can_resume = False  # a resume never passes over a checkpoint that may be intact
         # A run in progress may have deleted the checkpoint meanwhile. Then its fault means nothing.
         if not saved.path.exists():
             continue
 
-        if resumable is None and fault is None and not target.is_single:
-            resumable = saved.path
+        is_resumable = can_resume and fault is None
+        can_resume = can_resume and not is_resumable
         is_best = saved.is_best and not target.is_single  # others would have to be compared
         yield _CheckedCheckpoint(
             saved=saved._replace(is_best=is_best),
             fault=fault,
-            is_resumable=saved.path == resumable,
+            is_resumable=is_resumable,
         )
 
 

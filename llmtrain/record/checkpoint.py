@@ -14,25 +14,36 @@ deletes them.
 """
 
 import contextlib
-import itertools
 import json
 import math
+import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest, read_hashed, read_object, temporary_sibling
+from llmtrain.files import (
+    ABSENCES,
+    UnreadableError,
+    digest,
+    names_in,
+    read_hashed,
+    read_object,
+    read_patiently,
+    temporary_sibling,
+)
 from llmtrain.json_types import JsonObject
 from llmtrain.record.format import check_not_newer, version_fault
+from llmtrain.record.history import candidate_folders
 
 MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 # Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
 _NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
 # Earlier versions of llmtrain wrote checkpoints without this file, which was no damage.
@@ -41,7 +52,7 @@ _STRUCTURE_OF_OPTIMIZER = f"optimizer/{STRUCTURE}"
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints in a folder, oldest first."""
-    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    paths = [folder / name for name in names_in(folder) or [] if _NAME.fullmatch(name)]
     return sorted(paths, key=_step_of)
 
 
@@ -82,8 +93,8 @@ def newest_valid(
     Raises:
         AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
             would hide the loss.
-        UserError: if the newest is in a newer or an earlier format: an older one would silently
-            repeat its steps.
+        UserError: if the newest is in a newer or an earlier format, or if its disk fails: an older
+            one would silently repeat its steps.
     """
     candidates = checkpoints(folder)
     for path in reversed(candidates):
@@ -93,21 +104,15 @@ def newest_valid(
 
         say("resume", f"{path.name} is damaged: {fault}")
         if set_aside:
-            path.rename(_free_name(path.with_name(f"damaged-{path.name}")))
+            names = candidate_folders(str(path.with_name(f"damaged-{path.name}")))
+            path.rename(next(name for name in names if not name.exists()))
 
-    damaged = {*checkpoints(folder), *folder.glob("damaged-*")}
-    new_losses = sorted({path.name for path in damaged} - {*known_losses}, reverse=True)
+    damaged = {name for name in names_in(folder) or [] if name.startswith("damaged-")}
+    damaged |= {path.name for path in checkpoints(folder)}
+    new_losses = sorted(damaged - {*known_losses}, reverse=True)
     if new_losses:
         raise AllDamagedError(folder, new_losses)
     return None
-
-
-def _free_name(path: Path) -> Path:
-    """Return a path, with -2, -3, ... at its end if it exists."""
-    names = itertools.chain(
-        [path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-    )
-    return next(name for name in names if not name.exists())
 
 
 def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
@@ -119,10 +124,11 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
 
     Raises:
         UserError: if the checkpoint is in a newer or an earlier format, which is no damage.
+        UnreadableError: if the disk fails, which is no damage either.
     """
     try:
-        return next(_faults(path, fingerprint), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return read_patiently(path, lambda: next(_faults(path, fingerprint), None))
+    except (*ABSENCES, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} or state.json: {first_line(error)}"
 
 
@@ -133,8 +139,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
     present = file_names(path)
     if MANIFEST not in present:
         yield f"{MANIFEST} is missing"
-    manifest = json.loads((path / MANIFEST).read_text())
-    check_not_newer(path / MANIFEST, manifest)
+    manifest = _read(path / MANIFEST)
     manifest_fault = version_fault(MANIFEST, manifest)
     if manifest_fault:
         yield manifest_fault
@@ -189,9 +194,7 @@ def read_state(path: Path) -> JsonObject:
     Raises:
         UserError: if a newer llmtrain has written the checkpoint.
     """
-    state = dict(json.loads((path / "state.json").read_text()))
-    check_not_newer(path / "state.json", state)
-    return state
+    return _read(path / "state.json")
 
 
 def read_structure(path: Path) -> JsonObject:
@@ -200,9 +203,18 @@ def read_structure(path: Path) -> JsonObject:
     Raises:
         UserError: if a newer llmtrain has written it.
     """
-    structure = dict(json.loads((path / STRUCTURE).read_text()))
-    check_not_newer(path / STRUCTURE, structure)
-    return structure
+    return _read(path / STRUCTURE)
+
+
+def _read(path: Path) -> JsonObject:
+    """Return the JSON object in a file of a checkpoint.
+
+    Raises:
+        UserError: if a newer llmtrain has written the file, or if its disk fails.
+    """
+    content = dict(json.loads(read_patiently(path, path.read_text)))
+    check_not_newer(path, content)
+    return content
 
 
 def part_names(path: Path) -> list[str]:
@@ -231,32 +243,25 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
         verified: the checkpoints that this process has written, or read completely.
     """
     paths = checkpoints(folder)
-    kept = {
-        *paths[-max(keep, 1) :],
-        *[path for path in paths if path in verified][-2:],
-        *_best_checkpoints(folder, paths),
-    }
+    kept = {*paths[-max(keep, 1) :], *[path for path in paths if path in verified][-2:]}
+    try:
+        losses = eval_losses(paths)
+        if losses:
+            kept.add(min(losses, key=losses.__getitem__))
+        # The choice of the best evaluation, see `Patience.state`.
+        patience = read_object(paths[-1] / "state.json").get("best")
+        if patience:
+            best_step = patience[1]
+            kept.add(path_of(folder, best_step))
+    except UnreadableError as error:
+        note(f"no checkpoint was deleted: {error}")
+        return
+
     for path in paths:
         if path not in kept:
             # Rename it first: a crash must not leave half of a committed checkpoint.
             doomed = path.rename(temporary_sibling(path, "doomed"))
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _best_checkpoints(folder: Path, paths: list[Path]) -> list[Path]:
-    """Return the checkpoints that are the best by the eval loss, and by the run's own metric."""
-    best = []
-    losses = eval_losses(paths)
-    if losses:
-        best.append(min(losses, key=losses.__getitem__))
-
-    if paths:
-        # The choice of the best evaluation, see `Patience.state`.
-        patience = read_object(paths[-1] / "state.json").get("best")
-        if patience:
-            best_step = patience[1]
-            best.append(path_of(folder, best_step))
-    return best
 
 
 def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
@@ -340,19 +345,24 @@ def tensors_digest(path: Path) -> str:
 
 def state_hashes(path: Path) -> dict[str, str]:
     """Return the sha256 of each file of a checkpoint that has weights or a state."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    check_not_newer(path / MANIFEST, manifest)
     return {
         name: entry["sha256"]
-        for name, entry in manifest["files"].items()
+        for name, entry in _read(path / MANIFEST)["files"].items()
         if name.endswith((".safetensors", STRUCTURE))
     }
 
 
 def file_names(folder: Path) -> set[str]:
-    """Return the names of all files below a folder, relative to it. Links are left out."""
-    return {
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    }
+    """Return the names of all files below a folder, relative to it. Links are left out.
+
+    Raises:
+        OSError: if the disk fails. ``Path.rglob`` would leave files out.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    paths = [
+        Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names
+    ]
+    return {str(path.relative_to(folder)) for path in paths if stat.S_ISREG(path.lstat().st_mode)}

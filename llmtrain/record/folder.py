@@ -133,7 +133,7 @@ class RunFolder:
         try:
             with tempfile.TemporaryFile(dir=self.path):
                 return self._stored_start_id() == self.start_id
-        except OSError:
+        except (OSError, UserError):
             return False
 
     def _stored_start_id(self) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.files import read_object
+from llmtrain.files import names_in, read_object
 from llmtrain.record.format import read_versioned, version_fault
 
 if TYPE_CHECKING:
@@ -288,11 +288,10 @@ def is_free(folder: Path) -> bool:
     Raises:
         UserError: if ``folder`` is a file.
     """
-    if not folder.exists():
-        return True
-    if not folder.is_dir():
+    names = names_in(folder) or []
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file; use the name of a folder.")
-    return all(path.name.startswith((".lock", ".tmp-")) for path in folder.iterdir())
+    return all(name.startswith((".lock", ".tmp-")) for name in names)
 
 
 def read_lines(path: Path) -> list[JsonObject]:

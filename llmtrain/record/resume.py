@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest, file_lock, json_text, read_object
+from llmtrain.files import digest, file_lock, json_text, names_in, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
@@ -94,7 +94,8 @@ def choose_folder(
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
             run is intact, or if a newer llmtrain has written it. A restart by Slurm or a launcher
-            begins such a run again, once.
+            begins such a run again, once. Also if the disk fails for several seconds, which is no
+            damage: nothing is renamed then.
     """
     point = ResumePoint(
         folder=next(candidate_folders(output_dir)),
@@ -119,7 +120,7 @@ def choose_folder(
 
     with contextlib.ExitStack() as lock:
         for folder in candidate_folders(output_dir):
-            is_absent = not folder.exists()
+            is_absent = names_in(folder) is None
             found_record = usable_record(folder)
             if found_record is None:
                 continue

@@ -203,5 +203,5 @@ class Run:
         if self.is_finished:
             return
         failed_step = self.status.counted_step if step is None else step
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # the error of the run is the one to show
             self.writer.set_status("failed", failed_step, redacted(reason))

@@ -2,17 +2,56 @@
 
 import errno
 import fcntl
+import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from llmtrain.files import UnreadableError
 from llmtrain.lab.doctor import local_checks
-from llmtrain.record.history import History
+from llmtrain.record.checkpoint import find_fault, newest_valid, path_of, tensors_digest
+from llmtrain.record.history import History, is_free
+from tests.command_line import run_cli
 from tests.failing_calls import failing, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import GPT, PYTHON, TINY, Ended, long_form, run, torchrun
+from tests.record.checkpoint_files import save_checkpoint
 
 pytestmark = needs_failing_calls
+
+# Prints the newest intact checkpoint.
+NEWEST = """
+import sys
+from pathlib import Path
+from llmtrain import files
+from llmtrain.record.checkpoint import newest_valid
+
+files.RETRY_PAUSES = (0, 0)
+print(newest_valid(Path(sys.argv[1]), set_aside=True))
+"""
+
+# Deletes all checkpoints but the newest and the best.
+PRUNE = """
+import sys
+from pathlib import Path
+from llmtrain import files
+from llmtrain.record.checkpoint import prune
+
+files.RETRY_PAUSES = (0, 0)
+prune(Path(sys.argv[1]), keep=1, verified=[])
+"""
+
+CHECK = """
+import sys
+from llmtrain import files
+from llmtrain.cli import main
+
+files.RETRY_PAUSES = (0, 0)
+main(["runs", "check", sys.argv[1]])
+"""
 
 # Raises an error while it holds the lock of a run.
 FAILING_RUN = """
@@ -28,9 +67,10 @@ RECIPE = """
 import os, sys
 sys.path.insert(0, "recipes")
 import gpt
-from llmtrain import launch
+from llmtrain import files, launch
 from llmtrain.record.saver import Saver
 
+files.RETRY_PAUSES = (0, 0)
 if "LLMTRAIN_TEST_KILL" in os.environ:
     save = Saver.save
     def save_and_end(self, step, *arguments, **options):
@@ -58,6 +98,120 @@ def train(folder: Path, text_file: Path, **env: str) -> Ended:
 def error_lines(ended: Ended) -> list[str]:
     assert "Traceback" not in ended.err
     return [line for line in ended.err.splitlines() if line.startswith("error: ")]
+
+
+# --- reads
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "path"),
+    [
+        ("read", "ESTALE", "step-00000020/MANIFEST.json"),
+        ("read", "EIO", "step-00000020/optimizer/state.safetensors"),
+        ("open", "ENOMEM", "step-00000020/state.json"),
+    ],
+)
+def test_a_read_that_fails_once_is_no_damage(
+    kind: str, error: str, path: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "checkpoints", 10)
+    newest = save_checkpoint(tmp_path / "checkpoints", 20)
+
+    ended = started(tmp_path, NEWEST, newest.parent, **failing(kind, error, path))
+
+    assert ended.out == f"{newest}\n", ended.err
+    assert sorted(path.name for path in newest.parent.iterdir()) == [
+        "step-00000010",
+        "step-00000020",
+    ]
+
+
+def test_checkpoints_that_cannot_be_listed_are_neither_damaged_nor_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own ``Path.glob`` finds nothing in such a folder, without an error."""
+    path = save_checkpoint(tmp_path, 10)
+
+    def fail(path: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("llmtrain.files.RETRY_PAUSES", (0, 0))
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "scandir", fail)
+        patches.setattr(os, "listdir", fail)
+        for look in (newest_valid, is_free):
+            with pytest.raises(UnreadableError, match="cannot be read: Stale file handle"):
+                look(tmp_path)
+        with pytest.raises(UnreadableError, match="step-00000010 cannot be read: Stale file"):
+            find_fault(path)
+
+
+def test_nothing_is_deleted_while_the_best_checkpoint_is_not_known(tmp_path: Path) -> None:
+    for step, loss in [(10, 1.0), (20, 2.0), (30, 3.0)]:
+        save_checkpoint(tmp_path / "checkpoints", step, loss)
+
+    env = failing("read", "EIO", "step-00000010/state.json", times=10**6)
+    ended = started(tmp_path, PRUNE, tmp_path / "checkpoints", **env)
+    assert ended.err.startswith("note: no checkpoint was deleted: ")
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 3
+
+    started(tmp_path, PRUNE, tmp_path / "checkpoints").assert_ok()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000010", "step-00000030"]
+
+
+def test_a_check_tells_an_unreadable_checkpoint_from_an_intact_one(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "checkpoints", 10)
+    save_checkpoint(tmp_path / "checkpoints", 20)
+
+    env = failing("read", "EIO", "step-00000020/model", times=10**6)
+    ended = started(tmp_path, CHECK, tmp_path / "checkpoints", **env)
+
+    assert ended.status == 1
+    newest, older = re.findall(r"^ +\d+ .*", ended.out, re.MULTILINE)
+    assert "step-00000020 cannot be read: Input/output error" in newest
+    assert older.endswith("  intact"), "a resume would not load it"
+
+
+def test_a_run_survives_a_full_disk_at_its_start_and_a_disk_that_cannot_be_read_at_its_restart(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+
+    # A first start that fails does not use up the name of the run.
+    ended = train(tmp_path, text_file, **failing("rename", "ENOSPC", "run/run.json"))
+    assert ended.status == 2
+    assert len(error_lines(ended)) == 1
+    assert f"{folder} (new)" in train(tmp_path, text_file).assert_ok().out
+    status, _, _ = run_cli(capsys, "runs", "--finished", str(folder))
+    assert status == 0
+
+    # As if the run had been killed in the last step.
+    last = path_of(checkpoints, 6)
+    bits = tensors_digest(last)
+    shutil.rmtree(last)
+    shutil.rmtree(folder / "model")
+    (folder / "status.json").write_text('{"state": "running", "step": 4}')
+    names = sorted(path.name for path in checkpoints.iterdir())
+
+    ended = train(
+        tmp_path,
+        text_file,
+        SLURM_RESTART_COUNT="1",
+        **failing("read", "ESTALE", "/checkpoints/", times=10**6),
+    )
+    assert ended.status == 2
+    [line] = error_lines(ended)
+    assert "step-00000004/MANIFEST.json cannot be read: Stale file handle" in line
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+
+    # A record that cannot be read for a moment is not taken for a missing one.
+    ended = train(tmp_path, text_file, **failing("read", "EIO", "run/run.json")).assert_ok()
+    assert f"{folder} (resumes from step 4)" in ended.out
+    assert tensors_digest(last) == bits
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 4]
 
 
 # --- locks
