@@ -248,7 +248,8 @@ class Heartbeat(Callback):
         if time.monotonic() - first_look.time < _SILENCE_SECONDS:
             return False
         return any(
-            _is_silent(first_beat, beats.get(rank)) for rank, first_beat in first_look.beats.items()
+            _is_silent(first_beat, beats.get(rank)) and not _is_stopped(first_beat)
+            for rank, first_beat in first_look.beats.items()
         )
 
     def _end_process(self, reason: str) -> None:
@@ -353,6 +354,14 @@ def _describe_silent(rank: int, last_beat: Beat | None) -> str:
         except psutil.Error:  # this user may not look at it
             pass
     return f"rank {rank} is silent, last seen in {last_beat.location} ({state})"
+
+
+def _is_stopped(beat: Beat) -> bool:
+    """Return whether a process on this machine is stopped, as by a debugger. It may continue."""
+    with contextlib.suppress(psutil.Error):
+        if beat.host == platform.node():
+            return psutil.Process(beat.pid).status() in ("stopped", "tracing-stop")
+    return False
 
 
 def _collectives_begun() -> int:

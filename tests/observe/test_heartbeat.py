@@ -5,14 +5,18 @@ Real processes that hang are in tests/system/test_faults.py.
 
 import os
 import platform
+import signal
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from llmtrain.observe import heartbeat as heartbeat_module
 from llmtrain.observe.heartbeat import Beat, Heartbeat, describe_missing
 from llmtrain.phases import Phases
 from tests.waiting import wait_until
@@ -128,3 +132,20 @@ def test_the_thread_that_sends_beats_ends_with_the_run(tmp_path: Path) -> None:
 
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_a_process_that_is_stopped_may_continue_and_another_silent_one_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "_SILENCE_SECONDS", 0.0)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        heartbeat = HeartbeatOfTwo(tmp_path)
+        last = beat(5, "data", host=platform.node(), pid=process.pid)
+        monkeypatch.setattr(heartbeat, "_beats", lambda: {1: last})
+        try:
+            assert heartbeat._some_process_is_silent()
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+            assert not heartbeat._some_process_is_silent()
+        finally:
+            process.kill()

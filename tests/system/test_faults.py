@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmtrain.record.checkpoint import checkpoints, find_fault
+from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -35,6 +35,7 @@ from tests.launching import (
 from tests.system.digits import sharded
 
 TIMES = int(os.environ.get("LLMTRAIN_FAULT_TIMES", "1"))
+STOPPED_SECONDS = int(os.environ.get("LLMTRAIN_STOPPED_SECONDS", "15"))
 ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
 
 
@@ -149,6 +150,45 @@ def test_a_process_that_hangs_is_named_with_its_phase_after_a_finite_time(
         assert "llmtrain/training/loop.py" in (folder / "stacks-rank0.txt").read_text()
         seconds.append(took)
     score(f"faults: SIGSTOP of a peer until it is named, --ddp_timeout 6: {spread(seconds)}")
+
+
+STOPPED_FOR_A_WHILE = """
+import os, signal, subprocess, sys; sys.path.insert(0, "recipes")
+import gpt
+from llmtrain import launch
+from llmtrain.observe import heartbeat
+from llmtrain.training import loop
+heartbeat._SILENCE_SECONDS = min(10, int(os.environ["SECONDS"]) / 10)
+honest = loop.read_batches
+def stopping(*arguments):
+    for number, batch in enumerate(honest(*arguments)):
+        if number == 3 and os.environ["RANK"] == os.environ["STOPPED_RANK"]:
+            subprocess.Popen(["sh", "-c", f"sleep $SECONDS; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        yield batch
+loop.read_batches = stopping
+if __name__ == "__main__": launch(gpt.main)
+"""
+
+
+@long_form
+@pytest.mark.timeout(240 + 4 * STOPPED_SECONDS)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_is_stopped_for_a_while_changes_no_bit(
+    rank: str, text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED_FOR_A_WHILE)
+    digests = {}
+    for stopped_rank in ("none", rank):
+        folder = tmp_path / stopped_rank
+        flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
+        run_forked(
+            [*torchrun(2), str(tmp_path / "stopped.py"), *flags],
+            env={"STOPPED_RANK": stopped_rank, "SECONDS": str(STOPPED_SECONDS)},
+        ).assert_ok()
+        digests[stopped_rank] = tensors_digest(checkpoints(folder / "checkpoints")[-1])
+
+    assert digests[rank] == digests["none"]
 
 
 HANGING = """
