@@ -113,7 +113,7 @@ class Ending(NamedTuple):
 def run_to_end(command: list[str], on_cpu: bool, stdout: Output = None) -> Ending:
     """Run a command as if the user had started it, and wait until it ends.
 
-    It writes to the stderr of this process. SIGINT, SIGTERM and SIGUSR1 are passed on to its
+    It writes to the stderr of this process. The signals that stop a run are passed on to its
     process group, as a terminal does with Ctrl-C, so that a recipe saves before it ends. A second
     signal, some seconds later, kills it.
 

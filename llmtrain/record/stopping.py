@@ -16,7 +16,7 @@ from typing import Any
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 _REPEAT_SECONDS = 3.0  # a second signal within this time after the first one is ignored
 # The most time that is reserved for the current step, and for the processes to end.
 _MAX_MARGIN_SECONDS = 30.0
@@ -191,11 +191,12 @@ def is_lower_better(metric: str) -> bool:
 
 @contextlib.contextmanager
 def stop_signals(on_stop: Callable[[str, signal.Signals], None]) -> Iterator[None]:
-    """Call a function on SIGTERM, SIGINT or SIGUSR1, while the block runs.
+    """Call a function on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGXCPU, while the block runs.
 
     A second signal raises KeyboardInterrupt, but only if it comes some seconds after the first one:
-    launchers and batch systems repeat their signals. Outside the main thread, signal handlers
-    cannot be set and stay unchanged, for example in a thread of a notebook.
+    launchers and batch systems repeat their signals. SIGHUP stays ignored under ``nohup``. Outside
+    the main thread, signal handlers cannot be set and stay unchanged, for example in a thread of a
+    notebook.
 
     Args:
         on_stop: called with a reason and the signal, at the first signal.
@@ -207,12 +208,15 @@ def stop_signals(on_stop: Callable[[str, signal.Signals], None]) -> Iterator[Non
         if len(times) == 1:
             received = signal.Signals(number)
             on_stop(f"asked to stop by {received.name}", received)
-        elif times[-1] - times[0] > _REPEAT_SECONDS:
+        # Linux repeats SIGXCPU after each second of the CPU, until the hard limit.
+        elif times[-1] - times[0] > _REPEAT_SECONDS and number != signal.SIGXCPU:
             raise KeyboardInterrupt
 
     with contextlib.ExitStack() as restoring:
         with contextlib.suppress(ValueError):  # not the main thread
             for number in _SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 previous_handler = signal.signal(number, on_signal)
                 restoring.callback(signal.signal, number, previous_handler)
         yield

@@ -180,5 +180,5 @@ class Finish(LoopCallback):
             f"{reason}: step {self.run.step} is saved in {folder}; "
             f"resume with the same command{flags}",
         )
-        if has_launcher() and self.run.status.stop_signal in (signal.SIGTERM, signal.SIGINT):
+        if has_launcher() and self.run.status.stop_signal not in (None, signal.SIGUSR1):
             say("launcher", "a traceback of the launcher may follow; it only reports the signal")

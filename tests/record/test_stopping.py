@@ -201,12 +201,34 @@ def test_only_a_signal_some_seconds_after_the_first_one_interrupts(clock: Clock)
     handler_before = signal.getsignal(signal.SIGUSR1)
 
     with stop_signals(lambda reason, received: reasons.append(reason)):
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.raise_signal(number)
         assert reasons == ["asked to stop by SIGUSR1"]
 
         clock.seconds += 3.1
+        signal.raise_signal(signal.SIGXCPU)  # which Linux repeats after each second
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
     assert signal.getsignal(signal.SIGUSR1) is handler_before
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGXCPU])
+def test_a_lost_terminal_and_used_up_seconds_stop_a_run(number: signal.Signals) -> None:
+    reasons = []
+    with stop_signals(lambda reason, received: reasons.append((reason, received))):
+        signal.raise_signal(number)
+
+    assert reasons == [(f"asked to stop by {number.name}", number)]
+
+
+def test_a_run_under_nohup_ignores_a_lost_terminal() -> None:
+    reasons = []
+    handler_before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals(lambda reason, received: reasons.append(reason)):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, handler_before)
+
+    assert reasons == []
