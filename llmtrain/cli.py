@@ -5,18 +5,13 @@ import importlib
 import os
 import sys
 from collections.abc import Collection
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from llmtrain._version import __version__
 from llmtrain.config.unknown_names import did_you_mean, hint_for
-from llmtrain.console import debugging
-from llmtrain.errors import (
-    MODEL_MEMORY_REMEDY,
-    UserError,
-    explain,
-    print_traceback_with_causes,
-)
+from llmtrain.console import prepare_streams
+from llmtrain.errors import MODEL_MEMORY_REMEDY, UserError
+from llmtrain.launching.process import report
 
 
 class Command(NamedTuple):
@@ -185,6 +180,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: the words of the command line; by default, those of this process.
     """
+    prepare_streams()
     argv = sys.argv[1:] if argv is None else argv
     try:
         # The first word without a dash is the command: no flag before it takes a value.
@@ -197,19 +193,11 @@ def main(argv: list[str] | None = None) -> None:
             arguments.run(arguments)
         finally:
             sys.stdout.flush()  # here, so that a closed pipe is noticed below
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # `llmtrain generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except Exception as error:
-        line = explain(error, MODEL_MEMORY_REMEDY)
-        if line is None:
-            raise
-        if debugging():
-            print_traceback_with_causes(error)
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+    except BaseException as error:
+        sys.exit(report(error, MODEL_MEMORY_REMEDY))
 
 
 def build_parser(commands: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentParser:
@@ -240,18 +228,14 @@ def build_parser(commands: Collection[str] = COMMANDS.keys()) -> argparse.Argume
             allow_abbrev=False,
         )
         if name in commands:
-            _add_command(subparser, importlib.import_module(command.module))
+            module = importlib.import_module(command.module)
+            examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
+            subparser.description = module.__doc__
+            subparser.epilog = f"examples:\n{examples}"
+            module.add_arguments(subparser)
+            subparser.add_argument("--json", action="store_true", help="print the result as JSON")
+            subparser.set_defaults(run=module.run, parser=subparser)
     return parser
-
-
-def _add_command(parser: argparse.ArgumentParser, module: ModuleType) -> None:
-    """Add the arguments and the description of a command to its parser."""
-    examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
-    parser.description = module.__doc__
-    parser.epilog = f"examples:\n{examples}"
-    module.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=module.run, parser=parser)
 
 
 def _list_commands() -> str:

@@ -1,6 +1,7 @@
-"""Lines for the user, each printed by one process."""
+"""The terminal: lines for the user, each printed by one process."""
 
 import contextlib
+import io
 import os
 import sys
 
@@ -33,13 +34,27 @@ def can_show_bars() -> bool:
     return sys.stderr.isatty() or in_notebook()
 
 
+def prepare_streams() -> None:
+    """Let every print succeed that does not meet a full disk or a closed pipe."""
+    # A shell's `>&-` closes a stream, which then is None. The next file would get its number, and
+    # what C libraries print.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character must not end a run.
+            stream.reconfigure(errors="replace")
+
+
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 
-    The run continues if nobody reads stdout any more, as after ``| head``.
+    The run continues if stdout cannot be written: nobody reads it any more, as after ``| head``, or
+    its disk is full. The same is true for stderr.
     """
     if rank() == 0:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             print(labelled(label, text), flush=True)
 
 
@@ -50,14 +65,16 @@ def labelled(label: str, text: str) -> str:
 
 def note(message: str) -> None:
     """Print a line on stderr about a problem that does not stop the run."""
-    print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def print_error(message: str) -> None:
     """Print an error on stderr, below a progress bar. Ranks other than 0 name themselves."""
     source = f"rank {rank()}: " if rank() else ""
-    tqdm.write(f"error: {source}{redacted(message)}", file=sys.stderr)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        tqdm.write(f"error: {source}{redacted(message)}", file=sys.stderr)
+        sys.stderr.flush()
 
 
 def pluralize(n: int, word: str) -> str:

@@ -210,6 +210,22 @@ def test_a_closed_pipe_is_no_error(command: str, flags: str, tmp_path: Path) -> 
     assert (process.returncode, process.stderr) == (0, "")
 
 
+def test_a_command_whose_output_is_closed_keeps_its_status(tmp_path: Path) -> None:
+    for state in ("running", "finished"):
+        folder = tmp_path / state
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+        (folder / "status.json").write_text(json.dumps({"state": state, "step": 1}))
+
+    command = f"{sys.executable} -m llmtrain runs --finished {tmp_path}/$0 <&- >&- 2>&-"
+    statuses = [
+        subprocess.run(["sh", "-c", command, state], check=False).returncode
+        for state in ("running", "finished")
+    ]
+
+    assert statuses == [1, 0]
+
+
 # --- llmtrain init
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import io
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from llmtrain.console import debugging, print_error, rank
+from llmtrain.console import debugging, prepare_streams, print_error, rank
 from llmtrain.errors import (
     FailedElsewhereError,
     ReportedElsewhereError,
@@ -55,14 +54,10 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
     """
     # What the start creates stays. Searching it for garbage takes a fifth of the start.
     gc.set_threshold(_START_THRESHOLD)
-    _stop_with_launcher()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character must not end a run.
-            stream.reconfigure(errors="replace")
-
     status = 0
     try:
+        _stop_with_launcher()
+        prepare_streams()
         check_launch()
         result = main()  # kept until the process exits, so that no destructor runs
         leave_group()
@@ -71,24 +66,23 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
         if not has_launcher():
             status = getattr(result, "exit_status", 0)
     except BaseException as error:
-        status = _report(error, memory_remedy)
+        status = report(error, memory_remedy)
 
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             stream.flush()
     os._exit(status)
 
 
-def _report(error: BaseException, memory_remedy: str | None = None) -> int:
+def report(error: BaseException, memory_remedy: str | None = None) -> int:
     """Print an error that is being handled, and return the exit status."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, SystemExit):  # --help ends like this
-        if isinstance(error.code, int):
-            return error.code
-        if isinstance(error.code, str):
-            print_error(error.code)
-        return 0 if error.code is None else 1
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print_error(str(error.code))
+        return 1
 
     line = explain(error, memory_remedy)
     if line is None:
@@ -111,22 +105,14 @@ def _stop_with_launcher() -> None:
     """Stop this process when its launcher ends, or at once if it has already ended."""
     # Without a launcher, the parent may be a shell, which may end before the run does.
     if parent_launcher() is not None:
-        _signal_when_parent_dies()
+        if sys.platform == "linux":
+            # Otherwise the workers of a launcher that was killed would keep training.
+            launcher = os.getppid()
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
+            if os.getppid() != launcher:  # it died before the call
+                os._exit(1)
     elif "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1:
         # The launcher died while this process was loading. No other rank is left to meet.
-        os._exit(1)
-
-
-def _signal_when_parent_dies() -> None:
-    """Make Linux send SIGTERM to this process when its launcher dies.
-
-    Otherwise the workers of a launcher that was killed would keep training.
-    """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, linux/prctl.h
-    if os.getppid() != parent:  # the launcher died before the call
         os._exit(1)
 
 

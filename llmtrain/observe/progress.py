@@ -64,7 +64,7 @@ class ProgressBar(Callback):
         """Show the log entry of a step or of an evaluation."""
         if "train/loss" in metrics:
             self._show_entry(step, metrics)
-        if "eval/loss" in metrics:
+        if self.is_shown and "eval/loss" in metrics:
             self._write_evaluation(step, metrics)
 
     def on_train_end(self) -> None:
@@ -77,19 +77,17 @@ class ProgressBar(Callback):
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
         if not self.bar.disable:
             self.bar.set_postfix_str(text, refresh=False)
-        elif self.is_shown:
-            self._print_line(step, text)
+            return
 
-    def _print_line(self, step: int, text: str) -> None:
-        """Print a line on stderr for a log entry, unless the last line is too young."""
+        # A log file gets a line, unless the last one is too young.
         now = time.monotonic()
-        if now - self.last_line_time < self.line_seconds:
+        if not self.is_shown or now - self.last_line_time < self.line_seconds:
             return
         self.last_line_time = now
         seconds_per_step = (now - self.start_time) / (step - self.first_step)
         seconds_left = seconds_per_step * (self.max_steps - step)
         left = tqdm.format_interval(seconds_left)
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             print(
                 f"step {step:>6}/{self.max_steps}  {text}, {left} left",
                 file=sys.stderr,
@@ -98,8 +96,6 @@ class ProgressBar(Callback):
 
     def _write_evaluation(self, step: int, entry: Mapping[str, float]) -> None:
         """Write a line with the results of an evaluation."""
-        if not self.is_shown:
-            return
         results = {name: value for name, value in entry.items() if name.startswith("eval/")}
         metrics = [
             text.format(results[name]) for name, text in _EVAL_FORMATS.items() if name in results
@@ -107,7 +103,7 @@ class ProgressBar(Callback):
         for name, value in results.items():
             if name not in _EVAL_FORMATS and not name.startswith(_NOT_SHOWN):
                 metrics.append(f"{name.removeprefix('eval/')} {value:.4g}")
-        # A reader that has gone (`| head`) does not end the run.
-        with contextlib.suppress(BrokenPipeError):
+        # A reader that has gone (`| head`), or a full disk, does not end the run.
+        with contextlib.suppress(OSError):
             self.bar.write(f"step {step:>6}  eval: {'  '.join(metrics)}", file=sys.stdout)
             sys.stdout.flush()

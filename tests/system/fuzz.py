@@ -439,6 +439,8 @@ def outcome_of(attempt: Attempt) -> Outcome:
     except UserError as error:
         return outcome_of_message(str(error))
     except SystemExit as end:
+        if "Traceback (most recent call last)" in err.getvalue():
+            return Outcome("traceback", err.getvalue()[-1500:])
         if end.code in (0, 1, None):
             return Outcome("success", "")
         errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import GPT, PYTHON, TINY, accelerate, bound, long_form, run
+from tests.forked import run_forked
+from tests.launching import GPT, PYTHON, TINY, accelerate, bound, long_form, read_json, run
 
 LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "1"))
 
@@ -88,3 +89,37 @@ launch(main)
 
 def test_a_model_can_be_freed_while_a_thread_of_gloo_is_busy() -> None:
     run([*PYTHON, "-c", LEAVE_WHILE_GLOO_IS_BUSY], timeout=60).assert_ok()
+
+
+# Python does the same to streams that a shell has closed: `>&- 2>&-`.
+CLOSED = "os.close(1); os.close(2); sys.stdout = sys.stderr = None"
+FULL = "sys.stdout = sys.stderr = open('/dev/full', 'w')"
+UNREAD = "reader, pipe = os.pipe(); os.close(reader); sys.stdout = sys.stderr = open(pipe, 'w')"
+AFTER_A_STATEMENT = """
+import os, sys; sys.path.insert(0, "recipes")
+import gpt
+from llmtrain import launch
+{}
+if __name__ == "__main__": launch(gpt.main)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is full")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        pytest.param(CLOSED, id="closed"),
+        pytest.param(FULL, id="full"),
+        pytest.param(UNREAD, id="unread"),
+    ],
+)
+def test_a_run_whose_output_cannot_be_written_is_finished(
+    statement: str, text_file: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_A_STATEMENT.format(statement))
+    flags = f"--dataset {text_file} --output_dir {tmp_path}/run"
+
+    run_forked([*PYTHON, str(script), *TINY, *shlex.split(flags)]).assert_ok()
+
+    assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
