@@ -1,8 +1,9 @@
-"""The terminal: lines for the user, each printed by one process."""
+"""The terminal: lines for the user, each printed by one process, and Ctrl-C."""
 
 import contextlib
 import io
 import os
+import signal
 import sys
 
 from tqdm import tqdm
@@ -32,6 +33,27 @@ def in_notebook() -> bool:
 def can_show_bars() -> bool:
     """Return whether stderr is a terminal or a notebook; a log file would keep each frame."""
     return sys.stderr.isatty() or in_notebook()
+
+
+class Interrupt:
+    """Handles Ctrl-C: raises KeyboardInterrupt, and remembers that.
+
+    Python drops an exception that a destructor raises, and some libraries catch every exception of
+    an import.
+    """
+
+    has_come = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.has_come = True
+        raise KeyboardInterrupt
+
+
+def check_interrupt() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C has come, and its exception was dropped."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, Interrupt) and handler.has_come:
+        raise KeyboardInterrupt
 
 
 def prepare_streams() -> None:

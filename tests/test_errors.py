@@ -105,6 +105,7 @@ def test_advice_on_memory_names_only_flags_that_the_command_has(
         # `eval` ends its process as a recipe does.
         patched.setattr(process.os, "_exit", sys.exit)
         patched.setattr(process.gc, "set_threshold", lambda _: None)
+        patched.setattr(process.signal, "signal", lambda *_: None)
         with pytest.raises(SystemExit):
             main([name, *words])
     message = capsys.readouterr().err

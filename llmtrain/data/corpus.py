@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.console import can_show_bars
+from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.encoded import EncodedSource, SplitStats
 from llmtrain.data.sources import Source, documents
 from llmtrain.data.splits import Split, first_of, hash_fraction, largest_eval_share
@@ -236,6 +236,7 @@ class EncodedCorpus(EncodedSource):
                 itertools.starmap(self._segments, self._texts())
             )
             for batch in batches(segments, _ENCODE_CHARACTERS):
+                check_interrupt()
                 self._store(batch)
                 bar.update(sum(len(segment.text.encode()) for segment in batch))
 

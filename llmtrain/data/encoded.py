@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.console import can_show_bars
+from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import Audit, RecordCounts, Unit, check_not_all_overlong, describe_overlong
 from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
@@ -140,6 +140,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         items = ((read, read.record) for read in self.records.used())
         results = render_all(self.renderer, items, self.config.rendering_processes)
         for read, _, rendered in self._progress(results):
+            check_interrupt()
             if isinstance(rendered, BadRecord):
                 self.refuse(read, rendered)
                 continue

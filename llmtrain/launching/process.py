@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from llmtrain.console import debugging, prepare_streams, print_error, rank
+from llmtrain.console import Interrupt, debugging, prepare_streams, print_error, rank
 from llmtrain.errors import (
     FailedElsewhereError,
     ReportedElsewhereError,
@@ -54,8 +54,10 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
     """
     # What the start creates stays. Searching it for garbage takes a fifth of the start.
     gc.set_threshold(_START_THRESHOLD)
+    interrupt = Interrupt()
     status = 0
     try:
+        signal.signal(signal.SIGINT, interrupt)  # a run has another handler while it is open
         _stop_with_launcher()
         prepare_streams()
         check_launch()
@@ -66,7 +68,8 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
         if not has_launcher():
             status = getattr(result, "exit_status", 0)
     except BaseException as error:
-        status = report(error, memory_remedy)
+        # A library may have turned the interrupt into an error of its own.
+        status = 130 if interrupt.has_come else report(error, memory_remedy)
 
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from llmtrain.config.flags import resolved
-from llmtrain.console import say
+from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.files import read_object
@@ -156,6 +156,7 @@ def open_run(
         if bundle.recomputation is not None and bundle.recomputation.reason:
             say("recompute", bundle.recomputation.reason)
 
+        check_interrupt()
         run = _new_run(
             ranks,
             settings,

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from llmtrain.console import pluralize, say
+from llmtrain.console import check_interrupt, pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line, short_repr
@@ -92,6 +92,7 @@ def place(
             f"rows: {short_repr(rows)} is no llmtrain.Tokenized; make the rows with "
             "llmtrain.tokenize or llmtrain.Tokenized.of."
         )
+    check_interrupt()
     settle(settings, rows)
     if current_plan() is not None:
         with _meta_device():

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmtrain.console import Interrupt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.store import TokenStore
@@ -133,6 +135,28 @@ def test_an_error_while_records_are_read_is_raised_and_leaves_no_cache_entry(
 
     with pytest.raises(RuntimeError, match="the connection was lost"):
         tokenize_records(read, chat, unpaired=True)
+    assert left_behind(cache) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("records", "chat"), KINDS)
+def test_ctrl_c_that_a_destructor_drops_ends_the_reading(
+    cache: Path, records: list[dict[str, Any]], chat: RowConfig | None
+) -> None:
+    class Drops:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def read() -> Iterator[dict[str, Any]]:
+        Drops()
+        yield from records
+
+    handler_before = signal.signal(signal.SIGINT, Interrupt())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tokenize_records(read, chat, unpaired=True)
+    finally:
+        signal.signal(signal.SIGINT, handler_before)
     assert left_behind(cache) == []
 
 

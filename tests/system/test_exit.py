@@ -1,4 +1,4 @@
-"""A finished run ends with status 0, also on a busy machine.
+"""A finished run ends with status 0, also on a busy machine, and Ctrl-C ends a start with 130.
 
 gloo's threads sometimes abort a process whose work is done ("terminate called without an active
 exception"), or wait for each other, so that it does not end. `make launches` tries many launches.
@@ -96,7 +96,7 @@ CLOSED = "os.close(1); os.close(2); sys.stdout = sys.stderr = None"
 FULL = "sys.stdout = sys.stderr = open('/dev/full', 'w')"
 UNREAD = "reader, pipe = os.pipe(); os.close(reader); sys.stdout = sys.stderr = open(pipe, 'w')"
 AFTER_A_STATEMENT = """
-import os, sys; sys.path.insert(0, "recipes")
+import os, signal, sys; sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
 {}
@@ -123,3 +123,37 @@ def test_a_run_whose_output_cannot_be_written_is_finished(
     run_forked([*PYTHON, str(script), *TINY, *shlex.split(flags)]).assert_ok()
 
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
+
+
+# Python drops an exception that is raised in a destructor.
+DROPS = """
+class Drops:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def dropping(*arguments, function=gpt.{phase}):
+    Drops()
+    return function(*arguments)
+
+gpt.{phase} = dropping
+"""
+
+
+@pytest.mark.parametrize("phase", ["tokenized", "build"])
+def test_ctrl_c_that_a_destructor_drops_ends_the_start(
+    phase: str, text_file: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_A_STATEMENT.format(DROPS.format(phase=phase)))
+    flags = f"--dataset {text_file} --output_dir {tmp_path}/run"
+
+    ended = run_forked(
+        [*PYTHON, str(script), *TINY, *shlex.split(flags)],
+        env={"LLMTRAIN_CACHE": str(tmp_path / "cache")},
+    )
+
+    assert ended.status == 130
+    assert ended.err.count("Traceback") == ended.err.count("Exception ignored") == 1
+    assert not (tmp_path / "run" / "run.json").exists()
+    has_rows = any(tmp_path.glob("cache/*/facts.json"))
+    assert has_rows == (phase == "build")
