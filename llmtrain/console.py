@@ -57,8 +57,8 @@ def check_interrupt() -> None:
 
 
 def prepare_streams() -> None:
-    """Let every print succeed that does not meet a full disk or a closed pipe."""
-    # A shell's `>&-` closes a stream, which then is None. The next file would get its number, and
+    """Open the streams that were closed, and let stdout and stderr take every character."""
+    # A shell's `>&-` closes a stream, which is then None. The next file would get its number, and
     # what C libraries print.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -72,8 +72,8 @@ def prepare_streams() -> None:
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 
-    The run continues if stdout cannot be written: nobody reads it any more, as after ``| head``, or
-    its disk is full. The same is true for stderr.
+    The run continues if stdout cannot be written, because nobody reads it any more, as after
+    ``| head``, or because its disk is full. Lines on stderr are lost in the same way.
     """
     if rank() == 0:
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ from tests.launching import (
 from tests.system.digits import sharded
 
 TIMES = int(os.environ.get("LLMTRAIN_FAULT_TIMES", "1"))
-STOPPED_SECONDS = int(os.environ.get("LLMTRAIN_STOPPED_SECONDS", "15"))
+STOPPED_SECONDS = int(os.environ.get("LLMTRAIN_STOPPED_SECONDS", "12"))
 ENDLESS = [*TINY, "--max_steps", "1000000", "--save_steps", "1000000"]
 
 
@@ -173,13 +173,12 @@ if __name__ == "__main__": launch(gpt.main)
 
 @long_form
 @pytest.mark.timeout(240 + 4 * STOPPED_SECONDS)
-@pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_process_that_is_stopped_for_a_while_changes_no_bit(
-    rank: str, text_file: Path, tmp_path: Path
+    text_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "stopped.py").write_text(STOPPED_FOR_A_WHILE)
     digests = {}
-    for stopped_rank in ("none", rank):
+    for stopped_rank in ("none", "0"):
         folder = tmp_path / stopped_rank
         flags = [*TINY, "--dataset", str(text_file), "--output_dir", str(folder)]
         run_forked(
@@ -188,7 +187,7 @@ def test_a_process_that_is_stopped_for_a_while_changes_no_bit(
         ).assert_ok()
         digests[stopped_rank] = tensors_digest(checkpoints(folder / "checkpoints")[-1])
 
-    assert digests[rank] == digests["none"]
+    assert digests["0"] == digests["none"]
 
 
 HANGING = """

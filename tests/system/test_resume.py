@@ -225,7 +225,12 @@ def test_a_worker_whose_launcher_died_before_its_imports_ends(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "signal_number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=long_form)]
+    "signal_number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=long_form),
+        pytest.param(signal.SIGHUP, marks=long_form),
+    ],
 )
 def test_a_signal_to_launcher_and_worker_twice_still_saves(
     signal_number: int, text_file: Path, tmp_path: Path
