@@ -207,6 +207,8 @@ def _start_worker() -> _Worker:
             [sys.executable, "-P", "-c", _COMMAND.format(file_descriptor=file_descriptor)],
             pass_fds=[file_descriptor],
             env=environment,
+            # Ctrl-C and a closed terminal reach only this process, which ends the other one.
+            process_group=0,
         )
     return _Worker(process, connection)
 
@@ -233,7 +235,6 @@ def work(file_descriptor: int) -> None:
     Args:
         file_descriptor: this process's end of the connection.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     connection = Connection(file_descriptor)
     with contextlib.suppress(EOFError, OSError):
         pickled_renderer = connection.recv_bytes()

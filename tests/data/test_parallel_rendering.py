@@ -298,3 +298,35 @@ def test_the_processes_of_a_script_without_a_main_guard_end_if_it_is_killed(
         script.kill()
 
     wait_until(lambda: not any(map(is_running, process_ids)), seconds=60)
+
+
+CTRL_C_WHILE_THEY_START = """
+import os, signal
+from llmtrain.data import parallel_rendering
+from llmtrain.data.render import Renderer
+from tests.data.chats import QWEN3, chat, make
+
+def conversations():
+    for i in range(60):
+        if i == 40:
+            os.killpg(0, signal.SIGINT)  # as a terminal does
+        yield f"line {i}", chat("a", "b")
+
+signal.signal(signal.SIGINT, lambda *_: None)
+parallel_rendering.FEWEST_FOR_PROCESSES = 30
+results = parallel_rendering.render_all(Renderer(make(QWEN3)), conversations(), processes=2)
+print(len(list(results)))
+"""
+
+
+def test_ctrl_c_in_a_terminal_reaches_only_the_process_that_started_the_others() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", CTRL_C_WHILE_THEY_START],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        text=True,
+        check=False,
+    )
+
+    assert (process.stdout, process.stderr) == ("60\n", "")
