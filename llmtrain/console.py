@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 
@@ -69,6 +70,19 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def printable(text: str) -> str:
+    """Return text with escapes instead of characters that control a terminal.
+
+    Line breaks and tabs stay. Data, models and names of files may hold such characters.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: ascii(match[0])[1:-1], text)
+
+
+def show(text: str) -> None:
+    """Print the text of a model: as it is, except that it cannot control a terminal."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 
@@ -77,7 +91,7 @@ def say(label: str, text: str) -> None:
     """
     if rank() == 0:
         with contextlib.suppress(OSError):
-            print(labelled(label, text), flush=True)
+            print(printable(labelled(label, text)), flush=True)
 
 
 def labelled(label: str, text: str) -> str:
@@ -88,14 +102,14 @@ def labelled(label: str, text: str) -> str:
 def note(message: str) -> None:
     """Print a line on stderr about a problem that does not stop the run."""
     with contextlib.suppress(OSError):
-        print(f"note: {redacted(message)}", file=sys.stderr, flush=True)
+        print(f"note: {printable(redacted(message))}", file=sys.stderr, flush=True)
 
 
 def print_error(message: str) -> None:
     """Print an error on stderr, below a progress bar. Ranks other than 0 name themselves."""
     source = f"rank {rank()}: " if rank() else ""
     with contextlib.suppress(OSError):
-        tqdm.write(f"error: {source}{redacted(message)}", file=sys.stderr)
+        tqdm.write(f"error: {source}{printable(redacted(message))}", file=sys.stderr)
         sys.stderr.flush()
 
 

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.generate import add_model_arguments, load_model
-from llmtrain.console import note
+from llmtrain.console import note, show
 from llmtrain.errors import as_user_error, first_line
 from llmtrain.files import json_text
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         answer = ""
         for piece in model.stream(prompt, sampling, turn=turn):
             if not arguments.json:
-                print(piece, end="", flush=True)
+                show(piece)
             answer += piece
         turn += 1
         messages.append({"role": "assistant", "content": answer})

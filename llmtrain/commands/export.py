@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.console import printable
 from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(f"{target} holds the model ({how_to_load(target)}){outcome}")
     if base_note:
-        print(f"note: {base_note}")
+        print(f"note: {printable(base_note)}")
 
 
 def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:

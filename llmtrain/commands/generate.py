@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import note
+from llmtrain.console import note, show
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import json_text
 
@@ -124,9 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
             print(json_text({**prompt.record, "text": "".join(pieces)}), flush=True)
             continue
         if isinstance(prompt.content, str):
-            print(prompt.content, end="", flush=True)
+            show(prompt.content)
         for piece in pieces:
-            print(piece, end="", flush=True)
+            show(piece)
         print()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import note, say
+from llmtrain.console import note, printable, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import UnreadableError, json_text
 from llmtrain.json_types import JsonObject
@@ -160,7 +160,7 @@ def _print_table(runs: list[JsonObject]) -> None:
         for key in _LOSSES:
             losses += f"{_format_loss(run[key]):>10}"
         age = duration_text(run["age"])
-        print(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}")
+        print(printable(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}"))
     for run in runs:
         for loss in run["lost"]:
             say("lost", f"{run['run']}: {loss}")
@@ -221,7 +221,7 @@ def _check(path: Path, as_json: bool) -> bool:
     for checkpoint in _read_checkpoints(target, history.record.get("fingerprint_sha256")):
         checked.append(checkpoint)
         if not as_json:
-            print(_checkpoint_line(checkpoint), flush=True)
+            print(printable(_checkpoint_line(checkpoint)), flush=True)
     changed_model = _changed_model(history)
     is_well = not is_lost and not any(checkpoint.fault for checkpoint in checked)
     is_well = is_well and changed_model is None

@@ -5,9 +5,9 @@ import os
 import sys
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from llmtrain.console import rank
+from llmtrain.console import printable, rank
 from llmtrain.interfaces.answer_codes import PADDING, is_second
 from llmtrain.interfaces.batches import IGNORED, RowSequence
 
@@ -17,17 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class _TargetMarks(NamedTuple):
-    """Text around the target tokens."""
-
-    before: str
-    after: str
-
-
-_GREEN = _TargetMarks("\x1b[32m", "\x1b[0m")
-_QUOTES = _TargetMarks(
-    "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}",
-    "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}",
+# How target tokens are shown.
+_GREEN = "\x1b[32m{}\x1b[0m"
+_QUOTES = (
+    "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}{}\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
 )
 
 
@@ -53,7 +46,7 @@ def preview(rows: RowSequence, tokenizer: "PreTrainedTokenizerFast | None", coun
 
 
 def _print_row(
-    row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast | None", marks: _TargetMarks
+    row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast | None", marks: str
 ) -> None:
     tokens = row["input_ids"]
     labels = row.get("labels", tokens)
@@ -112,7 +105,7 @@ def _marked_text(
     labels: list[int],
     positions: range,
     tokenizer: "PreTrainedTokenizerFast | None",
-    marks: _TargetMarks,
+    marks: str,
 ) -> str:
     """Return the text at some positions of a row, with marks around the target tokens."""
     marked_tokens = []
@@ -129,6 +122,6 @@ def _marked_text(
         if tokenizer is None:
             piece = " ".join(map(str, numbers))
         else:
-            piece = str(tokenizer.decode(numbers))
-        pieces.append(f"{marks.before}{piece}{marks.after}" if is_target else piece)
+            piece = printable(str(tokenizer.decode(numbers)))
+        pieces.append(marks.format(piece) if is_target else piece)
     return (" " if tokenizer is None else "").join(pieces)

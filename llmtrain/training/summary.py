@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from llmtrain.console import note
+from llmtrain.console import note, printable
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
@@ -100,9 +100,9 @@ def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
             print(f"\n--- a sample of {model_folder} {_RULE}")
         else:
             print(f"\n--- a question that is not in the training data {_RULE}")
-            print(rows.tokenizer.decode(question, skip_special_tokens=True))
+            print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
             print(f"\n--- the answer of {model_folder} {_RULE}")
-        print(text)
+        print(printable(text))
         print("-" * 60)
 
     _print_how_to_load(model_folder)

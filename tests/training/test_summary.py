@@ -91,6 +91,20 @@ def test_the_end_of_a_run_shows_the_sample_and_how_to_use_the_model(
     assert "llmtrain generate" in printed.out
 
 
+def test_what_a_question_or_a_sample_says_to_the_terminal_is_shown(
+    run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = bytewise_tokenizer()("\x1b]0;title\x07")["input_ids"]
+    monkeypatch.setattr(Tokenized, "eval_prompt", lambda _: question)
+
+    show_result(run.folder, run.rows, "\x9b31m\r")
+
+    out = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07\n" in out
+    assert "\\x9b31m\\r\n" in out
+    assert not {*"\x1b\x07\x9b\r"} & {*out}
+
+
 def test_transformers_loads_the_finished_model(run: FinishedRun) -> None:
     ids = torch.tensor([[65, 66, 67]])
 

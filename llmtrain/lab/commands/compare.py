@@ -10,7 +10,7 @@ up), and how many more seeds would decide. The table begins with the lowest mean
 import argparse
 from typing import TYPE_CHECKING
 
-from llmtrain.console import labelled, pluralize
+from llmtrain.console import labelled, pluralize, printable
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
 from llmtrain.lab.commands.seeds import SUGGESTED_SEEDS, repeat_command
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     lines += group_lines(comparison)
     lines += _difference_lines(comparison)
     lines += _verdict_lines(comparison)
-    print("\n".join(lines))
+    print(printable("\n".join(lines)))
 
 
 # --- text

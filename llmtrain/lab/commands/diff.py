@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmtrain.console import printable
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.record.history import History
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_text(_as_json(difference), indent=1))
     else:
-        print("\n".join(diff_lines(difference, name_a, name_b)))
+        print(printable("\n".join(diff_lines(difference, name_a, name_b))))
 
     are_same = difference.first is None and difference.common_entries > 0
     sys.exit(0 if are_same else 1)

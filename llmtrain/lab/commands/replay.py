@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.console import labelled
+from llmtrain.console import labelled, printable
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(_comparison_line(logged, repeated.entry))
     print(f"{'row':>10}{'loss':>10}{'tokens':>8}  text")
     for row in rows[: arguments.rows]:
-        text = json_text(row["text"], ensure_ascii=False)[:_TEXT_WIDTH]
+        text = printable(json_text(row["text"], ensure_ascii=False))[:_TEXT_WIDTH]
         loss = math.nan if row["loss"] is None else row["loss"]
         print(f"{row['row']:>10}{loss:>10.4f}{row['targets']:>8}  {text}")
 
