@@ -207,12 +207,20 @@ def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
 
 
 def _largest_tokens(rows: TokenRows) -> dict[str, int]:
-    """Return the largest number in each column of tokens or labels."""
+    """Return the largest number in each column of tokens or labels.
+
+    Raises:
+        UserError: if a number is no token. A model would fail in the middle of a run.
+    """
     largest = {}
     for name in rows.column_names:
         if name != "position_ids":
             matrices = as_matrices(rows.data.column(name))
             largest[name] = max((int(matrix.max()) for matrix in matrices), default=0)
+            if any(((matrix < 0) & (matrix != IGNORED)).any() for matrix in matrices):
+                raise UserError(
+                    f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
+                )
     return largest
 
 

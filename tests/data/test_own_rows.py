@@ -3,6 +3,7 @@
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
@@ -203,3 +204,15 @@ def test_a_token_that_the_tokenizer_does_not_have_is_refused(name: str) -> None:
 
     with pytest.raises(UserError, match=f"{name} holds 257; the tokenizer has 257 tokens"):
         Tokenized.of(dataset(**columns), TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, None])
+def test_a_number_that_torch_takes_for_no_token_is_refused(name: str, tokenizer: object) -> None:
+    columns = {"input_ids": IDS, "labels": LABELS}
+    for number in (-1, -101, -(2**31)):
+        columns[name] = [[0, 1, number, 2]] * 3
+        with pytest.raises((IndexError, RuntimeError)):
+            torch.nn.functional.cross_entropy(torch.zeros(4, 257), torch.tensor(columns[name][0]))
+        with pytest.raises(UserError, match=f"{name} holds negative numbers"):
+            Tokenized.of(dataset(input_ids=IDS, labels=LABELS), tokenizer, dataset(**columns))
