@@ -2,13 +2,12 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-from llmtrain.files import cache_folder, write_json
+from llmtrain.files import cache_folder, read_sealed, write_sealed
 
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
 _MIN_KEPT_SIZE = 1 << 20
@@ -33,18 +32,17 @@ def file_digest(path: Path, *, reread: bool = False) -> bytes:
     # A network file system asks its server for the state of a file only when the file is opened.
     with path.open("rb") as file:
         state = _state(file.fileno())
-        kept_digest = _read_record(record, state)
-        if kept_digest is not None and not reread:
-            return kept_digest
-        digest = _digest(file)
+        kept = read_sealed(record)
+        if kept.get("state") == list(state) and not reread:
+            return bytes.fromhex(kept["digest"])
+        digest = hashlib.file_digest(file, "sha256").digest()
         age = time.time() - max(state.modified, state.changed) / 1e9
         is_settled = age > _SETTLING_TIME and _state(file.fileno()) == state
 
     if state.size >= _MIN_KEPT_SIZE and is_settled:
         with contextlib.suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            content = {"state": list(state), "sha256": digest.hex()}
-            write_json(record, content, durable=False)
+            write_sealed(record, {"state": list(state), "digest": digest.hex()})
     return digest
 
 
@@ -68,23 +66,3 @@ def _state(file: int) -> _FileState:
         modified=stat.st_mtime_ns,
         changed=stat.st_ctime_ns,
     )
-
-
-def _read_record(record: Path, state: _FileState) -> bytes | None:
-    """Return the digest in a record, or ``None`` if it is damaged or belongs to another state."""
-    try:
-        content = json.loads(record.read_text())
-        digest = bytes.fromhex(content["sha256"])
-        is_current = content["state"] == list(state)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    if not is_current or len(digest) != hashlib.sha256().digest_size:
-        return None
-    return digest
-
-
-def _digest(file: IO[bytes]) -> bytes:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.digest()

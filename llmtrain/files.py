@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BLOCK_BYTES = 1 << 24  # a file is hashed and written, or read, in blocks of this size
+_BLOCK_BYTES = 1 << 24  # a file is hashed and written in blocks of this size
 RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
 # What flock answers on a file system that has no locks, or whose lock server cannot be reached.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -106,11 +106,26 @@ def _write_all(file: FileIO, block: memoryview) -> None:
 
 def read_hashed(path: Path) -> Hashed:
     """Read a file, and return its size and hash."""
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def damaged_files(folder: Path, hashes: Mapping[str, Hashed]) -> Iterator[str]:
+    """Read files, several at a time, and yield the names of those that differ from their hashes.
+
+    Args:
+        folder: the folder of the files.
+        hashes: what :func:`read_hashed` has returned for each file, by its name.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    with ThreadPoolExecutor() as readers:
+        contents = readers.map(lambda name: read_hashed(folder / name), hashes)
+        for name, content in zip(hashes, contents, strict=True):
+            if content != hashes[name]:
+                yield name
 
 
 def json_text(content: object, indent: int | None = None, **options: Any) -> str:
@@ -209,6 +224,17 @@ def names_in(folder: Path) -> list[str] | None:
         return read_patiently(folder, lambda: [path.name for path in folder.iterdir()])
     except ABSENCES:
         return None
+
+
+def write_sealed(path: Path, content: "JsonObject") -> None:
+    """Replace a file by a JSON object and its digest, which :func:`read_sealed` checks."""
+    write_json(path, {**content, "sha256": digest(content)}, durable=False)
+
+
+def read_sealed(path: Path) -> "JsonObject":
+    """Return an object that :func:`write_sealed` wrote, or an empty one if it is damaged."""
+    content = read_object(path)
+    return content if content.pop("sha256", None) == digest(content) else {}
 
 
 def drop_lines_after(path: Path, step: int) -> None:

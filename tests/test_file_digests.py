@@ -5,7 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -30,13 +30,13 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read."""
     read: list[str] = []
-    original = file_digests._digest
+    original = hashlib.file_digest
 
-    def digest(file: IO[bytes]) -> bytes:
+    def digest(file: IO[bytes], name: str) -> Any:
         read.append(file.name)
-        return original(file)
+        return original(file, name)
 
-    monkeypatch.setattr(file_digests, "_digest", digest)
+    monkeypatch.setattr(hashlib, "file_digest", digest)
     return read
 
 
@@ -92,14 +92,14 @@ def test_a_file_written_just_now_is_not_remembered(
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = file_digests._digest
+    original = hashlib.file_digest
 
-    def digest(file: IO[bytes]) -> bytes:
-        found = original(file)
+    def digest(file: IO[bytes], name: str) -> Any:
+        found = original(file, name)
         write_later(large, "two")
         return found
 
-    monkeypatch.setattr(file_digests, "_digest", digest)
+    monkeypatch.setattr(hashlib, "file_digest", digest)
     assert file_digest(large) == sha256("one")
     assert not (cache_folder() / "digests").exists()
 
@@ -122,6 +122,17 @@ def test_a_damaged_memory_is_no_memory(large: Path, content: str) -> None:
     short = json.dumps({"state": state, "sha256": "00"})
     remembered.write_text(short if content == "STATE" else content)
     assert file_digest(large) == sha256("one")
+
+
+def test_a_flipped_bit_in_a_memory_is_noticed(large: Path) -> None:
+    file_digest(large)
+    (remembered,) = (cache_folder() / "digests").iterdir()
+    content = remembered.read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1
+        remembered.write_bytes(flipped)
+        assert file_digest(large) == sha256("one")
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(large: Path) -> None:

@@ -5,7 +5,6 @@ The stages that a record passes are listed in :mod:`llmtrain.data`.
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import covering_length, describe_overlong, total_audit
 from llmtrain.data.chat_template import set_template
@@ -36,8 +36,17 @@ from llmtrain.data.sources import Source
 from llmtrain.data.store import TokenRows
 from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, file_lock, new_folder, write_json
+from llmtrain.errors import UserError, as_user_error, first_line
+from llmtrain.files import (
+    cache_folder,
+    damaged_files,
+    file_lock,
+    new_folder,
+    read_hashed,
+    read_patiently,
+    read_sealed,
+    write_sealed,
+)
 from llmtrain.once_per_machine import once_per_machine
 
 _Reader: TypeAlias = Corpus | Records[Any]
@@ -89,13 +98,15 @@ def tokenize(
         max_positions=max_positions,
     )
     folder = cache_folder() / request.digest
-    rows = _open(folder, request)
+    rows = None
+    with contextlib.suppress(OSError):
+        rows = _open(folder, request)
     is_cached = rows is not None
     if rows is None:
         # The processes of a launch take turns, also if the disk of the cache has no locks.
         once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
-        rows = _open(folder, request)
-        assert rows is not None, f"{folder} cannot be read back"
+        with as_user_error(f"{folder} cannot be read back", describe=first_line):
+            rows = _open(folder, request)
     describe(request, rows, is_cached)
     return rows
 
@@ -103,18 +114,35 @@ def tokenize(
 # --- cache entries
 
 
-def _open(folder: Path, request: DataRequest) -> Tokenized | None:
-    """Return the rows of a cache entry, or ``None`` if it does not exist or is damaged."""
+def _open(folder: Path, request: DataRequest) -> Tokenized:
+    """Return the rows of a cache entry.
+
+    Raises:
+        OSError: if it does not exist, or if a file is absent or damaged.
+        UserError: if its disk fails. This is no damage.
+    """
+    facts_path = folder / "facts.json"
+    state = facts_path.stat()
+    facts = read_sealed(facts_path)
+    if not facts:
+        raise OSError("facts.json differs from its hash")
+
+    # One process reads the files for all on its machine: they map the same pages of memory. An
+    # entry that was made again has another inode.
+    damaged = once_per_machine(
+        f"damage of {folder} {state.st_ino} {state.st_mtime_ns}",
+        lambda: read_patiently(folder, lambda: " ".join(damaged_files(folder, facts["files"]))),
+    )
+    if damaged:
+        raise OSError(f"{damaged} differs from its hash")
+
     spec = request.tokenizer.spec
-    try:
-        metadata = DataMetadata(**json.loads((folder / "facts.json").read_text()))
-        train_numbers = range(len(metadata.source_rows))
-        eval_numbers = range(len(metadata.eval_source_rows))
-        train = TokenRows.open([folder / f"train-{i}.arrow" for i in train_numbers])
-        eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in eval_numbers])
-        tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
-    except (OSError, ValueError, TypeError, UserError):  # pyarrow's errors are ValueErrors
-        return None
+    metadata = DataMetadata(**facts["metadata"])
+    train_numbers = range(len(metadata.source_rows))
+    eval_numbers = range(len(metadata.eval_source_rows))
+    train = TokenRows.open([folder / f"train-{i}.arrow" for i in train_numbers])
+    eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in eval_numbers])
+    tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     mixture = Mixture(metadata.source_rows, request.mixture) if request.mixture else None
     return Tokenized(
         train,
@@ -140,12 +168,18 @@ def _make_locked(folder: Path, request: DataRequest) -> str:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(Path(f"{folder}.lock")) as has_lock:
-            if _open(folder, request) is None:
-                # Without a lock, another process may be writing such a folder.
-                leftovers = folder.parent.glob(f".tmp-{folder.name}-*") if has_lock else ()
-                for leftover in leftovers:  # of a killed process
-                    shutil.rmtree(leftover, ignore_errors=True)
-                _make(folder, request)
+            try:
+                _open(folder, request)
+                return folder.name
+            except OSError as error:
+                if folder.exists():
+                    note(f"{folder}: {first_line(error)}; its rows are made again")
+
+            # Without a lock, another process may be writing such a folder.
+            leftovers = folder.parent.glob(f".tmp-*{folder.name}-*") if has_lock else ()
+            for leftover in leftovers:  # of a killed process
+                shutil.rmtree(leftover, ignore_errors=True)
+            _make(folder, request)
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
@@ -209,7 +243,9 @@ def _make(folder: Path, request: DataRequest) -> None:
             # The finished tokenizer_config.json has this, too.
             tokenizer.init_kwargs.pop(REASONING_OPTION, None)
             tokenizer.init_kwargs |= total_audit(audits).template_options
-        tokenizer.save_pretrained(working / "tokenizer")
+        # A library in Rust raises no OSError.
+        with as_user_error(f"the tokenizer cannot be written to {folder}", describe=first_line):
+            tokenizer.save_pretrained(working / "tokenizer")
 
         metadata = metadata_of(
             request.dataset,
@@ -222,7 +258,11 @@ def _make(folder: Path, request: DataRequest) -> None:
             covering_length=covering,
             stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
-        write_json(working / "facts.json", dataclasses.asdict(metadata), durable=False)
+        temporary.close()  # deletes what is not part of the entry
+        files = sorted(path for path in working.rglob("*") if path.is_file())
+        hashes = {str(path.relative_to(working)): read_hashed(path) for path in files}
+        content = {"metadata": dataclasses.asdict(metadata), "files": hashes}
+        write_sealed(working / "facts.json", content)
 
 
 # --- the stages of each source

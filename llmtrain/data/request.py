@@ -3,7 +3,6 @@
 Everything that can be wrong with the flags is reported here, before any row is made.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,12 +17,12 @@ from llmtrain.data.shuffle import counts_per_period
 from llmtrain.data.sources import Source
 from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
+from llmtrain.files import digest
 from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 11
+_FORMAT_VERSION = 12
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,8 @@ def make_request(
         chat_template,
         trust_remote_code=trust_remote_code,
     )
-    digest = _digest(
+    # Everything that the rows depend on.
+    entry = digest(
         {
             "format": _FORMAT_VERSION,
             "max_length": max_length,
@@ -191,7 +191,7 @@ def make_request(
         max_length=max_length,
         max_positions=max_positions,
         eval_split=None if config.eval_dataset else config.dataset_test_split,
-        digest=digest,
+        digest=entry[:32],
     )
 
 
@@ -204,11 +204,6 @@ def _described(requested: RequestedSource, names: ColumnNames) -> JsonObject:
         "text_field": requested.text_field,
         "columns": sorted(names.renamed(requested.source.name).items()),
     }
-
-
-def _digest(content: JsonObject) -> str:
-    """Hash everything that the rows depend on, for the name of their cache entry."""
-    return hashlib.sha256(json_text(content).encode()).hexdigest()[:32]
 
 
 def _tokenizer_of(

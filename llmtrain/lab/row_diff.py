@@ -1,6 +1,5 @@
 """Which tokenised rows of two runs differ, as far as this machine's cache still has them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from llmtrain.console import pluralize
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, json_text
+from llmtrain.files import cache_folder, damaged_files, json_text, read_sealed
 from llmtrain.model_folders import tokenizer_of
 from llmtrain.record.history import History
 
@@ -58,13 +57,7 @@ def describe_row_difference(run_a: History, run_b: History) -> str | None:
 
 
 def _describe_split(split: str, run_a: History, run_b: History) -> str | None:
-    key = "source_rows" if split == "train" else "eval_source_rows"
-    tables = []
-    for run in (run_a, run_b):
-        count = len(run.record[key])
-        paths = [_entry(run) / f"{split}-{i}.arrow" for i in range(count)]
-        tables.append(_read_rows(paths))
-    rows_a, rows_b = tables
+    rows_a, rows_b = [_read_rows(_entry(run), split) for run in (run_a, run_b)]
 
     difference = _difference_of(rows_a, rows_b)
     if difference is None:
@@ -86,11 +79,21 @@ def _entry(run: History) -> Path:
     return cache_folder() / str(run.record["cache_entry"] or "absent")
 
 
-def _read_rows(paths: Sequence[Path]) -> "pyarrow.Table":
-    """Map the tokenised rows of several files into memory, one file after the other."""
+def _read_rows(entry: Path, split: str) -> "pyarrow.Table":
+    """Map the tokenised rows of a split into memory, one file after the other.
+
+    Raises:
+        UserError: if a file is damaged.
+    """
     import pyarrow
 
-    streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
+    files = read_sealed(entry / "facts.json")["files"]
+    if any(damaged_files(entry, files)):
+        raise UserError(f"{entry} is damaged.")
+    streams = [
+        pyarrow.ipc.open_stream(pyarrow.memory_map(str(entry / f"{split}-{i}.arrow")))
+        for i in range(sum(name.startswith(f"{split}-") for name in files))
+    ]
     return pyarrow.concat_tables(stream.read_all() for stream in streams)
 
 

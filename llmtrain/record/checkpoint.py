@@ -21,7 +21,6 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +29,9 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     ABSENCES,
     UnreadableError,
+    damaged_files,
     digest,
     names_in,
-    read_hashed,
     read_object,
     read_patiently,
     temporary_sibling,
@@ -155,11 +154,8 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"{name} is not in the manifest"
     _check_not_earlier(path, hashes)
 
-    with ThreadPoolExecutor() as readers:
-        contents = readers.map(lambda name: read_hashed(path / name), hashes)
-        for name, content in zip(hashes, contents, strict=True):
-            if content != hashes[name]:
-                yield f"{name} differs from its hash"
+    for name in damaged_files(path, hashes):
+        yield f"{name} differs from its hash"
 
     state = read_state(path)
     state_fault = version_fault("state.json", state)

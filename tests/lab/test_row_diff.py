@@ -80,6 +80,20 @@ def test_hashes_are_compared_if_the_rows_are_not_in_the_cache(
     assert difference.text.startswith("content of the data: ")
 
 
+def test_hashes_are_compared_if_the_rows_in_the_cache_are_damaged(
+    runs: tuple[History, History], cache: Path
+) -> None:
+    before, _ = runs
+    path = cache / before.record["cache_entry"] / "train-0.arrow"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+    (difference,) = metadata_differences(*runs)
+
+    assert difference.text.startswith("content of the data: ")
+
+
 @pytest.mark.parametrize(
     "content", [pytest.param(None, id="absent"), pytest.param("{", id="damaged")]
 )

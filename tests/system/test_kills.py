@@ -3,6 +3,7 @@
 import os
 import random
 import shlex
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
+from tests.failing_calls import logging_calls, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -243,3 +245,90 @@ def test_killed_runs_end_with_the_same_bits_and_rows(
     score(f"kills, {layout}: at most {repeated} steps made again, with a save each {SAVE_STEPS}")
     different_ends = bound(0, campaign.finished_runs)
     score(f"kills, {layout}: runs that ended with another hash or other rows: {different_ends}")
+
+
+# --- a run that is killed while it makes the rows for others, too
+
+KILLED_MAKER = """
+import importlib, os, runpy, signal, sys, time
+
+calls, module, function, when, *sys.argv = sys.argv[1:]
+owner = importlib.import_module(module)
+*names, function = function.split(".")
+for name in names:
+    owner = getattr(owner, name)
+original = getattr(owner, function)
+
+def call_and_die(path, *arguments, **options):
+    original(path, *arguments, **options)
+    if when not in str(path):
+        return
+    open(calls, "a").write("killed\\n")
+    while "flock" not in open(calls).read():  # the other run waits for the lock
+        time.sleep(0.02)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(owner, function, call_and_die)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@needs_failing_calls
+@pytest.mark.parametrize(
+    ("module", "function", "when"),
+    [
+        pytest.param("llmtrain.data.corpus", "write_stream", "train-0", id="half-of-the-rows"),
+        # A damaged entry is out of the way, and the new one is not there yet.
+        pytest.param("pathlib", "Path.rename", "cache/", id="no-entry", marks=long_form),
+    ],
+)
+def test_a_run_whose_rows_another_one_made_half_ends_with_the_same_bits(
+    module: str, function: str, when: str, text_file: Path, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--dataset", str(text_file), "--output_dir"]
+    alone = tmp_path / "alone"
+    command = [*PYTHON, GPT, *flags]
+    run_forked([*command, str(alone)], {"LLMTRAIN_CACHE": str(tmp_path / "other")}).assert_ok()
+
+    cache = tmp_path / "cache"
+    env = {"LLMTRAIN_CACHE": str(cache)}
+    if function == "Path.rename":
+        run_forked([*command, str(tmp_path / "none"), "--dry_run"], env).assert_ok()
+        [rows] = cache.glob("*/train-0.arrow")
+        rows.unlink()
+    calls = tmp_path / "calls"
+    calls.touch()
+    script = tmp_path / "maker.py"
+    script.write_text(KILLED_MAKER)
+    maker = start_process(
+        [
+            *PYTHON,
+            str(script),
+            str(calls),
+            module,
+            function,
+            when,
+            GPT,
+            *flags,
+            str(tmp_path / "a"),
+        ],
+        env,
+    )
+    try:
+        while "killed" not in calls.read_text():
+            assert maker.poll() is None, maker.communicate()
+            time.sleep(0.02)
+        folder = tmp_path / "run"
+        run_forked([*command, str(folder)], env | logging_calls(str(cache), calls)).assert_ok()
+        assert maker.wait(timeout=60) == -signal.SIGKILL
+    finally:
+        stop_group(maker)
+
+    step = "checkpoints/step-00000006"
+    assert tensors_digest(folder / step) == tensors_digest(alone / step)
+    entries = [path for path in cache.iterdir() if path.is_dir()]
+    [expected] = [path for path in (tmp_path / "other").iterdir() if path.is_dir()]
+    assert [entry.name for entry in entries] == [expected.name], "nothing is left of the other run"
+    for path in expected.glob("*.*"):
+        assert (entries[0] / path.name).read_bytes() == path.read_bytes()

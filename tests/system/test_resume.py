@@ -1,8 +1,10 @@
 """An interrupted run continues as if nothing had happened."""
 
 import contextlib
+import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -87,6 +89,49 @@ def test_a_terminated_run_saves_and_resumes_with_the_same_bits(
     assert "resumes from step" in ended.out
     assert starts_of(folder, "step") == [0, status["step"]]
     assert_same_bits(folder, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "bit", [0, pytest.param(22, marks=long_form), pytest.param(31, marks=long_form)]
+)
+def test_rows_that_a_disk_has_changed_end_in_the_same_bits(
+    bit: int, text_file: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    command = [*PYTHON, GPT, *FLAGS, "--dataset", str(text_file), "--output_dir"]
+    env = {"LLMTRAIN_CACHE": str(tmp_path / "cache")}
+
+    def dry_run() -> str:
+        return run_forked([*command, str(tmp_path / "none"), "--dry_run"], env).assert_ok().out
+
+    def damage() -> None:
+        [rows] = (tmp_path / "cache").glob("*/train-0.arrow")
+        content = bytearray(rows.read_bytes())
+        # The last row has padding behind it, and the first ones a header before them.
+        for place in range(len(content) // 4, len(content) // 2, 4 * 33):
+            content[place // 4 * 4 + bit // 8] ^= 1 << bit % 8
+        rows.write_bytes(content)
+
+    tokenised = dry_run()
+    damage()
+    ended = run_forked([*command, str(tmp_path / "first")], env).assert_ok()
+    assert ended.err.count("train-0.arrow differs from its hash") == 1
+    assert_same_bits(tmp_path / "first", uninterrupted)
+
+    # A run that was killed before its last checkpoint.
+    killed = tmp_path / "killed"
+    shutil.copytree(uninterrupted, killed)
+    shutil.rmtree(killed / "model")
+    shutil.rmtree(killed / LAST_CHECKPOINT)
+    status = read_json(killed / "status.json") | {"state": "running", "step": 55}
+    (killed / "status.json").write_text(json.dumps(status))
+    damage()
+    ended = run_forked([*command, str(killed)], env).assert_ok()
+    assert "resumes from step 50" in ended.out
+    assert ended.err.count("train-0.arrow differs from its hash") == 1
+    assert_same_bits(killed, uninterrupted)
+
+    damage()
+    assert dry_run() == tokenised
 
 
 @long_form

@@ -1,0 +1,267 @@
+"""Rows in the cache that a disk has changed are noticed, and made again as they were."""
+
+import itertools
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from llmtrain.data import prepare
+from llmtrain.data.config import ChatConfig, PairConfig
+from llmtrain.data.loader import train_loader
+from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.errors import UserError
+from llmtrain.files import file_lock
+from tests.data.chat_records import chat_records
+from tests.data.preparation import TEXTS, data_config, write_records, write_texts
+from tests.failing_calls import failing, needs_failing_calls
+from tests.forked import run_forked
+from tests.launching import GPT, PYTHON, TINY, long_form, run, torchrun
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+PAIRS = [{"prompt": f"{i}?", "chosen": f"{i * i}", "rejected": f"{i} no"} for i in range(30)]
+
+
+def text(folder: Path) -> Tokenized:
+    path = write_texts(folder / "texts.jsonl", [f"{i} words {i * i}" for i in range(30)])
+    return tokenize(data_config(path, isolate_documents=True, eval_fraction=0.3), 16)
+
+
+def packed(folder: Path) -> Tokenized:
+    path = write_records(folder / "chats.jsonl", chat_records(30))
+    return tokenize(data_config(path, eval_fraction=0.3), 64, ChatConfig())
+
+
+def padded(folder: Path) -> Tokenized:
+    path = write_records(folder / "chats.jsonl", chat_records(30))
+    return tokenize(data_config(path, eval_fraction=0.3), 64, ChatConfig(packing=False))
+
+
+def pairs(folder: Path) -> Tokenized:
+    path = write_records(folder / "pairs.jsonl", PAIRS)
+    return tokenize(data_config(path, eval_fraction=0.3), 64, PairConfig())
+
+
+def undisturbed(make: Callable[[Path], Tokenized], folder: Path) -> Tokenized:
+    """Return rows in a cache of their own: maps of a file show what happens to it later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMTRAIN_CACHE", str(folder / "undisturbed"))
+        return make(folder)
+
+
+def entry_of(rows: Tokenized, cache: Path) -> Path:
+    return cache / rows.metadata.cache_entry
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """Change one bit of a file, as a bad disk does: in the file itself."""
+    with path.open("r+b") as file:
+        file.seek(position + bit // 8)
+        [value] = file.read(1)
+        file.seek(position + bit // 8)
+        file.write(bytes([value ^ 1 << bit % 8]))
+
+
+def position_of(path: Path, column: str) -> int:
+    """Return where a file has the 20th value of a column, as pyarrow maps it."""
+    with pyarrow.memory_map(str(path)) as mapped:
+        content = mapped.read_buffer()
+        chunk = pyarrow.ipc.open_stream(content).read_all().column(column).chunk(0)
+        return chunk.flatten().buffers()[1].address - content.address + 4 * min(20, len(chunk) - 1)
+
+
+def assert_equal(rows: Tokenized, expected: Tokenized) -> None:
+    assert rows.metadata == expected.metadata
+    assert rows.train.data.equals(expected.train.data)
+    assert rows.eval.data.equals(expected.eval.data)
+    assert rows.tokenizer.get_vocab() == expected.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("make", [text, packed, padded, pairs])
+def test_a_flipped_bit_in_any_column_is_noticed_and_the_rows_are_made_again(
+    make: Callable[[Path], Tokenized],
+    tmp_path: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = undisturbed(make, tmp_path)
+    entry = entry_of(make(tmp_path), cache)
+
+    columns = [(name, 0) for name in expected.train.column_names]
+    splits = itertools.cycle(("train", "eval"))
+    for column, bit in [("input_ids", 22), ("input_ids", 31), *columns]:
+        path = entry / f"{next(splits)}-0.arrow"
+        flip(path, position_of(path, column), bit)
+        capsys.readouterr()
+        assert_equal(make(tmp_path), expected)
+
+        [line] = capsys.readouterr().err.splitlines()
+        assert line == (
+            f"note: {entry}: {path.name} differs from its hash; its rows are made again"
+        )
+
+    assert "from the cache" not in capsys.readouterr().out
+    assert_equal(make(tmp_path), expected)
+    assert "from the cache" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_anywhere_in_the_entry_is_noticed(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = undisturbed(packed, tmp_path)
+    entry = entry_of(packed(tmp_path), cache)
+    draw = random.Random(0)
+    names = sorted(path.relative_to(entry) for path in entry.rglob("*") if path.is_file())
+    assert len(names) > 4
+    for name in names * 3:
+        content = (entry / name).read_bytes()
+        flip(entry / name, draw.randrange(len(content)), draw.randrange(8))
+        assert_equal(packed(tmp_path), expected)
+        assert f": {name} differs from its hash; " in capsys.readouterr().err
+        assert (entry / name).read_bytes() == content
+
+
+def test_an_entry_without_a_file_is_made_again(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = undisturbed(packed, tmp_path)
+    entry = entry_of(packed(tmp_path), cache)
+    for name in ("facts.json", "train-0.arrow", "tokenizer/tokenizer.json"):
+        (entry / name).unlink()
+        assert_equal(packed(tmp_path), expected)
+        assert f": [Errno 2] No such file or directory: '{entry / name}'; " in (
+            capsys.readouterr().err
+        )
+
+
+def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(text(tmp_path), cache)
+    path = entry / "train-0.arrow"
+    flip(path, position_of(path, "input_ids"))
+    before = path.read_bytes()
+
+    def refuse(*arguments: object) -> None:
+        raise UserError("the hub cannot be reached")
+
+    monkeypatch.setattr(prepare, "_reader_of", refuse)
+    with pytest.raises(UserError, match="the hub cannot be reached"):
+        text(tmp_path)
+    assert path.read_bytes() == before
+
+
+DRY_RUN = [*PYTHON, GPT, *TINY, "--dry_run", "--output_dir", "none", "--dataset"]
+
+
+@needs_failing_calls
+def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(
+    tmp_path: Path, cache: Path
+) -> None:
+    command = [*DRY_RUN, str(write_texts(tmp_path / "texts.jsonl", TEXTS * 20))]
+    expected = run_forked(command).assert_ok().out.splitlines()[1:]
+    [entry] = [path for path in cache.iterdir() if path.is_dir()]
+    inode = entry.stat().st_ino
+    for name in ("facts.json", "train-0.arrow", "tokenizer.json"):
+        ended = run_forked(command, failing("read", "ESTALE", f"{entry.name}/{name}")).assert_ok()
+        assert ended.out.splitlines()[1:] == expected
+        assert (ended.err, entry.stat().st_ino) == ("", inode)
+
+
+@needs_failing_calls
+@pytest.mark.parametrize("kind", ["read", pytest.param("open", marks=long_form)])
+def test_a_cache_that_cannot_be_read_is_one_line(kind: str, tmp_path: Path, cache: Path) -> None:
+    command = [*DRY_RUN, str(write_texts(tmp_path / "texts.jsonl", TEXTS * 20))]
+    for name in ("facts.json", "train-0.arrow", "tokenizer.json"):
+        shutil.rmtree(cache, ignore_errors=True)
+        ended = run_forked(command, failing(kind, "EIO", name, times=1000))
+        assert ended.status == 2
+        [line] = ended.err.splitlines()
+        assert re.match(f"error: .*{cache}.*: ", line)
+
+
+# --- several processes
+
+
+def test_rows_are_read_on_while_their_entry_is_made_again(tmp_path: Path, cache: Path) -> None:
+    def batches(rows: Tokenized) -> Iterator[list[list[int]]]:
+        for batch in train_loader(rows.train, 4, 4, range(8), seed=0):
+            yield batch.columns["input_ids"].tolist()
+
+    expected = undisturbed(text, tmp_path)
+    rows = text(tmp_path)
+    reading = batches(rows)
+    read = [next(reading) for _ in range(4)]
+
+    (entry_of(rows, cache) / "train-0.arrow").unlink()
+    assert_equal(text(tmp_path), expected)
+    assert [*read, *reading] == [*batches(expected)]
+
+
+def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(
+    tmp_path: Path, cache: Path
+) -> None:
+    # Threads stand for the processes: a file lock of another object excludes both.
+    expected = undisturbed(text, tmp_path)
+    config = data_config(tmp_path / "texts.jsonl", isolate_documents=True, eval_fraction=0.3)
+    entry = entry_of(expected, cache)
+
+    def open_often(number: int) -> None:
+        for _ in range(10):
+            assert_equal(tokenize(config, 16), expected)
+            if number == 0:
+                with file_lock(Path(f"{entry}.lock")):  # nobody makes it now
+                    (entry / "eval-0.arrow").unlink(missing_ok=True)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(open_often, range(4)))
+    assert not [*entry.parent.glob(".tmp-*")]
+
+
+SCRIPT = """
+import sys
+from llmtrain import DataConfig, files
+from llmtrain.data.prepare import tokenize
+
+text, calls = sys.argv[1:]
+original = files.read_hashed
+
+def read_hashed(path):
+    with open(calls, "a") as file:
+        file.write(f"{path.name}\\n")
+    return original(path)
+
+files.read_hashed = read_hashed
+config = DataConfig(dataset=[text], tokenizer="byte", eval_fraction=0.3)
+rows = tokenize(config, 16)
+sys.stdout.write(f"rows {rows.metadata.data_sha256} {rows.train.data.to_pylist()}\\n")
+"""
+
+
+@long_form
+def test_one_process_of_a_machine_checks_the_files_for_the_others(
+    tmp_path: Path, cache: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    texts = write_texts(tmp_path / "texts.jsonl", [f"{i} words {i * i}" for i in range(30)])
+    calls = tmp_path / "calls"
+    command = [*torchrun(2), str(script), str(texts), str(calls)]
+    entry = entry_of(tokenize(data_config(texts, eval_fraction=0.3), 16), cache)
+    names = sorted(file.name for file in entry.rglob("*.*") if file.name != "facts.json")
+
+    intact = run(command).assert_ok()
+    assert sorted(calls.read_text().splitlines()) == names
+
+    flip(entry / "train-0.arrow", position_of(entry / "train-0.arrow", "input_ids"))
+    mended = run(command).assert_ok()
+    assert mended.err.count("differs from its hash") == 1
+    rows = [line for line in (intact.out + mended.out).splitlines() if line.startswith("rows ")]
+    assert len(rows) == 4
+    assert len({*rows}) == 1
