@@ -5,6 +5,8 @@ import gzip
 import http.server
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,10 @@ class Server(http.server.ThreadingHTTPServer):
     Attributes:
         history: the rows that the run has sent.
         run_name: W&B's id of the run.
+        failure: how the server fails as soon as the run sends metrics: "silent", "reset" or "500".
+            It never does if this is empty.
+        is_failing: whether that has begun.
+        closes: set when the server is closed.
     """
 
     daemon_threads = True
@@ -27,6 +33,9 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.history: list[dict[str, Any]] = []
         self.run_name = "abcd1234"
+        self.failure = ""
+        self.is_failing = False
+        self.closes = threading.Event()
 
     def handle_error(self, *_: Any) -> None:
         """Print nothing. W&B's service closes its connection when a run ends."""
@@ -115,6 +124,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Print nothing."""
 
     def do_POST(self) -> None:
+        if self.server.failure and "file_stream" in self.path:
+            self.server.is_failing = True
+        if self.server.is_failing:
+            self.fail()
+            return
+
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
@@ -125,6 +140,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
+
+    def fail(self) -> None:
+        self.close_connection = True
+        if self.server.failure == "500":
+            self.send_error(500)
+        elif self.server.failure == "reset":
+            no_linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        else:
+            self.server.closes.wait()
 
 
 @contextlib.contextmanager
@@ -143,4 +168,5 @@ def serving(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         # The service of another test may have another umask.
         monkeypatch.delenv("WANDB_SERVICE", raising=False)
         yield server
+        server.closes.set()
         server.shutdown()

@@ -285,6 +285,23 @@ def test_wandb_gets_each_step_once_whichever_start_has_logged_it(
 
 
 @long_form
+@pytest.mark.parametrize("failure", ["silent", "reset", "500"])
+def test_a_server_that_fails_in_mid_run_costs_one_note(
+    failure: str, server: Server, run_folder: Path
+) -> None:
+    server.failure = failure
+    shorter = "from llmtrain.record import tracking\ntracking._CLOSE_SECONDS = 13\n"
+
+    ended = run([*PYTHON, "-c", f"{shorter}{START_SCRIPT}", str(run_folder), "1", "2", "3"])
+
+    assert server.is_failing
+    ended.assert_ok()
+    assert ended.err.count("note: ") == 1, ended.err
+    assert "Traceback" not in ended.err
+    assert [entry["step"] for entry in read_lines(run_folder / "metrics.jsonl")] == [1, 2, 3]
+
+
+@long_form
 def test_an_offline_start_that_is_synced_later_leaves_no_gap_in_wandb(
     server: Server, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.environments import environment_with
+from tests.failing_calls import failing, needs_failing_calls
+from tests.forked import run_forked
 from tests.launching import (
     GPT,
     PYTHON,
@@ -115,6 +117,24 @@ def test_tensorboard_has_each_value_of_a_killed_run_once(text_file: Path, tmp_pa
         assert [step for step, _ in points] == [step for step, _ in expected]
         losses = [loss for _, loss in expected]
         assert [value for _, value in points] == pytest.approx(losses, rel=1e-6)
+
+
+@needs_failing_calls
+@pytest.mark.parametrize("after", [0, 20], ids=["from the start", "in mid-run"])
+def test_tensorboard_on_a_full_disk_costs_one_note(
+    after: int, text_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run_flags = shlex.split(f"--dataset {text_file} --output_dir {folder} --report_to tensorboard")
+    full = failing("write", "ENOSPC", "events.out.tfevents", after, times=1_000_000)
+
+    ended = run_forked([*PYTHON, GPT, *TINY, *run_flags], full).assert_ok()
+
+    assert "Traceback" not in ended.err
+    [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: tensorboard: tracking ")
+    assert "No space left on device; metrics.jsonl" in note
+    assert metrics(folder)[-1]["step"] == 6
 
 
 @long_form

@@ -4,6 +4,7 @@ If a process is killed after an entry has been stored and before its position is
 start sends the entry again. The tracker then has the same point twice.
 """
 
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -17,6 +18,14 @@ class TensorBoard(ContinuingTracker):
     """TensorBoard, whose files are in the run folder. It reads those of all starts as one run."""
 
     def _begin(self, earlier_id: str | None) -> GeneralTracker:
+        print_traceback = threading.excepthook
+
+        def print_traceback_of_others(arguments: threading.ExceptHookArgs) -> None:
+            # TensorBoard's own thread keeps its error, and the next call raises it again.
+            if not type(arguments.thread).__module__.startswith("tensorboard"):
+                print_traceback(arguments)
+
+        threading.excepthook = print_traceback_of_others
         return self._start("tensorboard")
 
     def _id_of_inner(self) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -14,6 +15,7 @@ from llmtrain.errors import first_line
 from llmtrain.json_types import JsonObject
 from llmtrain.record.history import TrainingClock, as_numbers, read_lines
 from llmtrain.record.trackers.tracker import Position, Tracker
+from llmtrain.redaction import redacted
 
 
 class Mirror:
@@ -83,16 +85,19 @@ class Mirror:
         """Open the tracker, feed it until the run ends, and close it."""
         name = self.tracker.name
         try:
-            self.tracker.open()
+            with _redacted_command():
+                self.tracker.open()
         except BaseException as error:
             self.opened.set_exception(error)
             return
         self.opened.set_result(None)
 
+        closing: contextlib.AbstractContextManager[None] = contextlib.suppress(Exception)
         with errors_as_notes(f"{name}: tracking stopped", "metrics.jsonl is still written"):
             self._follow()
+            closing = errors_as_notes(f"closing {name}")
         self.ending.wait()
-        with errors_as_notes(f"closing {name}"):
+        with closing:
             self.tracker.finish(self.exit_code, self.model)
 
     def _follow(self) -> None:
@@ -156,6 +161,17 @@ class Mirror:
                 return
             with errors_as_notes(f"{self.tracker.name}: {path.name} was not sent"):
                 self.tracker.log_checkpoint(path)
+
+
+@contextlib.contextmanager
+def _redacted_command() -> Iterator[None]:
+    """Hide secrets in the command line, which trackers upload, while the block runs."""
+    command = sys.argv
+    sys.argv = redacted(command)
+    try:
+        yield
+    finally:
+        sys.argv = command
 
 
 @contextlib.contextmanager

@@ -77,17 +77,16 @@ class WeightsAndBiases(Tracker):
             mode = "offline"
         self.is_offline = mode == "offline"
 
-        with _redacted_command():
-            if not self.is_offline:
-                try:
-                    self.inner = self._init(mode=mode, resume="allow")
-                except Exception as error:
-                    note(f"W&B does not answer ({first_line(error)}); logging offline.")
-                    wandb.teardown()  # ends its service process, which still holds the run id
-                    self.is_offline = True
-            if self.is_offline:
-                # Every start logs the whole history: if it is synced, it replaces what W&B has.
-                self.inner = self._init(mode="offline")
+        if not self.is_offline:
+            try:
+                self.inner = self._init(mode=mode, resume="allow")
+            except Exception as error:
+                note(f"W&B does not answer ({first_line(error)}); logging offline.")
+                wandb.teardown()  # ends its service process, which still holds the run id
+                self.is_offline = True
+        if self.is_offline:
+            # Every start logs the whole history: if it is synced, it replaces what W&B has.
+            self.inner = self._init(mode="offline")
         self.inner.store_init_configuration(self.run.config)
 
         if not self.is_offline:
@@ -222,7 +221,7 @@ class _Copied(io.TextIOBase):
         count = self.stream.write(text)
         if not text.startswith("\r"):
             with contextlib.suppress(OSError, ValueError):  # a full disk, or closed
-                self.file.write(text)
+                self.file.write(redacted(text))
                 self.file.flush()
         return count
 
@@ -238,17 +237,6 @@ class _Copied(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self.stream.encoding
-
-
-@contextlib.contextmanager
-def _redacted_command() -> Iterator[None]:
-    """Hide secrets in the command line, which W&B uploads, while the block runs."""
-    command = sys.argv
-    sys.argv = redacted(command)
-    try:
-        yield
-    finally:
-        sys.argv = command
 
 
 def _is_logged_in() -> bool:
