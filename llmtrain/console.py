@@ -95,8 +95,8 @@ def say(label: str, text: str) -> None:
 
 
 def labelled(label: str, text: str) -> str:
-    """Return a line with a label in a column of its own."""
-    return f"{label:<9} {text}"
+    """Return a line with a label in a column of its own, without secrets."""
+    return redacted(f"{label:<9} {text}")
 
 
 def note(message: str) -> None:

@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+from llmtrain.redaction import redacted
 from llmtrain.shipped import shipped_config
 
 _NO_SPACE = "free some space, or use another folder; what was saved before is intact"
@@ -175,7 +177,13 @@ def print_traceback_with_causes(error: BaseException) -> None:
     for link in _chain(error, follow_context=True):
         if link.__cause__ is None:
             link.__suppress_context__ = False  # so that the chain goes on with the hidden error
-    traceback.print_exception(error)
+    print_traceback(error)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error on stderr, without secrets."""
+    lines = traceback.format_exception(error)
+    print(redacted("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 def hub_error(error: BaseException) -> str:

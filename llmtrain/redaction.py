@@ -2,45 +2,64 @@
 
 import os
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 HIDDEN = "***"
 
-# In tokenizers and models, names such as `eos_token` and `next_token` are no secrets.
-_ORDINARY = "bos|eos|pad|unk|sep|cls|mask|image|start|end|stop|next|per|special"
-_NAME = (
-    rf"(?!(?:[\w.-]*[_.-])?(?:{_ORDINARY})[_.-]token\b)(?:[\w.-]*[_.-])?"
-    r"(?:token|secret|passwd|password|credentials?|(?:api|access|secret|private)[_-]?key)"
+# In tokenizers and models, names such as `eos_token` and `next_token` are no secrets. PWD is the
+# working directory of a shell.
+_ORDINARY = "bos|eos|pad|unk|sep|cls|mask|image|video|audio|start|end|stop|next|per|special"
+# What comes before the last words of a name: all up to a _, a . or a -, or up to a capital letter.
+_PREFIX = r"[\w.-]*(?:[_.-]|(?-i:(?<=[a-z0-9])(?=[A-Z])))"
+_NO_SECRET = rf"(?!(?:{_PREFIX})?(?:{_ORDINARY})[_.-]?token\b|(?-i:PWD\b))"
+_PASSWORD = (
+    rf"(?:[\w.-]*passw(?:or)?d|(?:{_PREFIX})?(?:pwd|passphrase|"
+    r"(?:api|access|account|secret|private)[_-]?key)|(?-i:(?:[A-Z0-9_]+_)?PAT|[A-Z0-9_]+_PASS))"
 )
+_TOKEN = "(?:token|secret|credentials?)"
+_NAME = rf"{_NO_SECRET}(?:{_PASSWORD}|(?:{_PREFIX})?{_TOKEN})"
+# In prose, a word such as `token` may come before a colon: only with a prefix it is a name.
+_NAME_IN_PROSE = rf"{_NO_SECRET}(?:{_PASSWORD}|{_PREFIX}{_TOKEN})"
 # A name that ends in `key` may be a column of a table. It is a secret only with 40 hex digits,
-# which is the shape of a W&B key.
+# which is the shape of a W&B key, or as the name of an environment variable.
 _KEY = r"(?:[\w.-]*[_.-])?key"
 _HEX = r"[0-9a-fA-F]{40}"
-_QUOTED = r"\"[^\"]*\"|'[^']*'"
+_QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 
 _SECRET_NAME = re.compile(rf"-{{0,2}}{_NAME}", re.IGNORECASE)
 _KEY_NAME = re.compile(rf"-{{0,2}}{_KEY}", re.IGNORECASE)
 _HEX_KEY = re.compile(rf"\b{_HEX}\b")
-# A name and its value within a text: name=value, --name value, "name": "value". The groups keep the
-# part before the value.
+# A name and its value within a text: name=value, --name value, "name": "value", name: value. The
+# groups keep the part before the value.
 _NAMED = re.compile(
-    rf"(?<![\w.-])(-{{0,2}}{_NAME}=|--{_NAME}\s+(?!-))(?:{_QUOTED}|\S+)"
+    rf"(?<![\w.-])(-{{0,2}}{_NAME}=(?!=)|--{_NAME}\s+(?!-)|{_NAME_IN_PROSE}[ \t]*[:=][ \t]*(?!=))"
+    rf"(?:{_QUOTED}|\S+)"
     rf"|(?<![\w.-])(-{{0,2}}{_KEY}=|--{_KEY}\s+)[\"']?{_HEX}\b"
-    rf"|([\"']{_NAME}[\"']\s*:\s*)(?:{_QUOTED})",
+    rf"|([\"']{_NAME}[\"']\s*:\s*)(?:{_QUOTED})"
+    r"|\b(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+)?)[^\s\"']+"
+    r"|\b(bearer\s+)(?:(?=[^\s\d]*\d)[^\s\"']{8,}|[^\s\"']{16,})"
+    r"|(?<![\w.-])((?:[\w-]+-)?sig(?:nature)?=)[^\s&\"']+",  # signed URLs, as of Azure and S3
     re.IGNORECASE,
 )
 _SHAPES = re.compile(
     r"(?<=://)[^\s/?#]+(?=@)"  # scheme://user:password@host
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"  # GitHub
+    r"|gl(?:pat|ptt|cbt|dt|rt|ft|soat)-[\w-]{16,}"  # GitLab
+    r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{16,}"  # Slack
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}[\w.-]*"  # JSON web tokens
     r"|sk-(?=[\w-]*[A-Z0-9])[\w-]{16,}"  # OpenAI, Anthropic
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
+    r"|nvapi-[\w-]{16,}"  # NVIDIA
+    r"|(?:pypi-|npm_)\w[\w-]{15,}"  # PyPI, npm
     r"|wandb_v\d+_\w{16,})"  # W&B, which also has keys of 40 hex digits
 )
-_SECRET_VARIABLE = re.compile(r"_(TOKEN|KEY|SECRET|PASSWORD)$")
 _SHORTEST_SECRET = 8  # characters; a shorter value of a variable may be an ordinary word
 
 
@@ -50,11 +69,12 @@ def redacted(value: T, name: str = "") -> T:
     These are secrets:
 
     - the user part of a URL,
-    - a token of a well-known shape,
-    - the value of an environment variable whose name ends in ``_TOKEN``, ``_KEY``, ``_SECRET`` or
-      ``_PASSWORD``,
-    - a value under a name that ends like those: ``{"api_key": ...}``, ``["--hub_token", ...]`` or
-      ``"password=..."``.
+    - a token of a well-known shape, a private key, and the signature in a signed URL,
+    - what follows ``Bearer`` or ``Authorization:``,
+    - the value of an environment variable whose name ends in a word such as ``TOKEN``, ``KEY``,
+      ``SECRET``, ``PASSWORD``, ``PWD``, ``PAT`` or ``CREDENTIALS``, unless it is a path,
+    - a value under a name that ends in such a word, except ``KEY``: ``{"api_key": ...}``,
+      ``["--hub_token", ...]``, ``"password=..."`` or ``"password: ..."``.
 
     Args:
         value: a string, or lists, tuples and dictionaries with strings in them, which keep their
@@ -67,11 +87,14 @@ def redacted(value: T, name: str = "") -> T:
 
 def _environment_secrets() -> re.Pattern[str]:
     """Return a pattern for the secrets in environment variables."""
-    secrets = {
-        value
-        for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name.upper()) and len(value) >= _SHORTEST_SECRET
-    }
+    secrets = set()
+    for name, value in os.environ.items():
+        is_secret = _SECRET_NAME.fullmatch(name) or _KEY_NAME.fullmatch(name)
+        if is_secret and len(value) >= _SHORTEST_SECRET:
+            # GOOGLE_APPLICATION_CREDENTIALS is the path of a file.
+            top_folder = re.match(r"/[^/]+(?=/)", value)
+            if top_folder is None or not Path(top_folder[0]).is_dir():
+                secrets.add(value)
     if not secrets:
         return re.compile("(?!)")  # matches nothing
     # The longest first: a secret may contain another one.
@@ -126,5 +149,5 @@ def _redacted_text(value: object, environment_secrets: re.Pattern[str]) -> objec
     if not isinstance(value, str):
         return value
     text = environment_secrets.sub(HIDDEN, value)
-    text = _NAMED.sub(lambda match: f"{match[1] or match[2] or match[3]}{HIDDEN}", text)
+    text = _NAMED.sub(lambda match: "".join(filter(None, match.groups())) + HIDDEN, text)
     return _SHAPES.sub(HIDDEN, text)

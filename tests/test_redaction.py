@@ -18,6 +18,8 @@ from llmtrain.training import opening
 from llmtrain.training.opening import open_run
 from llmtrain.training.settings import RunConfig, Settings
 from tests.engines import finish
+from tests.forked import run_forked
+from tests.launching import GPT, PYTHON, TINY
 from tests.record.checkpoint_files import Files
 
 LETTERS = string.ascii_letters + string.digits
@@ -36,13 +38,27 @@ NAMES = [
     "password",
     "db_password",
     "client_secret",
+    "clientSecret",
     "access_key",
+    "AccountKey",
+    "PGPASSWORD",
+    "MYSQL_PWD",
+    "Pwd",
+    "GITHUB_PAT",
+    "AZURE_CREDENTIALS",
 ]
 ORDINARY = {
     "tokenizer": "bpe:4096",
     "tokens": "1000000000000000000000",
     "eos_token": "<|endoftext|>",
+    "eos_id": "eos_token: <|endoftext|>, eos_token=<|endoftext|>, token: 7, token == 7",
     "text_key": "content",
+    "key": "key: content, key=content",
+    "speed": "1,000 tokens/s with --max_tokens 512",
+    "PWD": "/home/someone",
+    "environment": "PWD=/home/someone OLDPWD=/home",
+    "code": "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
+    "prose": "the bearer of news, Bearer authentication, the signature of a function",
     "dataset": "https://example.org:8080/a@b/data.txt",
     "checkpoint": "hf://datasets/someone/something@main",
     "fingerprint_sha256": "0123456789abcdef" * 4,
@@ -62,6 +78,15 @@ SECRETS = st.one_of(  # what is a secret wherever it stands
     st.builds("sk-ant-api03-{}".format, word(40, 60, LETTERS + "-_")),
     st.builds("AKIA{}".format, word(16, 16, string.ascii_uppercase + string.digits)),
     st.builds("wandb_v1_{}".format, word(40, 80, LETTERS + "_")),
+    st.builds("glpat-{}".format, word(20, 20, LETTERS + "-_")),
+    st.builds("xoxb-{}".format, word(20, 50, LETTERS + "-")),
+    st.builds("AIza{}".format, word(35, 35, LETTERS + "-_")),
+    st.builds("nvapi-{}".format, word(64, 64, LETTERS + "-_")),
+    st.builds("eyJ{}.eyJ{}.{}".format, *[word(10, 60, LETTERS + "-_")] * 3),
+    st.builds(
+        "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----".format,
+        word(40, 80, LETTERS + "+/=\n"),
+    ),
 )
 AFFIXES = st.sampled_from(["", " ", "/", "=", "'", '"', ":", ",", "\n"])
 
@@ -122,6 +147,12 @@ def test_what_stands_under_a_secrets_name_never_does(name: str, tail: str) -> No
         f"https://example.org/a?b=c&{name}={secret}",
         json.dumps({"a": 1, name: secret}),
         f"cannot log in: {name}='{secret} and more'",
+        f"{name}: {secret}",
+        f"Authorization: Bearer {secret}",
+        f"curl -H 'authorization: Basic {secret}'",
+        f"Bearer {secret}{'x1' * 8}",
+        f"https://x.org/a?sv=1&sig={secret.replace('&', '')}&se=2",
+        f"https://x.org/a?X-Amz-Signature={secret.replace('&', '')}",
     ):
         hidden = redacted(value)
         assert secret not in repr(hidden)
@@ -174,6 +205,26 @@ def test_a_secret_of_the_environment_never_comes_through(monkeypatch: pytest.Mon
     monkeypatch.setenv("SHORT_KEY", "gpt")
     value = [f"from {digits}", {"the correct horse battery, the correct horse": "gpt"}]
     assert redacted(value) == ["from ***", {"the ***, the ***": "gpt"}]
+
+    names = (
+        "PGPASSWORD GITHUB_PAT PAT MYSQL_PWD MY_PASSWD AZURE_CREDENTIALS TOKEN PASSWORD SSH_PASS"
+    )
+    for number, name in enumerate(names.split()):
+        monkeypatch.setenv(name, f"correct-horse-{number}")
+        assert redacted(f"the correct-horse-{number} of a battery") == "the *** of a battery"
+
+
+def test_ordinary_variables_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = {
+        "PWD": "/home/someone/work",
+        "OLDPWD": "/home/someone",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/someone/key.json",
+        "EOS_TOKEN": "<|endoftext|>",
+        "KEYBOARD": "a keyboard",
+    }
+    for name, value in ordinary.items():
+        monkeypatch.setenv(name, value)
+    assert redacted([*ordinary.values()]) == [*ordinary.values()]
 
 
 def test_no_secret_reaches_any_file_of_a_run(
@@ -231,3 +282,22 @@ def test_no_secret_reaches_any_file_of_a_run(
     said = capsys.readouterr()
     assert "tensorboard: tracking stopped" in said.err
     assert "Q9" not in said.out + said.err
+
+
+def test_no_secret_of_a_path_reaches_the_output_or_a_file_of_a_finished_run(tmp_path: Path) -> None:
+    """Its model card is published, and its output is a page of W&B."""
+    secrets = {name: f"Q9zz{name.lower()}" for name in ("PGPASSWORD", "GITHUB_PAT", "HF_TOKEN")}
+    data = tmp_path / "-".join(secrets.values()) / f"glpat-Q9zz{'x' * 18}.txt"
+    data.parent.mkdir()
+    data.write_text("The model reads a text. " * 100)
+    folder = tmp_path / "run"
+    words = [*PYTHON, GPT, *TINY, "--dataset", str(data), "--output_dir", str(folder)]
+
+    ended = run_forked([*words, "--report_to", "wandb"], secrets | {"WANDB_MODE": "offline"})
+
+    ended.assert_ok()
+    assert "***" in ended.out
+    assert "Q9zz" not in ended.out + ended.err
+    assert "***" in (folder / "model" / "README.md").read_text()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in files if b"Q9zz" in path.read_bytes()] == []

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -19,6 +18,7 @@ from llmtrain.errors import (
     ReportedElsewhereError,
     UserError,
     explain,
+    print_traceback,
     print_traceback_with_causes,
 )
 from llmtrain.launching.launch_checks import check_launch
@@ -89,7 +89,7 @@ def report(error: BaseException, memory_remedy: str | None = None) -> int:
 
     line = explain(error, memory_remedy)
     if line is None:
-        traceback.print_exception(error)
+        print_traceback(error)
         return 1
     if debugging():
         print_traceback_with_causes(error)

@@ -24,6 +24,7 @@ from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.shards import meta_like
+from llmtrain.redaction import redacted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -108,7 +109,7 @@ class ModelFiles:
             write_json(folder / "generation_config.json", self.generation, durable=False)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(self.card(parameters))
+        (folder / "README.md").write_text(redacted(self.card(parameters)))
         self.write_config(folder)
         if self.base_tensors is not None:
             self._write_base_files(folder, self.base_tensors)

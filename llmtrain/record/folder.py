@@ -18,6 +18,7 @@ from llmtrain.files import (
     write_json,
 )
 from llmtrain.json_types import JsonObject
+from llmtrain.redaction import redacted
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 _LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
@@ -88,7 +89,8 @@ class RunFolder:
 
     def record_event(self, step: int, kind: str, text: str) -> None:
         """Record an event that a later reader of the run should know of."""
-        event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
+        now = round(time.time(), 3)
+        event = {"step": step, "time": now, "kind": kind, "text": redacted(text)}
         # If the disk is full, the run itself will fail on its next write, and report it.
         with contextlib.suppress(UserError):
             self.append("events.jsonl", event)
@@ -112,7 +114,7 @@ class RunFolder:
         status = {
             "state": state,
             "step": step,
-            "reason": reason,
+            "reason": redacted(reason),
             "start_id": self.start_id,
             "pid": os.getpid(),
             "host": platform.node(),

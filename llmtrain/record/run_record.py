@@ -45,7 +45,8 @@ def run_record(
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "lost_checkpoints": resume_point.lost_checkpoints,
         "job": os.environ.get("SLURM_JOB_ID"),
-        "command": _command(),
+        # The command of a notebook says nothing.
+        "command": [] if in_notebook() else sys.argv,
         "directory": str(Path.cwd()),
         "host": platform.node(),
         **start,
@@ -72,7 +73,7 @@ def run_record(
         "processes": start["processes"],
         "settings": recorded_settings,
         **redacted(details),
-        "starts": [*earlier.get("starts", []), this_start],
+        "starts": [*earlier.get("starts", []), redacted(this_start)],
     }
     return with_version(record)
 
@@ -91,10 +92,3 @@ def _extension_of(folder: Path, step: int) -> JsonObject:
         "step": step,
         "start_times": extended.all_start_times(),
     }
-
-
-def _command() -> list[str]:
-    """Return the command line without secrets; empty in a notebook, whose command says nothing."""
-    if in_notebook():
-        return []
-    return redacted(sys.argv)

@@ -22,7 +22,6 @@ from llmtrain.record.resume import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
-from llmtrain.redaction import redacted
 from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
@@ -204,4 +203,4 @@ class Run:
             return
         failed_step = self.status.counted_step if step is None else step
         with contextlib.suppress(Exception):  # the error of the run is the one to show
-            self.writer.set_status("failed", failed_step, redacted(reason))
+            self.writer.set_status("failed", failed_step, reason)

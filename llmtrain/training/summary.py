@@ -5,7 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from llmtrain.console import note, printable
+from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
@@ -14,6 +14,7 @@ from llmtrain.observe.curve import loss_curve
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.team import Team
 from llmtrain.record.history import read_lines
+from llmtrain.redaction import redacted
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.evaluate import sample
 
@@ -97,19 +98,19 @@ def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
     question = rows.eval_prompt()
     if text is not None:
         if question is None:
-            print(f"\n--- a sample of {model_folder} {_RULE}")
+            print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
         else:
             print(f"\n--- a question that is not in the training data {_RULE}")
             print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
-            print(f"\n--- the answer of {model_folder} {_RULE}")
+            print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
         print(printable(text))
         print("-" * 60)
 
     _print_how_to_load(model_folder)
     if question is None or rows.tokenizer.chat_template is None:
-        print(f'generate  {_command()} generate {folder} --prompt "Your text"', flush=True)
+        say("generate", f'{_command()} generate {folder} --prompt "Your text"')
     else:
-        print(f"chat      {_command()} chat {folder}", flush=True)
+        say("chat", f"{_command()} chat {folder}")
 
 
 def _writes_text(model_folder: Path) -> bool:
@@ -121,7 +122,7 @@ def _writes_text(model_folder: Path) -> bool:
 
 
 def _print_how_to_load(model_folder: Path) -> None:
-    print(f"model     {model_folder}  ({how_to_load(model_folder)})", flush=True)
+    say("model", f"{model_folder}  ({how_to_load(model_folder)})")
 
 
 def _command() -> str:

@@ -16,6 +16,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import read_accelerate_config
+from llmtrain.redaction import redacted
 
 if TYPE_CHECKING:
     from llmtrain.lab.doctor.group_checks import Process
@@ -208,10 +209,11 @@ def _merge_findings(
 def _report(findings: "list[Finding]", as_json: bool) -> int:
     """Print findings, and return the status to end with."""
     if as_json:
-        print(json_text([_as_json(finding) for finding in findings], indent=1))
+        content = redacted([_as_json(finding) for finding in findings])
+        print(json_text(content, indent=1))
     else:
         for finding in findings:
-            print(_line(finding))
+            print(redacted(_line(finding)))
     sys.stdout.flush()
     is_bad = any(finding.level == "bad" for finding in findings)
     return 1 if is_bad else 0
