@@ -12,6 +12,7 @@ from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import prepare_streams
 from llmtrain.errors import MODEL_MEMORY_REMEDY, UserError
 from llmtrain.launching.process import report
+from llmtrain.model_folders import limit_hub_waits
 
 
 class Command(NamedTuple):
@@ -190,6 +191,7 @@ def main(argv: list[str] | None = None) -> None:
             # The command's own parser names the help that lists what the command takes.
             arguments.parser.refuse_unknown(unknown)
         try:
+            limit_hub_waits()
             arguments.run(arguments)
         finally:
             sys.stdout.flush()  # here, so that a closed pipe is noticed below

@@ -177,13 +177,8 @@ def print_traceback_with_causes(error: BaseException) -> None:
     for link in _chain(error, follow_context=True):
         if link.__cause__ is None:
             link.__suppress_context__ = False  # so that the chain goes on with the hidden error
-    print_traceback(error)
-
-
-def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error on stderr, without secrets."""
-    lines = traceback.format_exception(error)
-    print(redacted("".join(lines)), end="", file=sys.stderr, flush=True)
+    text = "".join(traceback.format_exception(error))
+    print(redacted(text), end="", file=sys.stderr, flush=True)
 
 
 def hub_error(error: BaseException) -> str:

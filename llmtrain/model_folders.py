@@ -29,6 +29,19 @@ _NAMES_OF_FILES = {
     "tokenizer_config.json": ("fast_tokenizer_files", "gguf_file", "merges", "vocab"),
     "adapter_config.json": ("adapters", "prompt_tuning_init_state_dict_path", "shadow_model"),
 }
+_HUB_SECONDS = 100.0  # for the hub to send something
+
+
+def limit_hub_waits() -> None:
+    """Let requests to the hub fail if no answer comes. Its library has no time limit for most."""
+    from huggingface_hub import get_session
+
+    def limit(request: Any) -> None:
+        seconds = request.extensions["timeout"]
+        for phase, own_limit in seconds.items():
+            seconds[phase] = own_limit or _HUB_SECONDS
+
+    get_session().event_hooks["request"].append(limit)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -95,11 +95,10 @@ def _environment_secrets() -> re.Pattern[str]:
             top_folder = re.match(r"/[^/]+(?=/)", value)
             if top_folder is None or not Path(top_folder[0]).is_dir():
                 secrets.add(value)
-    if not secrets:
-        return re.compile("(?!)")  # matches nothing
     # The longest first: a secret may contain another one.
     longest_first = sorted(secrets, key=len, reverse=True)
-    return re.compile("|".join(re.escape(secret) for secret in longest_first))
+    pattern = "|".join(re.escape(secret) for secret in longest_first)
+    return re.compile(pattern or "(?!)")  # which matches nothing
 
 
 def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> Any:
@@ -117,9 +116,13 @@ def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> An
 
     if isinstance(value, list | tuple):
         items = []
-        for item, flag_or_name in zip(value, _names_of_items(value, name), strict=True):
-            item_name = name if is_secret else flag_or_name
+        flag = ""  # the item before, if it is a flag
+        for item in value:
+            # In a command line, a flag is the name of the word after it: ["--hub_token", "..."].
+            is_value_of_flag = flag != "" and not str(item).startswith("-")
+            item_name = flag if is_value_of_flag and not is_secret else name
             items.append(_redacted(item, environment_secrets, item_name))
+            flag = item if isinstance(item, str) and item.startswith("--") else ""
         return type(value)(items)
 
     if isinstance(value, str) and value and is_secret:
@@ -127,21 +130,6 @@ def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> An
     if isinstance(value, str) and _KEY_NAME.fullmatch(name):
         value = _HEX_KEY.sub(HIDDEN, value)
     return _redacted_text(value, environment_secrets)
-
-
-def _names_of_items(items: list[Any] | tuple[Any, ...], name: str) -> list[str]:
-    """Return a name for each item of a list with this name.
-
-    In a command line, a flag is the name of the word after it: ``["--hub_token", "..."]``. All
-    other items have the name of the list.
-    """
-    names = []
-    flag = ""  # the item before, if it is a flag
-    for item in items:
-        is_value_of_flag = flag != "" and not str(item).startswith("-")
-        names.append(flag if is_value_of_flag else name)
-        flag = item if isinstance(item, str) and item.startswith("--") else ""
-    return names
 
 
 def _redacted_text(value: object, environment_secrets: re.Pattern[str]) -> object:

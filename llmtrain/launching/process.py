@@ -18,11 +18,11 @@ from llmtrain.errors import (
     ReportedElsewhereError,
     UserError,
     explain,
-    print_traceback,
     print_traceback_with_causes,
 )
 from llmtrain.launching.launch_checks import check_launch
 from llmtrain.launching.launcher import has_launcher, parent_launcher
+from llmtrain.model_folders import limit_hub_waits
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it
 # prints the error first, and the launcher ends the others.
@@ -61,6 +61,7 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
         _stop_with_launcher()
         prepare_streams()
         check_launch()
+        limit_hub_waits()
         result = main()  # kept until the process exits, so that no destructor runs
         leave_group()
         if hasattr(result, "show") and rank() == 0:
@@ -88,11 +89,10 @@ def report(error: BaseException, memory_remedy: str | None = None) -> int:
         return 1
 
     line = explain(error, memory_remedy)
-    if line is None:
-        print_traceback(error)
-        return 1
-    if debugging():
+    if line is None or debugging():
         print_traceback_with_causes(error)
+    if line is None:
+        return 1
     if not isinstance(error, ReportedElsewhereError):
         if rank() != 0:
             time.sleep(_GRACE_SECONDS)

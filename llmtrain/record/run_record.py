@@ -58,7 +58,13 @@ def run_record(
     earlier = read_versioned(folder / "run.json")
     extends = earlier.get("extends")
     if extends is None and resume_point.extended_run is not None:
-        extends = _extension_of(resume_point.extended_run, resume_point.step)
+        extended = History.read(resume_point.extended_run)
+        extends = {
+            "run": str(resume_point.extended_run),
+            "run_id": extended.record.get("run_id"),
+            "step": resume_point.step,  # the last one that is taken over
+            "start_times": extended.all_start_times(),
+        }
 
     recorded_settings = {}
     for name, setting in settings.items():
@@ -76,19 +82,3 @@ def run_record(
         "starts": [*earlier.get("starts", []), redacted(this_start)],
     }
     return with_version(record)
-
-
-def _extension_of(folder: Path, step: int) -> JsonObject:
-    """Return the entry ``extends`` of ``run.json``; see :attr:`History.extends`.
-
-    Args:
-        folder: the folder of the run that is extended.
-        step: the last step that is taken over from it.
-    """
-    extended = History.read(folder)
-    return {
-        "run": str(folder),
-        "run_id": extended.record.get("run_id"),
-        "step": step,
-        "start_times": extended.all_start_times(),
-    }

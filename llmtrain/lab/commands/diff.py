@@ -16,7 +16,7 @@ from llmtrain.files import json_text
 from llmtrain.record.history import History
 
 if TYPE_CHECKING:
-    from llmtrain.lab.diff import Divergence, RunDifference
+    from llmtrain.lab.diff import RunDifference
 
 EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
 
@@ -50,19 +50,10 @@ def _as_json(difference: "RunDifference") -> dict[str, object]:
     first = difference.first
     return {
         "final_losses": [loss._asdict() for loss in difference.final_losses],
-        "first": None if first is None else _divergence_as_json(first),
-        "all": [_divergence_as_json(divergence) for divergence in difference.divergences],
+        "first": None if first is None else first._asdict(),
+        "all": [divergence._asdict() for divergence in difference.divergences],
         "causes": difference.causes,
         "other_differences": difference.other_differences,
         "largest_loss_difference": difference.largest_loss_difference,
         "common_entries": difference.common_entries,
-    }
-
-
-def _divergence_as_json(divergence: "Divergence") -> dict[str, object]:
-    return {
-        "link": divergence.link,
-        "step": divergence.step,
-        "value_a": divergence.value_a,
-        "value_b": divergence.value_b,
     }

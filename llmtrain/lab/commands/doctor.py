@@ -209,23 +209,14 @@ def _merge_findings(
 def _report(findings: "list[Finding]", as_json: bool) -> int:
     """Print findings, and return the status to end with."""
     if as_json:
-        content = redacted([_as_json(finding) for finding in findings])
-        print(json_text(content, indent=1))
+        content = [finding._asdict() for finding in findings]
+        print(json_text(redacted(content), indent=1))
     else:
         for finding in findings:
             print(redacted(_line(finding)))
     sys.stdout.flush()
     is_bad = any(finding.level == "bad" for finding in findings)
     return 1 if is_bad else 0
-
-
-def _as_json(finding: "Finding") -> JsonObject:
-    return {
-        "level": finding.level,
-        "subject": finding.subject,
-        "text": finding.text,
-        "remedy": finding.remedy,
-    }
 
 
 def _line(finding: "Finding") -> str:

@@ -136,8 +136,9 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
     compared = compared_settings(settings, history.effects, is_bitwise=is_bitwise)
     for name, setting in compared.items():
         entry = recorded.get(name) or {}
-        if not _is_same(setting, entry, max_steps):
-            differing.append(f"{name} {entry.get('value')} there, {setting.value} here")
+        shown = setting._replace(value=redacted(setting.value, name))  # as run.json has it
+        if not _is_same(shown, entry, max_steps):
+            differing.append(f"{name} {entry.get('value')} there, {shown.value} here")
     if differing:
         raise UserError(
             f"{folder} holds a run with other settings ({', '.join(differing)}); use another "
@@ -161,7 +162,7 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
         return True
 
     recorded = entry.get("value")
-    value = redacted(setting.value)
+    value = setting.value
     if value == "auto":  # the run has recorded the choice
         return True
     if isinstance(recorded, int) and isinstance(value, float) and 0 < value < 1:

@@ -20,7 +20,6 @@ from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text
-from llmtrain.redaction import redacted
 from llmtrain.shipped import shipped_config
 from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
 from llmtrain.training.predicted_memory import Memory
@@ -379,7 +378,7 @@ def _command(request: PlanRequest, candidate: Candidate) -> str:
     words += [request.recipe, *request.flags]
     for name, value in candidate.flags.items():
         words += f"--{name} {value}".split()
-    return shlex.join(redacted(words))
+    return shlex.join(words)
 
 
 def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:

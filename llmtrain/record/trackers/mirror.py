@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from unittest import mock
 
 from llmtrain.console import note
 from llmtrain.errors import first_line
@@ -85,7 +86,8 @@ class Mirror:
         """Open the tracker, feed it until the run ends, and close it."""
         name = self.tracker.name
         try:
-            with _redacted_command():
+            # Trackers upload the command line.
+            with mock.patch.object(sys, "argv", redacted(sys.argv)):
                 self.tracker.open()
         except BaseException as error:
             self.opened.set_exception(error)
@@ -139,19 +141,16 @@ class Mirror:
 
         The run writes them after the last entry of their step and before the first of the next.
         """
-        self._read_samples()
-        due = [sample for sample in self._samples if sample["step"] <= self._position.step]
-        if len(due) > self._sent_samples:
-            self._sent_samples = len(due)
-            with errors_as_notes(f"{self.tracker.name}: samples were not sent"):
-                self.tracker.log_samples(due, self._position.step)
-
-    def _read_samples(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             size = self._samples_path.stat().st_size
             if size != self._samples_bytes:
                 self._samples = read_lines(self._samples_path)
                 self._samples_bytes = size
+        due = [sample for sample in self._samples if sample["step"] <= self._position.step]
+        if len(due) > self._sent_samples:
+            self._sent_samples = len(due)
+            with errors_as_notes(f"{self.tracker.name}: samples were not sent"):
+                self.tracker.log_samples(due, self._position.step)
 
     def _send_checkpoints(self) -> None:
         while True:
@@ -161,17 +160,6 @@ class Mirror:
                 return
             with errors_as_notes(f"{self.tracker.name}: {path.name} was not sent"):
                 self.tracker.log_checkpoint(path)
-
-
-@contextlib.contextmanager
-def _redacted_command() -> Iterator[None]:
-    """Hide secrets in the command line, which trackers upload, while the block runs."""
-    command = sys.argv
-    sys.argv = redacted(command)
-    try:
-        yield
-    finally:
-        sys.argv = command
 
 
 @contextlib.contextmanager
