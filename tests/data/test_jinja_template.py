@@ -1,8 +1,9 @@
-"""A template shows the same text whether the spans of its generation blocks are found or not."""
+"""A template shows the same text whether or not spans are found, and runs in a sandbox."""
 
 import pytest
 
 from llmtrain.data.jinja_template import JinjaTemplate
+from llmtrain.data.messages import BadRecord
 from tests.data.chats import TEMPLATES, chat, make, marked, unmarked
 
 # A variable that is set inside a block keeps its old value after the block, as in any Jinja block.
@@ -43,3 +44,20 @@ def test_a_template_without_blocks_has_no_spans() -> None:
     data = jinja.plain_data(chat("a", "b").messages, None)
 
     assert jinja.render(data, find_spans=True).spans is None
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "raise_exception.__globals__['os'].system('true')",
+        "messages.append(messages)",
+        "(messages | attr('__class__')).__base__",
+    ],
+)
+def test_a_template_runs_in_a_sandbox(code: str) -> None:
+    jinja = JinjaTemplate(make(f"{TEMPLATES['chatml']}{{{{ {code} }}}}"))
+    data = jinja.plain_data(chat("a", "b").messages, None)
+
+    with pytest.raises(BadRecord, match=r"the chat template refuses it: .*(unsafe|undefined)"):
+        jinja.render(data)

@@ -27,6 +27,8 @@ from transformers import (
 from transformers.integrations import hub_kernels
 
 from llmtrain.commands.eval import _answers_path
+from llmtrain.data.config import DataConfig
+from llmtrain.data.prepare import tokenize
 from llmtrain.data.tokenizer import (
     as_pretrained,
     load_tokenizer,
@@ -257,6 +259,7 @@ def read_everything(run_folder: Path, model_folder: Path) -> None:
         lambda: TextModel(str(model_folder)),
         lambda: load_causal_lm(str(model_folder)),
         lambda: load_tokenizer(str(model_folder)),
+        lambda: tokenize(DataConfig(dataset=[str(model_folder)], tokenizer="byte"), 8),
     ]
     for reader in readers:
         with contextlib.suppress(Exception):
@@ -302,6 +305,14 @@ def test_no_code_in_a_file_of_a_run_or_a_model_is_run(
     config["model_type"] = "evil"
     config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (model_folder / "config.json").write_text(json.dumps(config))
+    read_everything(run_folder, model_folder)
+    payloads += 1
+
+    # A module that the settings of a tokenizer ask for, and one with the name of a data set.
+    settings = read_json(model_folder / "tokenizer_config.json")
+    settings["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    (model_folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copy(model_folder / "evil.py", model_folder / "model.py")
     read_everything(run_folder, model_folder)
     payloads += 1
 
