@@ -177,8 +177,7 @@ def print_traceback_with_causes(error: BaseException) -> None:
     for link in _chain(error, follow_context=True):
         if link.__cause__ is None:
             link.__suppress_context__ = False  # so that the chain goes on with the hidden error
-    text = "".join(traceback.format_exception(error))
-    print(redacted(text), end="", file=sys.stderr, flush=True)
+    print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
 
 
 def hub_error(error: BaseException) -> str:

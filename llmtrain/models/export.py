@@ -111,15 +111,14 @@ class ModelFiles:
             self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(redacted(self.card(parameters)))
         self.write_config(folder)
-        if self.base_tensors is not None:
-            self._write_base_files(folder, self.base_tensors)
+        if self.base_tensors is None:
+            return
 
-    def _write_base_files(self, folder: Path, base_tensors: BaseTensors) -> None:
-        """Write the processor of the base, or in a checkpoint the name of the base."""
-        if not self.is_finished and base_tensors.base is not None:
-            write_json(folder / BASE_FILE, base_tensors.base, durable=False)
-        if self.is_finished and base_tensors.folder is not None:
-            copy_processor(base_tensors.folder, folder)
+        # The processor of the base, or in a checkpoint the name of the base.
+        if not self.is_finished and self.base_tensors.base is not None:
+            write_json(folder / BASE_FILE, self.base_tensors.base, durable=False)
+        if self.is_finished and self.base_tensors.folder is not None:
+            copy_processor(self.base_tensors.folder, folder)
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""

@@ -89,11 +89,10 @@ class RunFolder:
 
     def record_event(self, step: int, kind: str, text: str) -> None:
         """Record an event that a later reader of the run should know of."""
-        now = round(time.time(), 3)
-        event = {"step": step, "time": now, "kind": kind, "text": redacted(text)}
+        event = {"step": step, "time": round(time.time(), 3), "kind": kind, "text": text}
         # If the disk is full, the run itself will fail on its next write, and report it.
         with contextlib.suppress(UserError):
-            self.append("events.jsonl", event)
+            self.append("events.jsonl", redacted(event))
 
     def set_status(self, state: str, step: int, reason: str = "") -> None:
         """Write ``status.json``, unless another start has taken over the folder.

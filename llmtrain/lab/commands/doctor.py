@@ -209,8 +209,7 @@ def _merge_findings(
 def _report(findings: "list[Finding]", as_json: bool) -> int:
     """Print findings, and return the status to end with."""
     if as_json:
-        content = [finding._asdict() for finding in findings]
-        print(json_text(redacted(content), indent=1))
+        print(json_text(redacted([finding._asdict() for finding in findings]), indent=1))
     else:
         for finding in findings:
             print(redacted(_line(finding)))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from unittest import mock
 
 from llmtrain.console import note
@@ -153,11 +153,8 @@ class Mirror:
                 self.tracker.log_samples(due, self._position.step)
 
     def _send_checkpoints(self) -> None:
-        while True:
-            try:
-                path = self._checkpoints.get_nowait()
-            except Empty:
-                return
+        while not self._checkpoints.empty():  # only this thread takes from it
+            path = self._checkpoints.get()
             with errors_as_notes(f"{self.tracker.name}: {path.name} was not sent"):
                 self.tracker.log_checkpoint(path)
 

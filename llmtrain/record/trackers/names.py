@@ -15,19 +15,13 @@ _REQUIREMENTS = {
 }
 
 
-def tracker_names() -> list[str]:
-    """Return the names of all trackers that Accelerate knows, in alphabetical order.
-
-    ``accelerate.tracking.register_tracker_class`` adds a name.
-    """
-    return sorted(LOGGER_TYPE_TO_CLASS)
-
-
 def installed_trackers() -> list[str]:
     """Return the names of those trackers whose packages are installed."""
     built_in = set(LoggerType.list())
     available = {str(tracker) for tracker in get_available_trackers()}
-    return [name for name in tracker_names() if name in available or name not in built_in]
+    return [
+        name for name in sorted(LOGGER_TYPE_TO_CLASS) if name in available or name not in built_in
+    ]
 
 
 def check_trackers(names: list[str]) -> None:
@@ -37,10 +31,9 @@ def check_trackers(names: list[str]) -> None:
         UserError: if a tracker is unknown or not installed, or if the values contradict each other.
     """
     for name in names:
-        if name not in ("all", "none", *tracker_names()):
-            raise UserError(
-                f"--report_to {name} is not known: use {', '.join(tracker_names())}, all or none."
-            )
+        if name not in ("all", "none", *LOGGER_TYPE_TO_CLASS):
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise UserError(f"--report_to {name} is not known: use {known}, all or none.")
     others = [name for name in names if name != "none"]
     if others and "none" in names:
         raise UserError(

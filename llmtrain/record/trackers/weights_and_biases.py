@@ -1,14 +1,13 @@
 """Weights & Biases: online, offline and in sweeps."""
 
 import contextlib
-import io
 import math
 import netrc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 from urllib.parse import urlparse
 
 from accelerate.tracking import GeneralTracker
@@ -30,11 +29,6 @@ _STEP_METRICS = ("tokens", "epoch", "hours")  # to choose as the x axis of a cha
 def wants_model() -> bool:
     """Return whether the finished model is uploaded, as ``WANDB_LOG_MODEL`` says."""
     return _log_model() in ("end", "checkpoint", "true")
-
-
-def wants_checkpoints() -> bool:
-    """Return whether each checkpoint is uploaded, as ``WANDB_LOG_MODEL`` says."""
-    return _log_model() == "checkpoint"
 
 
 def _log_model() -> str:
@@ -93,7 +87,13 @@ class WeightsAndBiases(Tracker):
             self.first_step = self.wandb_run.starting_step
         for metric in _STEP_METRICS:
             self.wandb_run.define_metric(metric, hidden=True)
-        self._show_output()
+
+        output = self.run.folder / OUTPUT_FILE
+        if output.exists():
+            link = Path(self.wandb_run.dir) / OUTPUT_FILE
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(output.absolute())
+            self.wandb_run.save(str(link), base_path=str(link.parent), policy="live")
         self._say_where()
 
     def _init(self, **arguments: object) -> GeneralTracker:
@@ -119,15 +119,6 @@ class WeightsAndBiases(Tracker):
         """The ``wandb.Run``."""
         return self.inner.tracker
 
-    def _show_output(self) -> None:
-        """Let W&B show what the run prints, which is in a file of this name."""
-        output = self.run.folder / OUTPUT_FILE
-        if output.exists():
-            link = Path(self.wandb_run.dir) / OUTPUT_FILE
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(output.absolute())
-            self.wandb_run.save(str(link), base_path=str(link.parent), policy="live")
-
     def _say_where(self) -> None:
         """Print the address of the run's page, or how to upload the run later."""
         if self.is_offline:
@@ -145,24 +136,19 @@ class WeightsAndBiases(Tracker):
 
     def receive(self, position: Position, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            if name.startswith("eval/"):
-                self._keep_best(name, value)
+            if not name.startswith("eval/"):
+                continue
+            # The summary has the best value. W&B's own `define_metric(summary="min")` would make it
+            # {"min": value}, which Bayesian sweeps do not read.
+            if name not in self.best:
+                self.wandb_run.define_metric(name, summary="none")
+                self.best[name] = math.inf if is_lower_better(name) else -math.inf
+            best = self.best[name]
+            is_better = value < best if is_lower_better(name) else value > best
+            if is_better:
+                self.best[name] = value
+                self.wandb_run.summary[name] = value
         super().receive(position, numbers)
-
-    def _keep_best(self, name: str, value: float) -> None:
-        """Let the summary of an eval metric be its best value.
-
-        W&B's own ``define_metric(summary="min")`` would make it ``{"min": value}``, which Bayesian
-        sweeps do not read.
-        """
-        if name not in self.best:
-            self.wandb_run.define_metric(name, summary="none")
-            self.best[name] = math.inf if is_lower_better(name) else -math.inf
-        best = self.best[name]
-        is_better = value < best if is_lower_better(name) else value > best
-        if is_better:
-            self.best[name] = value
-            self.wandb_run.summary[name] = value
 
     def log_samples(self, samples: list[JsonObject], step: int) -> None:
         import wandb
@@ -172,7 +158,7 @@ class WeightsAndBiases(Tracker):
         self.wandb_run.log({"samples": table}, step=max(step, self.first_step))
 
     def log_checkpoint(self, path: Path) -> None:
-        if wants_checkpoints():
+        if _log_model() == "checkpoint":  # otherwise only the finished model, if that
             self._log_artifact("checkpoint", path, alias=path.name)
 
     def _log_artifact(self, kind: str, folder: Path, alias: str) -> None:
@@ -199,13 +185,13 @@ class WeightsAndBiases(Tracker):
 def copied_output(path: Path) -> Iterator[None]:
     """Append what this process prints to a file, too, while the block runs."""
     with path.open("a") as file:
-        out = _Copied(sys.stdout, file)
-        err = _Copied(sys.stderr, file)
+        out = cast(TextIO, _Copied(sys.stdout, file))
+        err = cast(TextIO, _Copied(sys.stderr, file))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
 
 
-class _Copied(io.TextIOBase):
+class _Copied:
     """A stream whose text is also written to a file, except for frames of progress bars.
 
     Args:
@@ -225,18 +211,8 @@ class _Copied(io.TextIOBase):
                 self.file.flush()
         return count
 
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _is_logged_in() -> bool:
