@@ -236,7 +236,8 @@ def test_a_layer_norm_on_a_gpu_keeps_what_that_of_torch_keeps() -> None:
         for block in model.transformer.h:
             block.ln_1 = norm(64)
             block.ln_2 = norm(64)
-        batch = MicroBatch(2, POSITIONS, bf16=True, on_gpu=True)
+        names = frozenset(name for name, _ in model.named_parameters())
+        batch = MicroBatch(2, POSITIONS, bf16=True, weights_in_bf16=names, on_gpu=True)
         return count_activations(model, Objective(), batch).per_block
 
     assert bytes_per_block(LayerNorm) == bytes_per_block(nn.LayerNorm)
