@@ -12,14 +12,22 @@ from llmtrain.shipped import shipped_config
 
 _NO_SPACE = "free some space, or use another folder; what was saved before is intact"
 _NO_ACCESS = "use a file or folder that this user may access"
+_NO_ANSWER = "check the disk or its mount, and start again; what was saved before is intact"
+_OTHER_NAME = "use another file or folder"
 _OS_REMEDIES = {
+    errno.EIO: _NO_ANSWER,
+    errno.ESTALE: _NO_ANSWER,
+    errno.ETIMEDOUT: _NO_ANSWER,
+    errno.ENOTCONN: _NO_ANSWER,
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EACCES: _NO_ACCESS,
     errno.EPERM: _NO_ACCESS,
     errno.EROFS: _NO_ACCESS,
-    errno.ENAMETOOLONG: "use another file or folder",
-    errno.ELOOP: "use another file or folder",
+    errno.ENAMETOOLONG: _OTHER_NAME,
+    errno.ELOOP: _OTHER_NAME,
+    errno.EEXIST: _OTHER_NAME,
+    errno.ENOTDIR: _OTHER_NAME,
     errno.EMFILE: "raise the limit on open files: ulimit -n 4096",
 }
 
@@ -139,20 +147,16 @@ def _explanation(error: BaseException, memory_remedy: str | None) -> str | None:
         )
         return f"out of memory ({first_line(error)}): {remedy}."
     if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
-        return _explain_os_error(error, remedy=_OS_REMEDIES[error.errno])
+        remedy = _OS_REMEDIES[error.errno]
+        if error.filename is not None:
+            return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
+        # A write to a full disk may name no file. Other errors without a name may be about
+        # something else, such as a port or a connection.
+        if remedy == _NO_SPACE:
+            return f"{error.strerror}; {remedy}."
     if _class_names(error) & {"DistNetworkError", "DistStoreError"}:
         return _explain_network_error(first_line(error))
     return None
-
-
-def _explain_os_error(error: OSError, remedy: str) -> str | None:
-    if error.filename is not None:
-        return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
-    # A write to a full disk names no file, and is explained, too. But a missing permission
-    # may then be about something other than a file, such as a port.
-    if remedy == _NO_ACCESS:
-        return None
-    return f"{error.strerror}; {remedy}."
 
 
 def _explain_network_error(message: str) -> str:

@@ -27,7 +27,7 @@ def file_digest(path: Path, *, reread: bool = False) -> bytes:
         path: the file.
         reread: read the file in any case. A disk may return other bytes without a change of times.
     """
-    path_hash = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    path_hash = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
     record = cache_folder() / "digests" / path_hash
     # A network file system asks its server for the state of a file only when the file is opened.
     with path.open("rb") as file:

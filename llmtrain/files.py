@@ -4,7 +4,6 @@ Locks of files, and reading from disks that fail for a moment, are here, too.
 """
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -14,9 +13,9 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
+from errno import EACCES, EAGAIN, EBADF, EINVAL, EISDIR, ENOLCK, ENOSYS, ENOTSUP, ENOTTY, EOPNOTSUPP
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -31,7 +30,10 @@ T = TypeVar("T")
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written in blocks of this size
 RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
 # What flock answers on a file system that has no locks, or whose lock server cannot be reached.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_LOCKS = (ENOSYS, ENOLCK, EOPNOTSUPP)
+# What file systems answer that cannot open or sync a folder, or do not know F_FULLFSYNC. Any other
+# error of a sync means that something may not be on the disk.
+_CANNOT_SYNC = (EINVAL, ENOTSUP, EOPNOTSUPP, EBADF, EACCES, EISDIR, ENOSYS, ENOTTY)
 # The file is not there, or another kind of file is.
 ABSENCES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -62,15 +64,41 @@ def write_json(path: Path, content: object, durable: bool = True) -> None:
 def _replace(path: Path, text: str, durable: bool = True) -> None:
     working = temporary_sibling(path)
     try:
-        working.write_text(text)
-        if durable:
-            sync_file(working)
-        working.replace(path)
+        with errors_name(path):
+            working.write_text(text)
+            if durable:
+                sync(working)
+            working.replace(path)
     except BaseException:
-        working.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to show
+            working.unlink(missing_ok=True)
         raise
     if durable:
-        sync_folder(path.parent)
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def errors_name(path: Path, ignored: Collection[int] = ()) -> Iterator[None]:
+    """Let errors of the disk name a file if they name none, as those of writes and syncs do.
+
+    Libraries in Rust, such as tokenizers, raise other types of errors, which become ``OSError``.
+
+    Args:
+        path: the file or folder.
+        ignored: the numbers of errors that end the block, and are not raised.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        of_rust = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(of_rust[1]) if of_rust else getattr(error, "errno", None)
+        if number in ignored:
+            return
+        if number and getattr(error, "filename", None) is None:
+            raise OSError(number, os.strerror(number), str(path)) from None
+        raise
 
 
 def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
@@ -87,21 +115,13 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
             for start in range(0, len(data), _BLOCK_BYTES):
                 block = data[start : start + _BLOCK_BYTES]
                 hashing = hasher.submit(digest.update, block)
-                _write_all(file, block)
+                written = 0
+                while written < len(block):  # a signal or a full disk ends a write early
+                    written += file.write(block[written:])
                 hashing.result()
             size += len(data)
-        _sync(file.fileno())
+        _sync(file.fileno(), path)
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _write_all(file: FileIO, block: memoryview) -> None:
-    """Write a block completely.
-
-    A single write may stop early: after a signal, or with the last bytes of a full disk.
-    """
-    written = 0
-    while written < len(block):
-        written += file.write(block[written:])
 
 
 def read_hashed(path: Path) -> Hashed:
@@ -188,7 +208,8 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
     for pause in (0, *RETRY_PAUSES):
         time.sleep(pause)
         try:
-            return read()
+            with errors_name(path):
+                return read()
         except (*ABSENCES, PermissionError):
             raise
         except OSError as error:
@@ -237,27 +258,16 @@ def read_sealed(path: Path) -> "JsonObject":
     return content if content.pop("sha256", None) == digest(content) else {}
 
 
-def drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of a JSON-lines file that belong to later steps.
-
-    A resumed run makes those steps again.
-
-    Args:
-        path: the file, which need not exist.
-        step: the last step whose lines stay.
-    """
-    if path.exists():
-        copy_lines_up_to(path, path, step)
-
-
 def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
     """Replace a JSON-lines file by the lines of another one that belong to steps up to ``step``.
 
     Args:
-        source: the file to copy from.
-        target: the file to write, which may be the same.
+        source: the file to copy from. If it does not exist, nothing happens.
+        target: the file to write, which may be the same: a resumed run makes later steps again.
         step: the last step whose lines are copied.
     """
+    if not source.exists():
+        return
     # A damaged disk may have changed bytes, so that they are no text.
     lines = source.read_text(errors="replace").splitlines()
     _replace(target, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
@@ -281,30 +291,28 @@ def new_folder(target: Path) -> Iterator[Path]:
     After an error the new folder is deleted, and ``target`` is what it was before.
 
     Raises:
-        UserError: if ``target`` is a file.
+        UserError: if ``target`` is a file, or a link that leads nowhere.
     """
-    if target.is_file():
-        raise UserError(f"{target} is a file, which no folder replaces; use another name.")
+    if target.is_file() or (target.is_symlink() and not target.exists()):
+        raise UserError(f"{target} is a file or a dead link, no folder; use another name.")
     target.parent.mkdir(parents=True, exist_ok=True)
     working = temporary_sibling(target)
     replaced = temporary_sibling(target, "replaced")
     working.mkdir()
     try:
-        yield working
+        with errors_name(target):
+            yield working
         sync_tree(working)
         if target.exists():
             target.rename(replaced)
-        try:
-            working.rename(target)
-        except BaseException:
-            if replaced.exists():
-                replaced.rename(target)
-            raise
+        working.rename(target)
     except BaseException:
+        if replaced.exists():
+            replaced.rename(target)
         shutil.rmtree(working, ignore_errors=True)
         raise
 
-    sync_folder(target.parent)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -353,7 +361,7 @@ def file_lock(path: Path, timeout: float = math.inf) -> Iterator[bool]:
                     )
                     break
                 # Some file systems answer EACCES if another process holds the lock.
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                if error.errno not in (EAGAIN, EACCES):
                     raise
                 if time.monotonic() >= deadline:
                     raise BlockingIOError(f"{path} is locked by another process") from None
@@ -371,35 +379,26 @@ def file_lock(path: Path, timeout: float = math.inf) -> Iterator[bool]:
 def sync_tree(folder: Path) -> None:
     """Force a folder and everything in it to the disk."""
     for path in [folder, *folder.rglob("*")]:
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            sync_file(path)
+        sync(path)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the renames in a folder durable, on file systems that can do so."""
-    with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk. They may be read-only."""
+    with errors_name(path, ignored=_CANNOT_SYNC if path.is_dir() else ()):
         handle = os.open(path, os.O_RDONLY)
         try:
-            _sync(handle)
+            _sync(handle, path)
         finally:
             os.close(handle)
 
 
-def sync_file(path: Path) -> None:
-    """Force a file to the disk that another library has written. It may be read-only."""
-    with path.open("rb") as file:
-        _sync(file.fileno())
-
-
-def _sync(handle: int) -> None:
-    """Force a file to the storage medium.
+def _sync(handle: int, path: Path) -> None:
+    """Force an open file to the storage medium.
 
     On macOS, fsync leaves the bytes in the cache of the drive; F_FULLFSYNC does not.
     """
     if hasattr(fcntl, "F_FULLFSYNC"):
-        with contextlib.suppress(OSError):  # not every file system has it
+        with errors_name(path, ignored=_CANNOT_SYNC):
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
             return
     os.fsync(handle)
@@ -414,8 +413,14 @@ def local_path(name: str, source: str = "") -> str:
 
     Raises:
         UserError: if it is an address such as ``s3://bucket/run``. As a path, that would be a
-            folder ``s3:`` of the working directory.
+            folder ``s3:`` of the working directory. Or if the name is not UTF-8, in which libraries
+            and the files of a run write it.
     """
+    if os.fsencode(name) != name.encode(errors="replace"):  # as libraries in Rust encode it
+        raise UserError(
+            f"{source}{name}: this name is not UTF-8, or Python is set to read names in another "
+            "encoding; use another name, or set PYTHONUTF8=1."
+        )
     if re.match(r"[A-Za-z][\w+.-]*://", name) and not Path(name).exists():
         raise UserError(
             f"{source}{name} is an address, not a path; name a folder of this machine, such as one "
@@ -427,5 +432,5 @@ def local_path(name: str, source: str = "") -> str:
 def cache_folder() -> Path:
     """Return ``$LLMTRAIN_CACHE``, or by default ``llmtrain`` in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    named_folder = local_path(os.environ.get("LLMTRAIN_CACHE", ""), "LLMTRAIN_CACHE=")
-    return Path(named_folder or base / "llmtrain").expanduser()
+    name = os.environ.get("LLMTRAIN_CACHE") or str(base / "llmtrain")
+    return Path(local_path(name, "LLMTRAIN_CACHE=")).expanduser()

@@ -458,6 +458,40 @@ def test_a_full_disk_is_an_error_of_one_line(
     assert "No space left on device; free some space" in message
 
 
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        pytest.param("link", "use another name", id="link to nothing"),
+        pytest.param("file/exported", "use another file or folder", id="below a file"),
+        pytest.param("file/a/exported", "use another file or folder", id="far below a file"),
+    ],
+)
+def test_an_export_to_a_place_that_cannot_be_a_folder_is_refused(
+    target: str, remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = make_model(tmp_path / "model")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "purged")
+
+    message = error_of(capsys, f"export {model} --to {tmp_path / target}")
+
+    assert f"{tmp_path}/{target.partition('/')[0]}" in message
+    assert remedy in message
+    assert sorted(file_names(tmp_path)) == ["file", "link", "model"]
+
+
+def test_a_run_whose_name_is_not_utf_8_has_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = tmp_path / os.fsdecode(b"run\xff")
+    run.mkdir()
+    write_json(run / "status.json", {"state": "finished", "step": 3})
+
+    output_of(capsys, f"report {run} --output {tmp_path}/report.html")
+
+    assert (tmp_path / "report.html").is_file()
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """A run with a checkpoint and a finished model."""

@@ -44,6 +44,10 @@ def taken_port() -> Iterator[int]:
         (errno.EROFS, "use a file or folder"),
         (errno.ENAMETOOLONG, "use another file or folder"),
         (errno.EMFILE, "ulimit"),
+        (errno.EIO, "/data/run: Input/output error; check the disk or its mount"),
+        (errno.ESTALE, "check the disk or its mount"),
+        (errno.EEXIST, "use another file or folder"),
+        (errno.ENOTDIR, "use another file or folder"),
     ],
 )
 def test_a_disk_that_refuses_is_explained(number: int, says: str) -> None:
@@ -156,6 +160,7 @@ def test_what_is_of_the_program_is_not_explained_away() -> None:
         gone,
         OSError(),
         OSError(errno.EACCES, "no port"),
+        OSError(errno.ETIMEDOUT, "no answer"),
     ):
         assert explain(error) is None
     with pytest.raises(KeyError) as caught:

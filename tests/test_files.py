@@ -1,6 +1,8 @@
 """Files and folders that are complete or absent, whoever else works beside them."""
 
+import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -8,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from llmtrain import files
-from llmtrain.errors import UserError
-from llmtrain.files import append_json_line, new_folder, write_json
+from llmtrain.errors import UserError, explain
+from llmtrain.files import append_json_line, local_path, new_folder, sync, write_json
 
 NOBODY = 65534
 
@@ -91,16 +95,17 @@ def test_a_folder_is_replaced_although_a_process_with_the_same_id_left_its_own_b
     assert (stale / "weights").read_text() == "older"
 
 
-def test_a_folder_does_not_replace_a_file(tmp_path: Path) -> None:
+def test_a_folder_replaces_neither_a_file_nor_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    """The work that fills it would be lost when the folder gets its name."""
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "model").symlink_to(tmp_path / "purged")
 
-    with (
-        pytest.raises(UserError, match="is a file, which no folder"),
-        new_folder(tmp_path / "metrics.jsonl"),
-    ):
-        pass
+    for path in tmp_path.iterdir():
+        with pytest.raises(UserError, match="a dead link, no folder"), new_folder(path):
+            pass
 
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "model"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}"
 
 
 def test_a_folder_that_fails_to_be_filled_leaves_nothing_and_keeps_the_old_one(
@@ -158,3 +163,63 @@ def test_a_new_file_has_the_permissions_that_the_umask_leaves(
         os.umask(previous_umask)
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+# fsync(2), and what file systems answer that cannot sync a folder at all
+@pytest.mark.parametrize("name", ["EINVAL", "ENOTSUP", "EBADF", "EACCES", "EISDIR", "ENOSYS"])
+def test_a_file_system_need_not_be_able_to_syncs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fail_to_sync(name, monkeypatch)
+    sync(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EDQUOT", "ESTALE", "EROFS"])
+def test_a_sync_that_fails_is_an_error_that_names_what_may_be_lost(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "status.json"
+    write_json(path, {"step": 1})
+    _fail_to_sync(name, monkeypatch)
+
+    reason = os.strerror(getattr(errno, name))
+    with pytest.raises(OSError, match=reason) as caught:
+        sync(tmp_path)
+    assert str(explain(caught.value)).startswith(f"{tmp_path}: {reason}; ")
+
+    with pytest.raises(OSError, match=reason) as caught:
+        write_json(path, {"step": 2})
+    assert re.match(rf"{tmp_path}/.tmp-status.json-\w+: {reason}; ", str(explain(caught.value)))
+    assert path.read_text() == '{\n  "step": 1\n}\n'
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_error_of_a_library_in_rust_names_what_was_written(tmp_path: Path) -> None:
+    """tokenizers raises a plain ``Exception``; /dev/full is always out of space."""
+
+    def write_tokenizer() -> None:
+        with new_folder(tmp_path / "model") as working:
+            (working / "tokenizer.json").symlink_to("/dev/full")
+            Tokenizer(BPE()).save(str(working / "tokenizer.json"))
+
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_tokenizer()
+
+    line = str(explain(caught.value))
+    assert line.startswith(f"{tmp_path}/model: No space left on device; free some space")
+    assert not [*tmp_path.iterdir()]
+
+
+def _fail_to_sync(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_a_name_that_is_not_utf_8_is_refused() -> None:
+    """Libraries in Rust, and the files of a run, write names in UTF-8."""
+    with pytest.raises(UserError, match=r"^--output_dir n.\xe9: this name is not UTF-8"):
+        local_path(os.fsdecode(b"n\xff\xc3\xa9"), "--output_dir ")
+    assert local_path("n\xe9") == "n\xe9"

@@ -9,6 +9,7 @@ from llmtrain.data.hub import folder_source, has_hub_layout, hub_source
 from llmtrain.data.readers import READABLE, is_readable, numbered
 from llmtrain.data.sources import Source, SplitChoice
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import local_path
 
 _TRAIN_SPLIT = SplitChoice()
 
@@ -31,7 +32,7 @@ def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
         return _builtin(name, choice)
 
     try:
-        source = _local_source(name, choice)
+        source = _local_source(local_path(name, f"{choice.data_flag} "), choice)
     except (OSError, RuntimeError) as error:
         # The name is too long, or it begins with a ~user that does not exist.
         raise UserError(f"{choice.data_flag} {name[:80]}: {first_line(error)}.") from None

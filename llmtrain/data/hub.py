@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -63,7 +64,7 @@ def _fingerprint_of_folder(folder: Path, selection: list[str | None]) -> str:
     digest = hashlib.sha256(json_text(selection).encode())
     for path in sorted(visible_files(folder)):
         relative = path.relative_to(folder)
-        digest.update(relative.as_posix().encode() + b"\0" + digest_of(path))
+        digest.update(os.fsencode(relative) + b"\0" + digest_of(path))
     return digest.hexdigest()
 
 

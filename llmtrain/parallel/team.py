@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from llmtrain.errors import FailedElsewhereError, UserError, first_line
+from llmtrain.errors import FailedElsewhereError, UserError, explain, first_line
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ def _fixable(error: Exception) -> UserError | None:
     """Return the error as one that the user can fix, or ``None`` if it is a bug."""
     if isinstance(error, UserError):
         return error
-    if isinstance(error, OSError):  # its text names the file
-        fixable = UserError(f"{first_line(error).rstrip('.')}.")
+    if isinstance(error, OSError):
+        fixable = UserError(explain(error) or f"{first_line(error).rstrip('.')}.")
         fixable.__cause__ = error
         return fixable
     return None

@@ -12,9 +12,8 @@ from llmtrain.errors import UserError
 from llmtrain.files import (
     append_json_line,
     copy_lines_up_to,
-    drop_lines_after,
     read_object,
-    sync_file,
+    sync,
     write_json,
 )
 from llmtrain.json_types import JsonObject
@@ -58,12 +57,10 @@ class RunFolder:
 
         if extended_run is not None:
             for name in _COPIED_LOGS:
-                source = extended_run / name
-                target = self.path / name
-                if source.exists() and not target.exists():
-                    copy_lines_up_to(source, target, step)
+                if not (self.path / name).exists():
+                    copy_lines_up_to(extended_run / name, self.path / name, step)
         for name in _LOGS:
-            drop_lines_after(self.path / name, step)
+            copy_lines_up_to(self.path / name, self.path / name, step)
         self._write_status("running", step)
 
     def append(self, name: str, line: JsonObject) -> None:
@@ -85,7 +82,7 @@ class RunFolder:
         for name in _LOGS:
             path = self.path / name
             if path.exists():
-                sync_file(path)
+                sync(path)
 
     def record_event(self, step: int, kind: str, text: str) -> None:
         """Record an event that a later reader of the run should know of."""

@@ -15,10 +15,11 @@ import torch
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     Hashed,
+    errors_name,
     json_text,
     new_folder,
     read_hashed,
-    sync_folder,
+    sync,
     sync_tree,
     temporary_sibling,
     write_hashed,
@@ -127,7 +128,11 @@ class Saver:
         if self._pool is None:
             self._commit(step, plans, json_files, on_commit)
         else:
-            self._forget_copies(plans)
+            # Free the memory of copies of tensors that are in none of these plans.
+            planned = {plan.path: plan.tensors for plan in plans}
+            for path, name in [*self._host_copies]:
+                if name not in planned.get(path, {}):
+                    del self._host_copies[path, name]
             host_plans = [self._on_host(plan) for plan in plans]
             self._pending = self._pool.submit(self._commit, step, host_plans, json_files, on_commit)
 
@@ -175,7 +180,8 @@ class Saver:
                     hashes.update(rank_files)
             if team.is_main:
                 # 3. Rank 0 writes the other files, and last the manifest with all hashes.
-                _write_model_files(working, self.files, plans[0])
+                with errors_name(working):
+                    _write_model_files(working, self.files, plans[0])
                 for name, content in json_files.items():
                     hashes[name] = _write_hashed_json(working / name, content)
                 for name in file_names(working) - hashes.keys():
@@ -185,7 +191,7 @@ class Saver:
                 # 4. All of it reaches the disk before the new name does: the rename commits.
                 sync_tree(working)
                 working.rename(target)
-                sync_folder(self.folder)
+                sync(self.folder)
         except (OSError, UserError) as error:
             reason = first_line(error).rstrip(".")
             raise UserError(
@@ -201,14 +207,6 @@ class Saver:
             prune(self.folder, self.keep, self.verified)
             on_commit()
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
-
-    def _forget_copies(self, plans: list[FilePlan]) -> None:
-        """Free the memory of copies of tensors that are in none of these plans."""
-        keys: set[tuple[str, str]] = set()
-        for plan in plans:
-            keys.update((plan.path, name) for name in plan.tensors)
-        for key in self._host_copies.keys() - keys:
-            del self._host_copies[key]
 
     def _on_host(self, plan: FilePlan) -> FilePlan:
         """Return a plan with copies, on the host, of the tensors that this rank writes.

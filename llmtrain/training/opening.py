@@ -258,8 +258,9 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         _record_loss(run)
         yield
 
-        outcome = run.status.outcome
-        run.writer.set_status(outcome.state, run.step, outcome.reason)
+        if not run.is_finished:  # which is recorded since the model was written
+            outcome = run.status.outcome
+            run.writer.set_status(outcome.state, run.step, outcome.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
 

@@ -39,12 +39,13 @@ def action_raising(error: Exception) -> Callable[[], None]:
         pytest.param(UserError("--seed is wrong."), "--seed is wrong.", id="UserError"),
         pytest.param(
             OSError(28, "No space left on device"),
-            "[Errno 28] No space left on device.",
+            "No space left on device; free some space, or use another folder; what was saved before "
+            "is intact.",
             id="OSError",
         ),
         pytest.param(
             OSError(13, "Permission denied", "/a/run.json"),
-            "[Errno 13] Permission denied: '/a/run.json'.",
+            "/a/run.json: Permission denied; use a file or folder that this user may access.",
             id="OSError with a path",
         ),
     ],

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llmtrain.files import drop_lines_after
+from llmtrain.files import copy_lines_up_to
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record import tracking
 from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
@@ -402,7 +402,7 @@ def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(
     write(killed, [1, 2, 3, 4])
     wait_until(lambda: read_json(tmp_path / "trackers/tensorboard.json")["step"] == 4)
 
-    drop_lines_after(tmp_path / "metrics.jsonl", step=2)
+    copy_lines_up_to(tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl", step=2)
     resumed = start_run()
     write(resumed, [3, 4, 5])
     resumed.close(exit_code=0)

@@ -1,5 +1,6 @@
 """A mistake of the user is one line that tells what to do, and leaves nothing behind."""
 
+import os
 import re
 import shlex
 import socket
@@ -18,6 +19,9 @@ from tests.launching import (
     torchrun,
     write_text,
 )
+
+# An old locale, which Python then neither replaces by UTF-8 nor ignores.
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
 def assert_one_error(err: str, message: str) -> None:
@@ -72,6 +76,30 @@ def test_a_mistake_ends_python_with_status_2_and_makes_no_folder(
     assert ended.status == 2
     assert_one_error(ended.err, message)
     assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "runs", "cache", "variables"),
+    [
+        pytest.param(b"d\xff.txt", b"runs", b"cache", {}, id="data"),
+        pytest.param(b"d.txt", b"runs\xff", b"cache", {}, id="output_dir"),
+        pytest.param(b"d.txt", b"runs", b"cache\xff", {}, id="cache"),
+        pytest.param("\xe9.txt".encode(), b"runs", b"cache", ASCII, id="locale"),
+    ],
+)
+def test_a_name_that_is_not_utf_8_is_refused_before_a_step(
+    data: bytes, runs: bytes, cache: bytes, variables: dict[str, str], tmp_path: Path
+) -> None:
+    names = [os.path.join(os.fsencode(tmp_path), name) for name in (data, runs, cache)]  # noqa: PTH118
+    write_text(Path(os.fsdecode(names[0])))
+    paths = {**variables, "LLMTRAIN_CACHE": os.fsdecode(names[2])}
+    flags = ["--dataset", os.fsdecode(names[0]), "--output_dir", os.fsdecode(names[1])]
+
+    ended = run([*PYTHON, GPT, *TINY, *flags], env=paths)
+
+    assert ended.status == 2
+    assert_one_error(ended.err, "this name is not UTF-8, or Python is set to read")
+    assert os.listdir(tmp_path) == [os.fsdecode(data)]  # noqa: PTH208
 
 
 def test_a_port_that_is_in_use_is_named(text_file: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     path = Path(arguments.output) if arguments.output else _default_path(runs)
     try:
-        path.write_text(html(runs), encoding="utf-8")
+        path.write_text(html(runs), encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}.") from None
     print(labelled("report", str(path)))
