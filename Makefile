@@ -87,10 +87,10 @@ launches: $(READY)
 	LLMTRAIN_LONG=1 LLMTRAIN_LAUNCHES=$(or $(LAUNCHES),100) $(BIN)/pytest --timeout 7200 tests/system/test_exit.py
 # Kills, crashes, corruption, hangs and signals, many times each; `make test-all` has the rest.
 CAMPAIGNS := tests/record/test_crashes.py tests/record/test_untrusted.py tests/system/test_faults.py tests/system/test_kills.py \
-	tests/system/test_signals.py
+	tests/system/test_signals.py tests/system/test_failing_disk.py
 torture: $(READY)
 	LLMTRAIN_LONG=1 LLMTRAIN_KILLS=$(or $(KILLS),40) LLMTRAIN_WRITER_KILLS=1000 LLMTRAIN_CORRUPTIONS=200 \
-	LLMTRAIN_FAULT_TIMES=10 LLMTRAIN_MOMENTS=30 LLMTRAIN_STOPPED_SECONDS=60 \
+	LLMTRAIN_FAULT_TIMES=10 LLMTRAIN_MOMENTS=30 LLMTRAIN_STOPPED_SECONDS=60 LLMTRAIN_ALL_ERRORS=1 \
 	$(BIN)/pytest --timeout 3600 $(CAMPAIGNS)
 # The benchmark of a GPU on the CPU, with faults planted: before it runs on a card.
 rehearse: $(READY)
