@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, read_sealed, write_sealed
+from llmtrain.json_types import JsonObject
 
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
 _MIN_KEPT_SIZE = 1 << 20
@@ -32,7 +34,10 @@ def file_digest(path: Path, *, reread: bool = False) -> bytes:
     # A network file system asks its server for the state of a file only when the file is opened.
     with path.open("rb") as file:
         state = _state(file.fileno())
-        kept = read_sealed(record)
+        kept: JsonObject = {}
+        # Another user may have written the record, and the file is here to be read.
+        with contextlib.suppress(OSError, UserError):
+            kept = read_sealed(record)
         if kept.get("state") == list(state) and not reread:
             return bytes.fromhex(kept["digest"])
         digest = hashlib.file_digest(file, "sha256").digest()

@@ -109,7 +109,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
     """
     digest = hashlib.sha256()
     size = 0
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    with errors_name(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for chunk in chunks:
             data = memoryview(chunk).cast("B")
             for start in range(0, len(data), _BLOCK_BYTES):
@@ -224,11 +224,12 @@ def read_object(path: Path) -> "JsonObject":
     """Return the JSON object in a file, or an empty one if the file is absent or has no object.
 
     Raises:
+        PermissionError: if the file may not be read.
         UnreadableError: if the disk fails.
     """
     try:
         content = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
-    except (*ABSENCES, PermissionError, ValueError, RecursionError):
+    except (*ABSENCES, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

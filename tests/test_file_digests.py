@@ -154,3 +154,18 @@ def test_the_cache_is_where_the_environment_says(
         "HOME": "there/.cache/llmtrain",
     }
     assert cache_folder() == tmp_path / expected[set_to]
+
+
+def test_a_record_that_may_not_be_read_costs_a_read_of_the_file(
+    large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache may be that of several users."""
+    digest = file_digest(large)
+
+    def refuse(path: Path, encoding: str | None = None) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+
+    assert file_digest(large) == digest
+    assert reads == [str(large), str(large)]

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 
 from llmtrain import files
 from llmtrain.errors import UserError, explain
-from llmtrain.files import append_json_line, local_path, new_folder, sync, write_json
+from llmtrain.files import append_json_line, local_path, new_folder, read_object, sync, write_json
 
 NOBODY = 65534
 
@@ -216,6 +216,21 @@ def _fail_to_sync(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
 
     monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_a_file_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that cannot read run.json would begin a new run next to it."""
+
+    def refuse(path: Path, encoding: str | None = None) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")  # as a read on NFS raises it
+
+    monkeypatch.setattr(files.Path, "read_text", refuse)
+
+    with pytest.raises(PermissionError) as caught:
+        read_object(tmp_path / "run.json")
+    assert str(explain(caught.value)).startswith(f"{tmp_path}/run.json: Permission denied; ")
 
 
 def test_a_name_that_is_not_utf_8_is_refused() -> None:
