@@ -1,6 +1,6 @@
 """Files that are complete or absent: written under a temporary name, synced, then renamed.
 
-Locks of files, and reading from disks that fail for a moment, are here, too.
+Reading from a disk that fails for a moment is here, too.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from errno import EACCES, EAGAIN, EBADF, EINVAL, EISDIR, ENOLCK, ENOSYS, ENOTSUP, ENOTTY, EOPNOTSUPP
+from errno import EACCES, EBADF, EINVAL, EISDIR, ENOSYS, ENOTSUP, ENOTTY, EOPNOTSUPP
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from llmtrain.console import note
 from llmtrain.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written in blocks of this size
 RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
-# What flock answers on a file system that has no locks, or whose lock server cannot be reached.
-_NO_LOCKS = (ENOSYS, ENOLCK, EOPNOTSUPP)
 # What file systems answer that cannot open or sync a folder, or do not know F_FULLFSYNC. Any other
 # error of a sync means that something may not be on the disk.
 _CANNOT_SYNC = (EINVAL, ENOTSUP, EOPNOTSUPP, EBADF, EACCES, EISDIR, ENOSYS, ENOTTY)
@@ -325,56 +322,6 @@ def temporary_sibling(path: Path, purpose: str = "") -> Path:
     """
     words = [".tmp", purpose, path.name, uuid.uuid4().hex[:12]]
     return path.with_name("-".join(word for word in words if word))
-
-
-@contextlib.contextmanager
-def file_lock(path: Path, timeout: float = math.inf) -> Iterator[bool]:
-    """Hold the lock of a file until the block ends. The file is made if it is absent, and stays.
-
-    The lock is flock's: it ends with its process, also on another machine. A file system without
-    locks is used without them, after a note.
-
-    Args:
-        path: the file.
-        timeout: seconds to wait for another process that holds the lock.
-
-    Yields:
-        Whether there is a lock.
-
-    Raises:
-        BlockingIOError: if another process still holds the lock.
-        OSError: if the file cannot be opened or locked.
-    """
-    deadline = time.monotonic() + timeout
-    # A link could lead to a file outside the folder.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    has_lock = False
-    try:
-        while not has_lock:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                has_lock = True
-            except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    note(
-                        f"{path.parent} is on a file system without locks ({error.strerror}); do "
-                        "not use it from two starts at the same time."
-                    )
-                    break
-                # Some file systems answer EACCES if another process holds the lock.
-                if error.errno not in (EAGAIN, EACCES):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise BlockingIOError(f"{path} is locked by another process") from None
-                time.sleep(0.05)
-        yield has_lock
-    finally:
-        # An error here would hide how the block has ended. Closing is not enough: a process that
-        # was forked meanwhile has the handle, too.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        with contextlib.suppress(OSError):
-            os.close(handle)
 
 
 def sync_tree(folder: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.files import file_lock, write_json
+from llmtrain.files import write_json
+from llmtrain.locks import file_lock
 
 _calls: Counter[str] = Counter()  # how often this process has asked for a result, by its name
 

@@ -40,13 +40,13 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     cache_folder,
     damaged_files,
-    file_lock,
     new_folder,
     read_hashed,
     read_patiently,
     read_sealed,
     write_sealed,
 )
+from llmtrain.locks import file_lock
 from llmtrain.once_per_machine import once_per_machine
 
 _Reader: TypeAlias = Corpus | Records[Any]

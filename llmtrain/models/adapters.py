@@ -12,8 +12,9 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import digest, file_lock, new_folder, read_hashed, read_object, write_json
+from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.json_types import JsonObject
+from llmtrain.locks import file_lock
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,

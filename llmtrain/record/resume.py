@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest, file_lock, json_text, names_in, read_object
+from llmtrain.files import digest, json_text, names_in, read_object
 from llmtrain.json_types import JsonObject
+from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
 from llmtrain.record.format import read_versioned
 from llmtrain.record.history import History, candidate_folders, is_free

@@ -16,7 +16,7 @@ from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.files import file_lock
+from llmtrain.locks import file_lock
 from tests.data.chat_records import chat_records
 from tests.data.preparation import TEXTS, data_config, write_records, write_texts
 from tests.failing_calls import failing, needs_failing_calls

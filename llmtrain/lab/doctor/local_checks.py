@@ -20,9 +20,10 @@ import torch
 
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import file_lock, new_folder
+from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import cpu_has_bfloat16, use_cpu
 from llmtrain.launching.launch_checks import check_launch
+from llmtrain.locks import file_lock
 from llmtrain.versions import version_of, versions
 
 # The levels of a finding.
