@@ -29,6 +29,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tools/size.py
 
 # Without bytecode: pip takes as long to compile all modules as to install them, and a run imports a tenth of them.
 $(TRAIN): setup.cfg setup.py pyproject.toml constraints.txt
