@@ -227,7 +227,7 @@ def test_each_hint_of_the_commands_is_printed_by_one(name: str) -> None:
         ("finetune", "optim", "adamw_bnb_8bit", "use adamw_torch_8bit."),
         ("gpt", "optim", "lion", "this optimizer is not supported; use adamw."),
         ("preference", "loss_type", "dpo", "use sigmoid, which is the loss of DPO."),
-        ("preference", "loss_type", "aot_pair", "use aot, which has the same formula."),
+        ("preference", "loss_type", "bco_pair", "this loss was removed; write it as a function"),
         ("preference", "loss_type", "alphapo", "this loss is not supported; simpo and orpo"),
         ("finetune", "lr_scheduler_type", "constant_with_warmup", "use constant, which has the"),
         ("finetune", "lr_scheduler_type", "cosine_with_restarts", "use cosine, which falls"),

@@ -37,7 +37,7 @@ def trl_dpo_loss(
         loss_types=config.loss_type,
         loss_weights=config.weights,
         label_smoothing=config.label_smoothing,
-        args=SimpleNamespace(discopop_tau=config.discopop_tau),
+        args=None,
         ld_alpha=None,
         f_divergence_type="reverse_kl",
         use_weighting=False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Answers(NamedTuple):
     """The two answers of preference pairs: chosen and rejected.
 
-    An unpaired answer is the first one. The last three attributes are of the global batch. They are
+    An unpaired answer is the first one. The last two attributes are of the global batch. They are
     only set for a loss whose entry in the table asks for them.
 
     Attributes:
@@ -29,7 +29,6 @@ class Answers(NamedTuple):
         desirable: whether the first answer is desirable; bool [...].
         kl_baseline: how far the model has moved from the reference model, in nats per answer.
         mean_chosen_tokens: the mean number of target tokens of a chosen answer.
-        all_pairs: the answers of all pairs, without gradients. A missing pair has no tokens.
     """
 
     logps: Tensor
@@ -38,7 +37,6 @@ class Answers(NamedTuple):
     desirable: Tensor
     kl_baseline: Tensor | float = 0.0
     mean_chosen_tokens: Tensor | float = 1.0
-    all_pairs: Answers | None = None
 
     @property
     def log_ratios(self) -> Tensor:
@@ -76,8 +74,8 @@ class LossParameters(Config):
     )
     label_smoothing: float = flag(
         0.0,
-        "sigmoid, robust, simpo, exo_pair, aot, aot_unpaired: assumed share of pairs whose chosen "
-        "and rejected answers are swapped",
+        "sigmoid, robust, simpo: assumed share of pairs whose chosen and rejected answers are "
+        "swapped",
         hidden=True,
     )
     desirable_weight: float = flag(
@@ -90,11 +88,6 @@ class LossParameters(Config):
         0.5,
         "simpo: margin by which the reward of the chosen answer should exceed that of the rejected "
         "one; a reward is beta times the mean log-probability of a token, in nats",
-        hidden=True,
-    )
-    discopop_tau: float = flag(
-        0.05,
-        "discopop: how sharply the loss changes from logistic to exponential as the margin grows",
         hidden=True,
     )
 
@@ -120,7 +113,7 @@ class PreferenceLoss:
         rewards: returns the reward of each answer [..., 2], for the metrics.
         parameters: the names of parameters that not every loss uses.
         statistics: attributes of :class:`Answers` of the global batch that it needs.
-            ``kl_baseline`` and ``all_pairs`` take a further forward pass, without gradients.
+            ``kl_baseline`` takes a further forward pass, without gradients.
         uses_reference: whether it takes log-probabilities of the reference model.
         is_unpaired: whether it takes single answers instead of pairs.
         is_reward_model: whether it trains a reward model, which scores answers.
@@ -131,7 +124,7 @@ class PreferenceLoss:
     title: str
     rewards: Formula = implicit_rewards
     parameters: tuple[str, ...] = ()
-    statistics: tuple[Literal["kl_baseline", "mean_chosen_tokens", "all_pairs"], ...] = ()
+    statistics: tuple[Literal["kl_baseline", "mean_chosen_tokens"], ...] = ()
     uses_reference: bool = True
     is_unpaired: bool = False
     is_reward_model: bool = False

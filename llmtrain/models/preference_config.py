@@ -33,14 +33,10 @@ class PreferenceConfig(LossParameters):
                 f"--label_smoothing {self.label_smoothing} is out of range: it must be at least 0 "
                 "and below 0.5."
             )
-        for name in ("desirable_weight", "undesirable_weight", "discopop_tau"):
+        for name in ("desirable_weight", "undesirable_weight"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise UserError(f"--{name} {value} is out of range: it must be above 0.")
-        if "exo_pair" in self.loss_type and not self.label_smoothing:
-            raise UserError(
-                "--loss_type exo_pair needs --label_smoothing above 0; its authors use 0.001."
-            )
         self._check_parameters()
 
     def _check_losses(self) -> None:

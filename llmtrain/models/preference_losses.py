@@ -73,85 +73,6 @@ def ipo(answers: Answers, config: LossParameters) -> Tensor:
     return distance**2
 
 
-def exo_pair(answers: Answers, config: LossParameters) -> Tensor:
-    """EXO with the labels as preferences: Ji et al. 2024, arXiv:2402.00856, equation 16.
-
-    It is the divergence of the model's preference from the labels, which label smoothing keeps
-    away from certainty.
-    """
-    margin = _difference(implicit_rewards(answers, config))
-    log_label = math.log1p(-config.label_smoothing)
-    log_swapped_label = math.log(config.label_smoothing)
-    of_chosen = margin.sigmoid() * (_log_sigmoid(margin) - log_label)
-    of_rejected = (-margin).sigmoid() * (_log_sigmoid(-margin) - log_swapped_label)
-    return of_chosen + of_rejected
-
-
-def nca_pair(answers: Answers, config: LossParameters) -> Tensor:
-    """NCA: Chen et al. 2024, arXiv:2402.05369."""
-    rewards = implicit_rewards(answers, config)
-    both = -_log_sigmoid(-rewards).sum(-1) / 2
-    return both - _log_sigmoid(rewards[..., 0])
-
-
-def bco_pair(answers: Answers, config: LossParameters) -> Tensor:
-    """BCO: Jung et al. 2024, arXiv:2404.04656, without its shift of the rewards."""
-    rewards = implicit_rewards(answers, config)
-    return -_log_sigmoid(rewards[..., 0]) - _log_sigmoid(-rewards[..., 1])
-
-
-def sppo_hard(answers: Answers, config: LossParameters) -> Tensor:
-    """SPPO: Wu et al. 2024, arXiv:2405.00675, equation 4.7.
-
-    The chosen answer wins with probability 1.
-    """
-    target = 0.5 / config.beta
-    log_ratios = answers.log_ratios
-    return (log_ratios[..., 0] - target) ** 2 + (log_ratios[..., 1] + target) ** 2
-
-
-def aot(answers: Answers, config: LossParameters) -> Tensor:
-    """AOT for paired data: Melnyk et al. 2024, arXiv:2406.05882.
-
-    Each quantile of the model's margins in the global batch is compared with the same quantile of
-    the reference model's.
-    """
-    all_pairs = _all_pairs(answers)
-    margins = _difference(answers.logps)
-    reference_margins = _same_quantile(
-        margins,
-        among=_difference(all_pairs.logps),
-        of=_difference(all_pairs.reference),
-        is_pair=all_pairs.tokens[..., 0] > 0,
-    )
-    return _smoothed(config.beta * (margins - reference_margins), config)
-
-
-def aot_unpaired(answers: Answers, config: LossParameters) -> Tensor:
-    """AOT for unpaired data: Melnyk et al. 2024, arXiv:2406.05882.
-
-    Each quantile of the chosen answers' log-ratios in the global batch is compared with the same
-    quantile of the rejected answers'.
-    """
-    all_pairs = _all_pairs(answers)
-    is_pair = all_pairs.tokens[..., 0] > 0
-    chosen, rejected = answers.log_ratios.unbind(-1)
-    all_chosen, all_rejected = all_pairs.log_ratios.unbind(-1)
-
-    rejected_beside_chosen = _same_quantile(
-        chosen, among=all_chosen, of=all_rejected, is_pair=is_pair
-    )
-    chosen_beside_rejected = _same_quantile(
-        rejected, among=all_rejected, of=all_chosen, is_pair=is_pair
-    )
-    of_chosen = _smoothed(config.beta * (chosen - rejected_beside_chosen), config)
-    of_rejected = _smoothed(config.beta * (chosen_beside_rejected - rejected), config)
-
-    # Each term of the loss is here twice, once with the gradient of each of its two answers.
-    total = of_chosen + of_rejected
-    return total - total.detach() / 2
-
-
 def apo_zero(answers: Answers, config: LossParameters) -> Tensor:
     """APO-zero: D'Oosterlinck et al. 2024, arXiv:2408.06266, equation 7.
 
@@ -170,18 +91,6 @@ def apo_down(answers: Answers, config: LossParameters) -> Tensor:
     """
     rewards = implicit_rewards(answers, config)
     return rewards[..., 0].sigmoid() + 1 - _difference(rewards).sigmoid()
-
-
-def discopop(answers: Answers, config: LossParameters) -> Tensor:
-    """DiscoPOP: Lu et al. 2024, arXiv:2406.08414, equation 5.
-
-    It goes over from the logistic to the exponential loss as the margin grows.
-    """
-    margin = _difference(implicit_rewards(answers, config))
-    share_of_exponential = (margin / config.discopop_tau).sigmoid()
-    logistic = -_log_sigmoid(margin)
-    exponential = (-margin).exp()
-    return logistic * (1 - share_of_exponential) + exponential * share_of_exponential
 
 
 def sft(answers: Answers, config: LossParameters) -> Tensor:
@@ -249,29 +158,6 @@ def _of_labels(reward: Tensor, answers: Answers, config: LossParameters) -> Tens
     return loss_if_desirable.where(answers.desirable, loss_if_undesirable)
 
 
-def _all_pairs(answers: Answers) -> Answers:
-    assert answers.all_pairs is not None, "the objective sets it for losses that need it"
-    return answers.all_pairs
-
-
-def _same_quantile(values: Tensor, *, among: Tensor, of: Tensor, is_pair: Tensor) -> Tensor:
-    """Return the same quantiles of another distribution.
-
-    Equal values get the same quantile.
-
-    Args:
-        values: values of ``among`` [P]; they may differ by rounding errors.
-        among: the values of the global batch [N].
-        of: the other distribution [N].
-        is_pair: which numbers of the distributions count; bool [N].
-    """
-    # Missing pairs are at the end of both.
-    sorted_values = among.where(is_pair, math.inf).sort().values
-    sorted_others = of.where(is_pair, math.inf).sort().values
-    nearest = (sorted_values - values.detach()[..., None]).abs().argmin(-1)
-    return sorted_others[nearest]
-
-
 def _log_sigmoid(x: Tensor) -> Tensor:
     import torch.nn.functional as F
 
@@ -308,17 +194,8 @@ PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = MappingProxyType(
         "robust": PreferenceLoss(robust, "robust DPO", parameters=_SMOOTHED),
         "hinge": PreferenceLoss(hinge, "hinge loss"),
         "ipo": PreferenceLoss(ipo, "IPO"),
-        "exo_pair": PreferenceLoss(exo_pair, "EXO", parameters=_SMOOTHED),
-        "nca_pair": PreferenceLoss(nca_pair, "NCA"),
-        "bco_pair": PreferenceLoss(bco_pair, "BCO"),
-        "sppo_hard": PreferenceLoss(sppo_hard, "SPPO"),
-        "aot": PreferenceLoss(aot, "AOT", parameters=_SMOOTHED, statistics=("all_pairs",)),
-        "aot_unpaired": PreferenceLoss(
-            aot_unpaired, "unpaired AOT", parameters=_SMOOTHED, statistics=("all_pairs",)
-        ),
         "apo_zero": PreferenceLoss(apo_zero, "APO-zero"),
         "apo_down": PreferenceLoss(apo_down, "APO-down"),
-        "discopop": PreferenceLoss(discopop, "DiscoPOP", parameters=("discopop_tau",)),
         "sft": PreferenceLoss(
             sft,
             "SFT",

@@ -48,9 +48,6 @@ class PreferenceObjective(Objective):
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         answers = self._answers(model, batch)
         is_pair = answers.tokens[:, 0] > 0
-        if not extra and self.config.needs_statistic("all_pairs"):
-            # A memory plan and a warm-up have no prepass. The value of the loss is not used there.
-            extra = {"all_pairs": _detached(answers)}
 
         # The formulas need numbers for a missing answer, too.
         if not self.rows.are_scored:
@@ -80,14 +77,6 @@ class PreferenceObjective(Objective):
         """Compute the attributes of :class:`Answers` of the global batch that the loss needs."""
         if self.config.needs_statistic("kl_baseline"):
             return {"kl_baseline": self._kl_baseline(engine, batches)}
-
-        if self.config.needs_statistic("all_pairs"):
-            all_pairs = self._all_pairs(engine, batches)
-            chosen_tokens = all_pairs.tokens[:, 0].sum()
-            return {
-                "all_pairs": all_pairs,
-                "mean_chosen_tokens": _ratio(chosen_tokens, totals.denominator),
-            }
 
         if self.config.needs_statistic("mean_chosen_tokens"):
             counts = [
@@ -275,21 +264,6 @@ class PreferenceObjective(Objective):
         mean_log_ratio: Tensor = total / answers.clamp(min=1)
         return mean_log_ratio.clamp(min=0)
 
-    def _all_pairs(self, engine: Any, batches: Iterable[Batch]) -> Answers:
-        """Return the answers of all pairs of the global batch, without gradients."""
-
-        def columns(model: Any, batch: Batch) -> Tensor:
-            answers = self._answers(model, batch)
-            return torch.cat([answers.logps, answers.tokens, answers.reference], dim=1)
-
-        logps, tokens, reference = engine.gather_over_batches(columns, batches).split(2, dim=1)
-        return Answers(
-            logps=logps,
-            tokens=tokens,
-            reference=reference,
-            desirable=torch.ones_like(tokens[:, 0], dtype=torch.bool),
-        )
-
     def _log_ratio_of_mismatched(self, model: Any, batch: Batch) -> Tensor:
         """Return the sum of log-ratios of mismatched answers, and their number, float64 [2]."""
         answers = self._answers(model, batch)
@@ -347,10 +321,6 @@ def _ratio(count: Tensor, denominator: Tensor) -> Tensor:
 def _widest_dtype(device: torch.device) -> torch.dtype:
     """Return the most precise type of floating-point numbers that a device has."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _detached(answers: Answers) -> Answers:
-    return answers._replace(logps=answers.logps.detach())
 
 
 _MEANS = (

@@ -167,33 +167,6 @@ class Engine:
         self.phases.begin("exchange")
         return self.ranks.sum_over_ranks(local_sum)
 
-    @torch.no_grad()
-    def gather_over_batches(
-        self, function: Callable[[Any, Batch], Tensor], batches: Iterable[Batch]
-    ) -> Tensor:
-        """Gather rows that a function returns for all micro-batches of the global batch.
-
-        It is a pass as in :meth:`sum_over_batches`. All ranks call this.
-
-        Args:
-            function: called with the unwrapped model and a micro-batch, inside ``model.forward``.
-                It returns a tensor [rows, ...], of as many rows on every rank.
-            batches: this rank's micro-batches.
-
-        Returns:
-            The rows of all micro-batches [all rows, ...], in an order that does not depend on the
-            number of ranks: by micro-batch, then by rank.
-        """
-        self.phases.begin("forward")
-        with self.fork_rng():
-            results = [self.call_in_forward(function, batch) for batch in batches]
-
-        self.phases.begin("exchange")
-        gathered = self.ranks.gather_rows(torch.cat(results))
-        by_rank = gathered.view(self.ranks.world_size, -1, *gathered.shape[1:])
-        by_micro_batch = torch.split(by_rank, [len(rows) for rows in results], dim=1)
-        return torch.cat([rows.flatten(0, 1) for rows in by_micro_batch])
-
     def sum_of_micro_batches(self, values: Tensor) -> Tensor:
         """Return the sum over the micro-batches of all ranks; all ranks call this.
 

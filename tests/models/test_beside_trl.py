@@ -60,16 +60,8 @@ LOSSES: dict[str, tuple[str, dict[str, float]]] = {
     "reward": ("Reward", {}),
     "sigmoid_norm": ("DPO", {}),
     "hinge": ("DPO", {}),
-    "exo_pair": ("DPO", {"label_smoothing": 1e-3}),
-    "nca_pair": ("DPO", {}),
-    "bco_pair": ("DPO", {}),
-    "sppo_hard": ("DPO", {}),
-    "aot": ("DPO", {"label_smoothing": 0.2}),
-    "aot_unpaired": ("DPO", {"label_smoothing": 0.2}),
     "apo_zero": ("DPO", {}),
     "apo_down": ("DPO", {}),
-    # A smaller tau multiplies the rounding errors of the log-probabilities.
-    "discopop": ("DPO", {"discopop_tau": 0.5}),
     "sft": ("DPO", {}),
     "apo_zero_unpaired": ("KTO", {"desirable_weight": 1.3, "undesirable_weight": 0.7}),
 }

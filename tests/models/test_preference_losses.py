@@ -25,13 +25,12 @@ PAIRS = 5
 
 def random_answers() -> lt.Answers:
     torch.manual_seed(0)
-    answers = lt.Answers(
+    return lt.Answers(
         logps=-60 * torch.rand(PAIRS, 2),
         reference=-60 * torch.rand(PAIRS, 2),
         tokens=torch.randint(1, 20, (PAIRS, 2)).float(),
         desirable=torch.rand(PAIRS) > 0.5,
     )
-    return answers._replace(all_pairs=answers)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -44,8 +43,7 @@ def test_a_loss_has_the_name_of_its_function_which_names_the_paper(name: str) ->
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_loss_has_a_value_for_each_pair_and_a_reward_for_each_answer(name: str) -> None:
-    parameters = {"label_smoothing": 1e-3} if name == "exo_pair" else {}
-    config = lt.PreferenceConfig(loss_type=[name], **parameters)
+    config = lt.PreferenceConfig(loss_type=[name])
     answers = random_answers()
     assert PREFERENCE_LOSSES[name].formula(answers, config).shape == (PAIRS,)
     assert PREFERENCE_LOSSES[name].rewards(answers, config).shape == (PAIRS, 2)
@@ -56,7 +54,6 @@ PARAMETERS = (
     "desirable_weight",
     "undesirable_weight",
     "simpo_gamma",
-    "discopop_tau",
 )
 
 
@@ -65,8 +62,7 @@ def test_a_loss_lists_the_parameters_that_its_formula_reads(name: str) -> None:
     """The flags of other parameters are refused."""
     loss = PREFERENCE_LOSSES[name]
     answers = random_answers()
-    # All formulas accept these settings.
-    config = lt.PreferenceConfig(loss_type=["exo_pair"], label_smoothing=0.1)
+    config = lt.PreferenceConfig(loss_type=["sigmoid"], label_smoothing=0.1)
     value = loss.formula(answers, config)
 
     parameters_read = []
@@ -90,12 +86,11 @@ def test_the_table_lists_no_other_parameters() -> None:
 
 
 def test_a_sum_needs_the_statistics_of_all_its_losses() -> None:
-    config = lt.PreferenceConfig(loss_type=["sft", "aot"], loss_weights=[0.5, 2.0])
+    config = lt.PreferenceConfig(loss_type=["sft", "ipo"], loss_weights=[0.5, 2.0])
     assert config.uses_reference
-    assert config.needs_statistic("all_pairs")
     assert config.needs_statistic("mean_chosen_tokens")
     assert config.default_learning_rate(has_adapter=False) == 1e-6
-    assert config.loss_name == "SFT + AOT (`--loss_type sft aot --loss_weights 0.5 2.0`)"
+    assert config.loss_name == "SFT + IPO (`--loss_type sft ipo --loss_weights 0.5 2.0`)"
     assert config.weights == [0.5, 2.0]
 
 

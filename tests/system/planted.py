@@ -90,14 +90,6 @@ def sum_over_own_batches(
     return torch.stack([engine.call_in_forward(function, batch) for batch in batches]).sum(0)
 
 
-@torch.no_grad()
-def rows_of_own_batches(
-    engine: Engine, function: Callable[[Any, Batch], Tensor], batches: Iterable[Batch]
-) -> Tensor:
-    """Forget the rows of the other ranks."""
-    return torch.cat([engine.call_in_forward(function, batch) for batch in batches])
-
-
 def rates_of_steps_of_all_ranks(rates: LearningRates, step: int) -> list[float]:
     return HONEST_RATES(rates, step * WORLD)
 
@@ -121,7 +113,6 @@ OF_PAIRS: dict[str, tuple[Any, str, Any]] = {
     "a mean of ranks' means of pairs": (Engine, "count", pairs_of_one_rank),
     "a pair split over two processes": (Collate, "__call__", divided_pairs),
     "a baseline of each process": (Engine, "sum_over_batches", sum_over_own_batches),
-    "quantiles of each process": (Engine, "gather_over_batches", rows_of_own_batches),
 }
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def verify_command(verify_flags: str, recipe: str, loss: str, pairs: Path) -> li
     [
         ("kto", "1x1x8,2x2x2"),
         ("reward", "1x1x8,4x1x2"),
-        ("aot sft", "1x1x8,1x4x2,2x2x2"),
+        ("ipo sft", "1x1x8,1x4x2,2x2x2"),
     ],
 )
 def test_pairs_of_any_length_make_the_same_run_on_any_layout(
@@ -69,7 +69,7 @@ def test_pairs_of_any_length_make_the_same_run_on_any_layout(
     [
         ("sigmoid", "1x8x1,2x4x1,4x2x1"),
         ("kto", "1x8x1,2x4x1"),
-        ("aot_unpaired sft", "1x8x1,2x4x1"),
+        ("sft", "1x8x1,2x4x1"),
     ],
 )
 def test_a_bitwise_run_has_the_same_bits_on_any_layout(
@@ -100,7 +100,6 @@ def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) ->
             "2x2x2: different number of target tokens from step 1 on",
         ),
         ("a baseline of each process", "kto", "loss differs by"),
-        ("quantiles of each process", "aot", "gradient norm differs by"),
     ],
 )
 def test_verify_finds_a_planted_bug_and_names_its_effect(
