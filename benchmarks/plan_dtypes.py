@@ -41,7 +41,6 @@ CASES = {
     "adamw_torch_8bit": flags(optim="adamw_torch_8bit"),
     "adamw_torch_8bit, recomputed": flags(optim="adamw_torch_8bit", gradient_checkpointing=True),
     "muon": flags(optim="muon"),
-    "adafactor": flags(optim="adafactor"),
     "adamw, bfloat16": flags(optim="adamw", **BFLOAT16),
     "adamw_torch_8bit, bfloat16": flags(optim="adamw_torch_8bit", **BFLOAT16),
     "muon, bfloat16": flags(optim="muon", **BFLOAT16),

@@ -19,7 +19,7 @@ from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import needs_compensation
 from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
 from llmtrain.training.muon import Muon
-from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
+from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.settings import OptimConfig
 
 
@@ -52,9 +52,7 @@ def make_optimizer(
         },
         {"params": [p for p in others if id(p) not in decayed_ids], "weight_decay": 0.0},
     ]
-    if config.optim == "adafactor":
-        optimizer = _adafactor(groups, config)
-    elif config.optim == "paged_adamw_8bit":
+    if config.optim == BITSANDBYTES_OPTIMIZER:
         optimizer = _paged_adamw(groups, config)
     else:
         optimizer = _adamw(groups, config)
@@ -87,22 +85,6 @@ def _adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, fused=True, **settings)
 
 
-def _adafactor(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
-    """Return Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), with the loop's learning rate.
-
-    Like transformers' Trainer, it leaves the learning rate as it is.
-    """
-    from transformers.optimization import Adafactor
-
-    optimizer: torch.optim.Optimizer = Adafactor(  # type: ignore[no-untyped-call]
-        groups,
-        lr=config.learning_rate,
-        scale_parameter=False,
-        relative_step=False,
-    )
-    return optimizer
-
-
 def _paged_adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
     """Return AdamW of bitsandbytes, whose 8-bit state may be moved to the host's memory."""
     from bitsandbytes.optim import PagedAdamW8bit
@@ -116,15 +98,11 @@ def _paged_adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.O
     return optimizer
 
 
-# The classes of other libraries, by --optim.
-_CLASS_NAMES = {"adafactor": "Adafactor", "paged_adamw_8bit": "PagedAdamW8bit"}
-
-
 def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Parameter]) -> None:
-    """Raise :class:`UserError` if an optimizer of another library cannot train these weights."""
-    if name not in UNSHARDED_OPTIMIZERS:
+    """Raise :class:`UserError` if the optimizer of bitsandbytes cannot train these weights."""
+    if name != BITSANDBYTES_OPTIMIZER:
         return
-    if name == "paged_adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or "
             "use adamw_torch_8bit, which needs no further package."
@@ -149,8 +127,8 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
     """
     if name == "muon" and hidden_matrices(model):
         return isinstance(optimizer, MuonWithAdamW)
-    if name in _CLASS_NAMES:
-        return type(optimizer).__name__ == _CLASS_NAMES[name]
+    if name == BITSANDBYTES_OPTIMIZER:
+        return type(optimizer).__name__ == "PagedAdamW8bit"
     if name == "adamw_torch_8bit" or isinstance(optimizer, EightBitAdamW):
         return name == "adamw_torch_8bit" and isinstance(optimizer, EightBitAdamW)
     return isinstance(optimizer, torch.optim.AdamW | CompactAdamW)

@@ -19,8 +19,8 @@ _BITSANDBYTES_MIN_NUMEL = 4096
 # Of temporary memory for each element that the AdamW of this package computes at a time.
 _CHUNK_BYTES = 24
 
-# Optimizers of other libraries, which cannot train shards, nor weights in bfloat16.
-UNSHARDED_OPTIMIZERS = ("adafactor", "paged_adamw_8bit")
+# It cannot train shards, nor weights in bfloat16.
+BITSANDBYTES_OPTIMIZER = "paged_adamw_8bit"
 
 
 class StateBytes(NamedTuple):
@@ -54,9 +54,7 @@ def state_bytes(optim: str, shape: torch.Size, is_bf16: bool) -> StateBytes:
 
     if optim == "muon":
         return StateBytes(per_row=row_numel * _FLOAT32_BYTES + compensation)
-    if optim == "adafactor":
-        return _adafactor_bytes(shape)
-    if optim == "paged_adamw_8bit":
+    if optim == BITSANDBYTES_OPTIMIZER:
         return _bitsandbytes_bytes(rows * row_numel)
 
     step = _FLOAT32_BYTES
@@ -68,18 +66,9 @@ def state_bytes(optim: str, shape: torch.Size, is_bf16: bool) -> StateBytes:
 
 def compensation_bytes(optim: str, is_bf16: bool) -> int:
     """Return the bytes per element that keep what rounding to bfloat16 takes from the weights."""
-    if not is_bf16 or optim in UNSHARDED_OPTIMIZERS:
+    if not is_bf16 or optim == BITSANDBYTES_OPTIMIZER:
         return 0
     return _BF16_BYTES
-
-
-def _adafactor_bytes(shape: torch.Size) -> StateBytes:
-    """Return the bytes of transformers' Adafactor, which has a mean per row and per column."""
-    root_mean_square = _FLOAT32_BYTES
-    numbers = math.prod(shape)
-    if len(shape) >= 2:
-        numbers = math.prod(shape[:-1]) + math.prod([*shape[:-2], shape[-1]])
-    return StateBytes(fixed=numbers * _FLOAT32_BYTES + root_mean_square)
 
 
 def _bitsandbytes_bytes(numel: int) -> StateBytes:
@@ -99,10 +88,7 @@ def step_bytes(optim: str, largest_numel: int, is_bf16: bool, on_gpu: bool) -> i
         is_bf16: whether the weights are in bfloat16.
         on_gpu: whether the step runs on a GPU.
     """
-    if optim == "adafactor":
-        return 3 * largest_numel * _FLOAT32_BYTES  # the update, and two tensors to compute it
-
-    is_chunked = optim == "adamw_torch_8bit" or (is_bf16 and optim not in UNSHARDED_OPTIMIZERS)
+    is_chunked = optim == "adamw_torch_8bit" or (is_bf16 and optim != BITSANDBYTES_OPTIMIZER)
     if not is_chunked:
         return 0  # a fused kernel
     chunk = CHUNK_NUMEL["cuda" if on_gpu else "cpu"]

@@ -49,7 +49,6 @@ def train(flags: str) -> str:
         pytest.param("--dtype bfloat16 --optim muon", torch.bfloat16, id="bfloat16 and Muon"),
         pytest.param("--optim adamw_torch_8bit", torch.float32, id="8 bits", marks=long_form),
         pytest.param("--dtype bfloat16", torch.bfloat16, id="bfloat16", marks=long_form),
-        pytest.param("--optim adafactor", torch.float32, id="Adafactor", marks=long_form),
     ],
 )
 def test_a_resumed_run_has_the_same_bits_and_its_model_the_dtype_of_training(

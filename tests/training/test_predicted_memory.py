@@ -101,7 +101,6 @@ def test_two_shards_hold_half_of_the_weights_each() -> None:
         ("adamw_torch_8bit", "bfloat16"),
         ("muon", "float32"),
         ("muon", "bfloat16"),
-        ("adafactor", "float32"),
     ],
 )
 def test_the_predicted_bytes_are_those_of_a_step(

@@ -21,7 +21,7 @@ from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
-from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
+from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share
@@ -178,7 +178,7 @@ def _arithmetics(memory: Memory) -> list[Memory]:
     may_change_dtype = (
         not settings.is_set("dtype")
         and not memory.has_bf16_weights
-        and memory.optim not in UNSHARDED_OPTIMIZERS
+        and memory.optim != BITSANDBYTES_OPTIMIZER
     )
 
     arithmetics = [memory]
@@ -219,7 +219,7 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
 
 def _can_be_sharded(memory: Memory) -> bool:
     """Return whether FSDP2 can shard a model, and its optimizer can train the shards."""
-    if memory.optim in UNSHARDED_OPTIMIZERS:
+    if memory.optim == BITSANDBYTES_OPTIMIZER:
         return False
     try:
         return bool(memory.units)

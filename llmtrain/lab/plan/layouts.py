@@ -9,7 +9,7 @@ from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
 from llmtrain.parallel.sharding import Sharding
-from llmtrain.training.optimizer_bytes import UNSHARDED_OPTIMIZERS
+from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.predicted_memory import Bytes, Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share
@@ -147,7 +147,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             f"use {divisible}."
         )
 
-    if sharding.is_sharded and memory.optim in UNSHARDED_OPTIMIZERS:
+    if sharding.is_sharded and memory.optim == BITSANDBYTES_OPTIMIZER:
         raise UserError(f"--optim {memory.optim} needs full weights; use DDP, or another optimizer")
 
     share = global_batch // processes
