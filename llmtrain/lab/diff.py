@@ -12,7 +12,6 @@ from typing import NamedTuple
 from llmtrain.console import labelled
 from llmtrain.json_types import Json, JsonObject
 from llmtrain.lab.identity import METADATA, effects_between, flat_record, tolerance_between
-from llmtrain.lab.row_diff import describe_row_difference
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES, Tolerance, step_differences
 
@@ -323,8 +322,6 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
         b = metadata_b.get(key)
         if a is not None and b is not None and a != b:
             text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
-            if key == "data_sha256":
-                text = describe_row_difference(run_a, run_b) or text
             different.append(MetadataDifference(groups=(group,), text=text))
     return different
 
