@@ -479,6 +479,7 @@ class GPT(TrainableModel):
             "dtype": "float32",
             "vocab_size": self.vocab_size,
             "n_positions": config.block_size,
+            "n_ctx": config.block_size,  # for llama.cpp's converter
             "n_embd": config.n_embd,
             "n_layer": config.n_layer,
             "n_head": config.n_head,
