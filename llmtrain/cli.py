@@ -162,13 +162,12 @@ class _Parser(argparse.ArgumentParser):
         known = [option for option in self._option_string_actions if option.startswith("--")]
         described = []
         for flag in flags:
-            hint = hint_for(flag.lstrip("-").replace("-", "_"), known, "commands")
             if flag in known:  # a command's own flag, in front of the command
                 described.append(f"{flag} goes after the command")
-            elif hint:
-                described.append(f"unknown flag {flag}: {hint}")
-            else:
-                described.append(f"unknown flag {flag}{did_you_mean(flag, known)}")
+                continue
+            hint = hint_for(flag, known, "commands")
+            suggestion = f": {hint}" if hint else did_you_mean(flag, known)
+            described.append(f"unknown flag {flag}{suggestion}")
         self.error("; ".join(described))
 
 

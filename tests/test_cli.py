@@ -138,7 +138,7 @@ def test_python_m_llmtrain_is_the_command() -> None:
         ("generate no/such/folder", "no model with a tokenizer could be loaded"),
         (
             "generate x --temp 1",
-            "unknown flag --temp: use --temperature T; see llmtrain generate --help.",
+            "unknown flag --temp - did you mean --temperature? see llmtrain generate --help.",
         ),
         ("diff a b c", "diff compares two runs"),
         ("diff a", "diff compares two runs"),
@@ -152,7 +152,7 @@ def test_python_m_llmtrain_is_the_command() -> None:
         ("generate x --prompt_file no/such", "no/such: No such file or directory."),
         ("chat x --system_prompt Hi", "--system_prompt: use --system TEXT"),
         ("export x --output_dir y", "--output_dir: use --to FOLDER"),
-        ("eval x --task y", "--task: use --tasks TASK"),
+        ("eval x --task y", "--task - did you mean --tasks?"),
         ("generate x --top_k many", "invalid int value"),
         ("generate x --top_k -1", "top_k -1 is out of range"),
     ],

@@ -44,16 +44,12 @@ class FlagParser:
                 self.groups.setdefault(flag.group, []).append(flag)
 
         self._flags = {"-h": HELP}
-        self._negated: dict[str, Flag] = {}  # switches by --no_NAME
-        self._own_names: set[str] = set()  # without other names of the same flags
         for flag in self.flags:
-            self._own_names.add(f"--{flag.name}")
             self._flags[f"--{flag.name}"] = flag
             if flag.alias:
                 self._flags[f"--{flag.alias}"] = flag
             if flag.is_switch and flag.group != OPTIONS:
-                self._own_names.add(f"--no_{flag.name}")
-                self._negated[f"--no_{flag.name}"] = flag
+                self._flags[f"--no_{flag.name}"] = flag
 
     @property
     def flags(self) -> list[Flag]:
@@ -68,10 +64,9 @@ class FlagParser:
     @property
     def keys(self) -> dict[str, bool]:
         """The keys that a YAML file may have, and whether each takes a list."""
-        known = {**self._flags, **self._negated}
         return {
             option.lstrip("-"): flag.takes_list
-            for option, flag in known.items()
+            for option, flag in self._flags.items()
             if flag.group != OPTIONS
         }
 
@@ -87,7 +82,7 @@ class FlagParser:
         unknown: list[str] = []
         for option, words in flags:
             name = _with_underscores(option)
-            flag = self._flags.get(name) or self._negated.get(name)
+            flag = self._flags.get(name)
             if not option:
                 stray_words += words
                 continue
@@ -102,7 +97,7 @@ class FlagParser:
             except UserError as error:
                 problems.append(str(error))
                 continue
-            if name in self._negated:
+            if name == f"--no_{flag.name}":
                 if value is None:
                     problems.append(f"{name} takes no auto; use --{flag.name} auto.")
                     continue
@@ -128,40 +123,28 @@ class FlagParser:
             return flag.value_of(words)
         except UserError as error:
             problem = f"--{flag.name}: {error}"
-            for word in words:
-                hint = hint_for(f"{flag.name}={word.lower()}", self._own_names)
-                if hint:
-                    problem = f"{problem}: {hint}."
-                    break
-            raise UserError(problem) from None
+            hints = [hint_for(f"{flag.name}={word.lower()}", self._flags) for word in words]
+            hint = next(filter(None, hints), "")
+            raise UserError(f"{problem}: {hint}." if hint else problem) from None
 
     def describe_unknown(self, kind: Literal["flag", "key"], words: Collection[str]) -> str:
         """Return the message about flags, or keys of a YAML file, that the recipe does not have.
 
         It ends with a full stop if there is a hint for each.
         """
-        known: Collection[str] = self.keys
-        if kind == "flag":
-            known = [*self._flags, *self._negated]
-
+        known: Collection[str] = self._flags if kind == "flag" else self.keys
+        hints = [hint_for(word, self._flags) for word in words]
         described = []
-        hints = []
-        for word in words:
+        for word, hint in zip(words, hints, strict=True):
             shown = word if kind == "flag" else f"'{word}'"
-            hint = hint_for(_with_underscores(word).lstrip("-"), self._own_names)
-            if hint:
-                hints.append(hint)
-                described.append(f"{shown}: {hint}." if len(words) == 1 else f"{shown} ({hint})")
-                continue
-            suggestion = did_you_mean(word, known)
+            suggestion = f": {hint}" if hint else did_you_mean(word, known)
             if suggestion and len(words) > 1:
-                suggestion = f" ({suggestion.removeprefix(' - ')})"
+                suggestion = f" ({suggestion.lstrip(' :-')})"
             described.append(f"{shown}{suggestion}")
 
-        if len(words) == 1:
-            return f"unknown {kind} {described[0]}"
-        full_stop = "." if len(hints) == len(words) else ""
-        return f"unknown {kind}s: {', '.join(described)}{full_stop}"
+        beginning = f"unknown {kind}s:" if len(words) > 1 else f"unknown {kind}"
+        full_stop = "." if all(hints) else ""
+        return f"{beginning} {', '.join(described)}{full_stop}"
 
 
 def _refuse_clashes(configs: Mapping[str, Config]) -> None:

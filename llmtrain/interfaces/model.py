@@ -3,13 +3,13 @@
 from __future__ import annotations  # so that annotations do not import torch
 
 import contextlib
-import difflib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,10 +118,8 @@ def _remedy(model: object, name: str) -> str:
     if name in _NAMES:
         return f"add it to the class, as {_PAGE} describes."
     names = [known for known in {*dir(model), *_NAMES} if not known.startswith("_")]
-    similar = difflib.get_close_matches(name, sorted(names), n=1)
-    if similar:
-        return f"did you mean {similar[0]}?"
-    return f"{_PAGE} lists what every model has."
+    question = did_you_mean(name, sorted(names)).removeprefix(" - ")
+    return question or f"{_PAGE} lists what every model has."
 
 
 def class_name(model: object) -> str:

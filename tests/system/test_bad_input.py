@@ -46,7 +46,7 @@ def error_lines(err: str) -> list[str]:
     ("flags", "message"),
     [
         pytest.param(
-            "--n_layers 3", r"unknown flag --n_layers: use --n_layer\.", id="unknown flag"
+            "--n_layers 3", r"unknown flag --n_layers - did you mean --n_layer\?", id="unknown flag"
         ),
         pytest.param(
             "--dataset {folder}/bad.jsonl", r"bad.jsonl, line 2: not JSON", id="bad record"

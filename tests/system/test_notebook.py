@@ -116,4 +116,5 @@ def test_a_recipe_shows_its_result_in_a_cell(notebook: RunNotebook) -> None:
 def test_a_mistake_in_a_cell_is_an_error_of_one_line(notebook: RunNotebook) -> None:
     last_cell = [*notebook.cells.values()][-1]
     (error,) = last_cell.outputs
-    assert error.traceback == ["error: unknown flag --n_layers: use --n_layer."]
+    suggestion = "did you mean --n_layer? --help lists the flags."
+    assert error.traceback == [f"error: unknown flag --n_layers - {suggestion}"]
