@@ -55,7 +55,7 @@ COMMANDS = {
     "eval": Command(
         group="Use a model",
         module="llmtrain.commands.eval",
-        summary="Score a model on tasks of lm-evaluation-harness, on one process or on several.",
+        summary="Measure the loss, perplexity and bits per byte of a data set under a model.",
     ),
     "export": Command(
         group="Use a model",

@@ -33,7 +33,6 @@ _OS_REMEDIES = {
 
 # What to do if there is no memory left, for commands that do not train.
 MODEL_MEMORY_REMEDY = "use a smaller model, or a machine with more memory"
-EVAL_MEMORY_REMEDY = "use a smaller --batch_size or a smaller model"
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _UNREACHABLE = "the Hugging Face hub cannot be reached; a local folder works without it"

@@ -52,7 +52,7 @@ ELSEWHERE = {
     "fsdp2.yaml": ("system/test_sharding.py", 'accelerate("fsdp2"'),
     "multi_node.yaml": ("system/test_two_machines.py", '"multi_node"'),
     "sums.py": ("system/test_own_recipe.py", '"sums.py"'),
-    "llmtrain eval": ("system/test_scores.py", '"llmtrain eval"'),
+    "llmtrain eval": ("system/test_eval.py", '"eval", "--dataset"'),
     "llmtrain export": ("system/test_finetune.py", '"export"'),
     "llmtrain verify layout --layouts 2,4": ("system/test_verify.py", '"1,4"'),
     "llmtrain verify resume": ("system/test_verify.py", '"resume", "--steps"'),
@@ -402,7 +402,7 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
         "what TRL has trained, as in test_hand_over.py",
         [
             'llmtrain generate runs/grpo --prompt "def" --max_new_tokens 20',
-            "llmtrain eval runs/grpo --tasks hellaswag",
+            "llmtrain eval runs/grpo --dataset chats.jsonl",
             "python recipes/preference.py --model_name_or_path runs/grpo --dataset pairs.jsonl --output_dir runs/dpo",
             "llmtrain export runs/finetune-lora --merge --check --to merged",
             "python docs/migrate/trl_grpo.py --model merged --output_dir runs/grpo",

@@ -152,7 +152,7 @@ def test_python_m_llmtrain_is_the_command() -> None:
         ("generate x --prompt_file no/such", "no/such: No such file or directory."),
         ("chat x --system_prompt Hi", "--system_prompt: use --system TEXT"),
         ("export x --output_dir y", "--output_dir: use --to FOLDER"),
-        ("eval x --task y", "--task - did you mean --tasks?"),
+        ("eval x --task y", "--task: for tasks, use lm_eval --model hf"),
         ("generate x --top_k many", "invalid int value"),
         ("generate x --top_k -1", "top_k -1 is out of range"),
     ],

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError, explain
-from llmtrain.launching import process
 from llmtrain.shipped import shipped_config
 from tests.launching import ROOT, long_form
 
@@ -94,7 +93,7 @@ def test_what_a_library_wraps_is_found() -> None:
         ("generate", ["m", "--prompt", "a"]),
         ("chat", ["m"]),
         ("export", ["m"]),
-        ("eval", ["m", "--tasks", "t"]),
+        ("eval", ["m", "--dataset", "d"]),
     ],
 )
 def test_advice_on_memory_names_only_flags_that_the_command_has(
@@ -105,11 +104,7 @@ def test_advice_on_memory_names_only_flags_that_the_command_has(
 
     command = importlib.import_module(f"llmtrain.commands.{name}")
     with monkeypatch.context() as patched:
-        patched.setattr(command, "_evaluate" if name == "eval" else "run", fail)
-        # `eval` ends its process as a recipe does.
-        patched.setattr(process.os, "_exit", sys.exit)
-        patched.setattr(process.gc, "set_threshold", lambda _: None)
-        patched.setattr(process.signal, "signal", lambda *_: None)
+        patched.setattr(command, "run", fail)
         with pytest.raises(SystemExit):
             main([name, *words])
     message = capsys.readouterr().err

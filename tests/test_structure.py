@@ -60,7 +60,6 @@ RENAMING = {
     "children.py:read_accelerate_config": "yaml.safe_load",
     "config.py:parse_max_length": "int",
     "settings.py:steps_or_fraction": "float",
-    "lm_eval.py:evaluate_tasks": "lm_eval.simple_evaluate",
     "lora.py:add_lora": "peft.get_peft_model",
     "part_states.py:_load": "load_state_dict of a part, which is the user's own code",
     "step.py:_step_optimizer": "a step of the user's optimizer, if the weights are sharded",

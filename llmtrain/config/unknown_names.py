@@ -47,7 +47,7 @@ def hint_for(name: str, flags: Collection[str], program: Program = "recipes") ->
         program: whether a recipe or a command of ``llmtrain`` was started.
     """
     hint = hints(program).get(_plain(name), "")
-    own_words = re.sub(r"accelerate launch .* RECIPE", "", hint)
+    own_words = re.sub(r"accelerate launch .* RECIPE|lm_eval .*", "", hint)
     return hint if set(re.findall(r"--\w+", own_words)).issubset(flags) else ""
 
 

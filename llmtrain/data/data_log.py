@@ -33,18 +33,22 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     outcome = "from the cache" if is_cached else "tokenised"
     say(
         "data",
-        f"{metadata.dataset}: {documents}, "
+        f"{metadata.dataset or ' '.join(rows.eval_names)}: {documents}, "
         f"{metadata.train_tokens:,} train tokens, {metadata.eval_tokens:,} eval tokens, "
         f"vocabulary {metadata.vocabulary:,} ({metadata.tokenizer}); {outcome}",
     )
     for requested in request.sources:
         if requested.source.unread_files:
             _describe_unread_files(requested.source)
-    if request.takes_conversations:
+    if request.takes_conversations and request.train:
         _describe_task(request, metadata)
+    if metadata.eval_audit:
+        eval_audit = Audit(**metadata.eval_audit)
+        if eval_audit.has_omissions:
+            say("eval", eval_audit.left_out())
     _describe_shares(rows, [source.name for source in request.train])
 
-    if request.has_eval_sources:
+    if request.has_eval_sources and request.train:
         split = "" if request.eval_split is None else f"split {request.eval_split} of "
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     elif not is_cached:
@@ -111,11 +115,6 @@ def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
             say("lengths", sentence)
     else:
         say("task", "continued pretraining: the training records are text, not conversations")
-
-    if metadata.eval_audit:
-        eval_audit = Audit(**metadata.eval_audit)
-        if eval_audit.has_omissions:
-            say("eval", eval_audit.left_out())
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

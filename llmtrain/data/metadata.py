@@ -117,7 +117,7 @@ def metadata_of(
         source_rows=[stats.rows for stats in train],
         eval_source_rows=[stats.rows for stats in eval],
         source_targets=[stats.targets for stats in train],
-        task=_task_of(train),
+        task=_task_of(train or eval),
         audit=_summed_audit(train),
         eval_audit=_summed_audit(eval),
         pairs=max(stats.pairs for stats in both),
@@ -125,8 +125,8 @@ def metadata_of(
     )
 
 
-def _task_of(train: Sequence[SplitStats]) -> str:
-    audits = [stats.audit for stats in train if stats.audit]
+def _task_of(splits: Sequence[SplitStats]) -> str:
+    audits = [stats.audit for stats in splits if stats.audit]
     if not audits:
         return "text"
     return "conversations" if audits[0].unit == "conversation" else "preferences"

@@ -68,7 +68,7 @@ def tokenize(
     others wait for its lock. If anything fails, the cache stays as it was.
 
     Args:
-        config: the data sets and the tokenizer.
+        config: the data sets and the tokenizer. ``dataset`` may be empty if there is eval data.
         max_length: the length of the rows. A row of text or conversations holds one token more,
             because its last token predicts nothing. A row of preference data holds twice as many,
             for two answers with their prompts. ``auto`` chooses a length that holds 99.5 % of the
@@ -140,8 +140,10 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
     metadata = DataMetadata(**facts["metadata"])
     train_numbers = range(len(metadata.source_rows))
     eval_numbers = range(len(metadata.eval_source_rows))
-    train = TokenRows.open([folder / f"train-{i}.arrow" for i in train_numbers])
-    eval = TokenRows.open([folder / f"eval-{i}.arrow" for i in eval_numbers])
+    eval_files = [folder / f"eval-{i}.arrow" for i in eval_numbers]
+    train_files = [folder / f"train-{i}.arrow" for i in train_numbers]
+    train = TokenRows.open(train_files or eval_files)
+    eval = TokenRows.open(eval_files)
     tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
     mixture = Mixture(metadata.source_rows, request.mixture) if request.mixture else None
     return Tokenized(
@@ -351,7 +353,7 @@ def _write_rows(
         if requested.only_split == "eval":
             _check_eval_data(requested.source, source, eval[-1], length)
 
-    if request.chat is None:
+    if request.chat is None and train:
         sizes = [stats.targets for stats in train]
         smallest = min(sizes)
         if smallest < length:

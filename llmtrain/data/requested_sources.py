@@ -118,7 +118,7 @@ def _eval_sources(config: DataConfig) -> list[Source]:
     choice = SplitChoice(
         config.dataset_test_split or "test",
         is_named=is_named,
-        data_flag="--eval_dataset" if config.eval_dataset else "--dataset",
+        data_flag="--eval_dataset" if config.eval_dataset and config.dataset else "--dataset",
         split_flag="--dataset_test_split",
         text_suffixes=config.text_suffixes,
     )

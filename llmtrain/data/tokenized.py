@@ -26,7 +26,7 @@ class Tokenized:
     """Memory-mapped rows of tokens, and the tokenizer that made them.
 
     Attributes:
-        train: the training rows.
+        train: the training rows; the eval rows if there is no training data.
         eval: the eval rows, if there are any.
         tokenizer: the tokenizer; ``None`` if the rows were made without one.
         metadata: counts and hashes of the rows.

@@ -33,7 +33,7 @@ _USUAL_THRESHOLDS = gc.get_threshold()
 _START_THRESHOLD = 100_000
 
 
-def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoReturn:
+def launch(main: Callable[[], object]) -> NoReturn:
     """Run a recipe's ``main``, ``show()`` its result, and exit.
 
     If the recipe succeeds, the process waits for the other ranks, leaves the process group, and
@@ -50,7 +50,6 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
 
     Args:
         main: what to run.
-        memory_remedy: see :func:`llmtrain.errors.explain`.
     """
     # What the start creates stays. Searching it for garbage takes a fifth of the start.
     gc.set_threshold(_START_THRESHOLD)
@@ -70,7 +69,7 @@ def launch(main: Callable[[], object], memory_remedy: str | None = None) -> NoRe
             status = getattr(result, "exit_status", 0)
     except BaseException as error:
         # A library may have turned the interrupt into an error of its own.
-        status = 130 if interrupt.has_come else report(error, memory_remedy)
+        status = 130 if interrupt.has_come else report(error)
 
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):

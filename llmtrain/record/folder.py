@@ -20,9 +20,8 @@ from llmtrain.json_types import JsonObject
 from llmtrain.redaction import redacted
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
-_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl", "scores.jsonl")
-# A run that extends another one begins with copies of these. Scores are of the other run's model.
-_COPIED_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
+# A run that extends another one begins with copies of them.
+_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 
 
 class RunFolder:
@@ -56,7 +55,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
 
         if extended_run is not None:
-            for name in _COPIED_LOGS:
+            for name in _LOGS:
                 if not (self.path / name).exists():
                     copy_lines_up_to(extended_run / name, self.path / name, step)
         for name in _LOGS:

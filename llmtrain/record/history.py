@@ -32,7 +32,6 @@ class History(NamedTuple):
     entries: list[JsonObject]  # metrics.jsonl, an item for each log entry
     events: list[JsonObject]  # events.jsonl, an item for each event
     samples: list[JsonObject]  # samples.jsonl
-    scores: list[JsonObject]  # scores.jsonl, written by llmtrain eval
     is_in_progress: bool | None  # whether a process holds the run's lock; None: not known
 
     @classmethod
@@ -68,7 +67,6 @@ class History(NamedTuple):
             entries=read_lines(folder / "metrics.jsonl"),
             events=read_lines(folder / "events.jsonl"),
             samples=read_lines(folder / "samples.jsonl"),
-            scores=read_lines(folder / "scores.jsonl"),
             is_in_progress=_is_locked(folder / ".lock"),
         )
 

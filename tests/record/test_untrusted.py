@@ -9,12 +9,10 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file
 from transformers import (
@@ -26,7 +24,6 @@ from transformers import (
 )
 from transformers.integrations import hub_kernels
 
-from llmtrain.commands.eval import _answers_path
 from llmtrain.data.config import DataConfig
 from llmtrain.data.prepare import tokenize
 from llmtrain.data.tokenizer import (
@@ -45,7 +42,6 @@ from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
 from llmtrain.models.hub_models import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import Saver, write_model
@@ -642,15 +638,12 @@ def test_the_tokens_at_which_a_model_stops_are_those_of_transformers(
 def test_the_origin_of_a_model_on_the_hub_is_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter of a hub model, and the answers of an interrupted eval, belong to one commit."""
+    """The adapter of a hub model belongs to one commit."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--org--model"
     (repository / "refs").mkdir(parents=True)
 
-    ranks = Ranks(Accelerator(cpu=True))
-    arguments = SimpleNamespace(tasks=["t"], include_path=None)
-    answers_paths = set()
     for commit in ("a" * 40, "b" * 40):
         snapshot = repository / "snapshots" / commit
         snapshot.mkdir(parents=True)
@@ -658,8 +651,3 @@ def test_the_origin_of_a_model_on_the_hub_is_its_commit(
         (repository / "refs/main").write_text(commit)
 
         assert origin_of("org/model") == {"name": "org/model", "commit": commit}
-        answers_paths.add(_answers_path("org/model", arguments, {}, ranks))
-
-    assert len(answers_paths) == 2
-    with pytest.raises(UserError, match="org/absent is no folder, and the hub did not provide it"):
-        _answers_path("org/absent", arguments, {}, ranks)

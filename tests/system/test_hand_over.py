@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
@@ -41,20 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE = ROOT / "docs" / "guides" / "hand-over.md"
 SCRIPT = ROOT / "docs" / "migrate" / "trl_grpo.py"
-
-# A task of lm-evaluation-harness.
-TASK = """
-task: capitals
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
 
 Chat = list[dict[str, str]]
 Script = dict[str, Any]
@@ -278,48 +264,21 @@ def test_the_model_that_trl_has_saved_has_the_tokens_and_stops_of_the_run(
     assert len(same_weights) < len(weights_before), "GRPO has trained"
 
 
-def accuracy_by_llmtrain(model: Path, script: Script, folder: Path) -> float:
-    """Return the accuracy of `llmtrain eval`: how often the right capital is the likeliest answer."""
-    capitals = list(script["CAPITALS"].values())
-    questions = [
-        {"question": chat[0]["content"], "choices": capitals, "answer": i}
-        for i, chat in enumerate(chats_of(script))
-    ]
-    data = folder / "capitals.jsonl"
-    data.write_text("\n".join(map(json.dumps, questions)))
-    (folder / "capitals.yaml").write_text(TASK.format(data=data))
-
-    flags = f"{model} --tasks capitals --include_path {folder} --apply_chat_template --json"
-    command = [*PYTHON, "llmtrain/__main__.py", "eval", *shlex.split(flags)]
-    ended = run_forked(command, timeout=240).assert_ok()
-
-    [result] = json.loads(ended.out)
-    return float(result["value"])
-
-
-def accuracy_by_transformers(folder: Path, script: Script) -> float:
-    """Return the same accuracy, by the logits and the chat template of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    capitals = list(script["CAPITALS"].values())
-
-    right_answers = 0
-    for i, chat in enumerate(chats_of(script)):
-        text = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-        answers = [tokenizer.encode(capital, add_special_tokens=False) for capital in capitals]
-        nlls = [answer_nll(model, prompt, answer) for answer in answers]
-        right_answers += nlls.index(min(nlls)) == i
-    return right_answers / len(capitals)
-
-
-@long_form
 def test_llmtrain_evaluates_the_model_that_trl_has_saved(
-    grpo_run: GrpoRun, script: Script, tmp_path: Path
+    grpo_run: GrpoRun,
+    conversations: Path,
+    script: Script,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    accuracy = accuracy_by_llmtrain(grpo_run.saved, script, tmp_path)
-    assert accuracy == accuracy_by_transformers(grpo_run.saved, script)
-    assert accuracy > 0.25
+    model = AutoModelForCausalLM.from_pretrained(grpo_run.saved).eval()
+    answers = answers_by_prompt(script)
+    nll = sum(answer_nll(model, [*prompt], answer) for prompt, answer in answers.items())
+
+    capsys.readouterr()
+    main(shlex.split(f"eval {grpo_run.saved} --dataset {conversations} --json"))
+
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert loss == pytest.approx(nll / sum(map(len, answers.values())), rel=1e-5)
 
 
 def test_llmtrain_generates_with_the_model_that_trl_has_saved(

@@ -13,14 +13,14 @@ from tests.launching import ROOT, long_form, run
 from tests.lowest_versions import lowest, requirements
 
 PAGE = ROOT / "docs" / "reference" / "versions.md"
-# Two modules are left out: __main__ would start the command, and lm_eval needs an extra.
+# One module is left out: __main__ would start the command.
 IMPORT_EVERYTHING = """
 import importlib, pkgutil
 import llmtrain, recipes
 
 for package in (llmtrain, recipes):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name not in ("llmtrain.__main__", "llmtrain.models.lm_eval"):
+        if module.name != "llmtrain.__main__":
             importlib.import_module(module.name)
 """
 # They read data, make steps, save checkpoints, train and merge an adapter, and resume a stopped run.

@@ -39,9 +39,6 @@ _COMPARED_RECORD_KEYS = ("data_sha256", "tokenizer_sha256", "train_tokens")
 
 _IGNORED_SETTINGS = ("output_dir", "run_name")  # when two runs are compared
 
-# Keys of a complete line in scores.jsonl.
-_SCORE_KEYS = {"task", "metric", "value", "stderr", "questions", "num_fewshot", "model", "time"}
-
 
 class Event(NamedTuple):
     """Something that happened during a run, such as a restart. Sorts by time.
@@ -98,7 +95,6 @@ def html(runs: Sequence[History]) -> str:
         events=events(runs),
         checkpoints=checkpoints_of(runs),
         samples=_shown_samples(runs),
-        scores=scores(runs),
         now=time.time(),
         plotly=plotly,
     )
@@ -124,7 +120,6 @@ def summary(runs: Sequence[History]) -> JsonObject:
         "checkpoints": [
             {"run": number, **checkpoint.as_json()} for number, checkpoint in checkpoints_of(runs)
         ],
-        "scores": [{"run": number, **score} for number, score in scores(runs)],
     }
 
 
@@ -196,14 +191,6 @@ def checkpoints_of(runs: Sequence[History]) -> list[tuple[int, "SavedCheckpoint"
         paths = checkpoints(run.folder / "checkpoints")
         saved += [(number, checkpoint) for checkpoint in saved_checkpoints(paths)]
     return saved
-
-
-def scores(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:
-    """Return the scores that ``llmtrain eval`` has recorded, each after the index of its run."""
-    complete_scores: list[tuple[int, JsonObject]] = []
-    for number, run in enumerate(runs):
-        complete_scores += [(number, score) for score in run.scores if score.keys() >= _SCORE_KEYS]
-    return complete_scores
 
 
 def _title(runs: Sequence[History]) -> str:
