@@ -150,7 +150,9 @@ def load_tokenizer(
     except Exception as error:  # OSError, ValueError, KeyError, ..., some with very long messages
         reason = hub_error(error).rstrip(".")
         raise UserError(f"{name}: no tokenizer can be loaded ({reason}); {advice}.") from None
-    if not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+    # Without any file, AutoTokenizer makes one for some families that has only special tokens.
+    is_empty = len(tokenizer) == len(tokenizer.all_special_ids)
+    if is_empty or not isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         raise UserError(f"{name} has no tokenizer.json, the file of a fast tokenizer; {advice}.")
     if tokenizer.eos_token_id is None:
         raise UserError(

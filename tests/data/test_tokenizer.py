@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import tokenizers
 from tokenizers import models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
@@ -199,6 +199,14 @@ def test_a_name_without_a_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatc
     assert message.startswith(f"{name}: no tokenizer can be loaded (")
     assert "name one with --tokenizer" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_without_a_tokenizer_has_none(tmp_path, family):
+    """transformers makes one for GPT-2 whose only token is end-of-text."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer"):
+        tok.load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_an_error(tmp_path):
