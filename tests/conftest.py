@@ -1,6 +1,7 @@
 """Let tests run offline, and write nothing outside temporary folders."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # two runs on two cores must not fight for 
 for name in [*os.environ]:
     if name.startswith(("WANDB_", "ACCELERATE_")):
         del os.environ[name]
+
+# Under nohup, runs that the tests start would ignore it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # If an assertion in a module that tests share fails, pytest shows its values as in a file of tests.
 pytest.register_assert_rewrite("tests.data")
