@@ -106,7 +106,7 @@ def test_verify_finds_a_planted_bug_and_names_its_effect(
     bug: str, loss: str, message: str, pairs: Path
 ) -> None:
     command = verify_command(
-        "layout --layouts 1x1x8,2x2x2 --steps 3", "tests/system/planted.py", loss, pairs
+        "layout --layouts 1x1x8,2x2x2 --steps 6", "tests/system/planted.py", loss, pairs
     )
 
     ended = run(command, env={"PLANTED": bug}, timeout=200)
