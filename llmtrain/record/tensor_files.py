@@ -18,7 +18,7 @@ from accelerate.utils import broadcast
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from llmtrain.files import Hashed, json_text, write_hashed
+from llmtrain.files import Hashed, errors_name, json_text, write_hashed
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.shards import gather_to, meta_like
@@ -282,7 +282,9 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     They come in the order of :func:`read_headers`.
     """
     for file, name in _stored_tensors(folder):
-        yield name, file.get_tensor(name)
+        with errors_name(folder):
+            tensor = file.get_tensor(name)
+        yield name, tensor
 
 
 def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -311,6 +313,8 @@ def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[s
 def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
     """Yield an open file and a name for each tensor. The files of safetensors have no types."""
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt", **_READ_OPTIONS) as file:
+        with errors_name(path):
+            opened = safe_open(path, "pt", **_READ_OPTIONS)
+        with opened as file:
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 yield file, name

@@ -53,6 +53,15 @@ files.RETRY_PAUSES = (0, 0)
 main(["runs", "check", sys.argv[1]])
 """
 
+RESTORE = """
+import sys
+from pathlib import Path
+from llmtrain import launch
+from llmtrain.record.tensor_files import read_tensors
+
+launch(lambda: list(read_tensors(Path(sys.argv[1]))))
+"""
+
 # Raises an error while it holds the lock of a run.
 FAILING_RUN = """
 import sys
@@ -124,6 +133,19 @@ def test_a_read_that_fails_once_is_no_damage(
         "step-00000010",
         "step-00000020",
     ]
+
+
+def test_tensors_that_cannot_be_read_any_more_are_one_line(tmp_path: Path) -> None:
+    """A checkpoint is verified before it is restored, but the disk may fail in between."""
+    folder = save_checkpoint(tmp_path / "checkpoints", 10) / "optimizer"
+    file = "optimizer/state.safetensors"
+
+    ended = started(tmp_path, RESTORE, folder, **failing("read", "EIO", file))
+
+    [error] = error_lines(ended)
+    assert ended.status == 2
+    assert f"{folder}" in error
+    assert "Input/output error" in error
 
 
 def test_checkpoints_that_cannot_be_listed_are_neither_damaged_nor_absent(
