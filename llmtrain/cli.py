@@ -99,6 +99,11 @@ COMMANDS = {
         summary="Make an HTML page about one or more runs: metrics, phases, memory, differences, "
         "events.",
     ),
+    "rows": Command(
+        group="Look at runs",
+        module="llmtrain.commands.rows",
+        summary="Print the rows of a step, of a run or a recipe, as text with marked targets.",
+    ),
     "runs": Command(
         group="Look at runs",
         module="llmtrain.commands.runs",

@@ -66,7 +66,7 @@ RENAMING = {
     "parts.py:_checked_fingerprint": "the fingerprint of a part, which is the user's own code",
     "probe.py:trying": "the forward pass of a class of transformers",
     "heartbeat.py:context": "only for a lost connection",
-    "recipe_model.py:_run_to_model": "runs the user's own program",
+    "recipe_model.py:run_to_model": "runs the user's own program",
     "callbacks.py:context": "only if there is no memory left",
 }
 

@@ -5,13 +5,12 @@ import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import datasets
 import pytest
 
 from llmtrain import console
 from llmtrain.commands import chat, generate
+from llmtrain.commands.row_text import row_text
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.observe.preview import preview
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
 from tests.record.checkpoint_files import save_checkpoint
@@ -49,12 +48,9 @@ def test_an_error_of_a_command(tmp_path: Path, capsys: Capture) -> None:
         assert not CONTROLS.search(err)
 
 
-def test_rows_of_a_dry_run(capsys: Capture) -> None:
+def test_the_text_of_a_row() -> None:
     tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
-    preview(
-        datasets.Dataset.from_dict({"input_ids": [tokenizer(f"<{EVIL}")["input_ids"]]}), tokenizer
-    )
-    assert_shown(capsys.readouterr().out)
+    assert_shown(row_text({"input_ids": tokenizer(f"<{EVIL}")["input_ids"]}, tokenizer))
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

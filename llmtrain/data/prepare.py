@@ -114,8 +114,8 @@ def tokenize(
 # --- cache entries
 
 
-def _open(folder: Path, request: DataRequest) -> Tokenized:
-    """Return the rows of a cache entry.
+def open_entry(folder: Path) -> Tokenized:
+    """Return the rows of a cache entry, which does not know the names and the mixture of a run.
 
     Raises:
         OSError: if it does not exist, or if a file is absent or damaged.
@@ -136,25 +136,30 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
     if damaged:
         raise OSError(f"{damaged} differs from its hash")
 
-    spec = request.tokenizer.spec
     metadata = DataMetadata(**facts["metadata"])
+    metadata.cache_entry = folder.name
     train_numbers = range(len(metadata.source_rows))
     eval_numbers = range(len(metadata.eval_source_rows))
     eval_files = [folder / f"eval-{i}.arrow" for i in eval_numbers]
     train_files = [folder / f"train-{i}.arrow" for i in train_numbers]
     train = TokenRows.open(train_files or eval_files)
     eval = TokenRows.open(eval_files)
-    tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=tok.is_trained(spec))
-    mixture = Mixture(metadata.source_rows, request.mixture) if request.mixture else None
-    return Tokenized(
-        train,
-        eval if metadata.eval_rows else None,
-        tokenizer,
+    is_trained = tok.is_trained(metadata.tokenizer)
+    tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=is_trained)
+    return Tokenized(train, eval if metadata.eval_rows else None, tokenizer, metadata)
+
+
+def _open(folder: Path, request: DataRequest) -> Tokenized:
+    """Return the rows of a cache entry for a request; see :func:`open_entry`."""
+    rows = open_entry(folder)
+    metadata = rows.metadata
+    return dataclasses.replace(
+        rows,
         # The cache entry may have been made from other files with the same content.
-        dataclasses.replace(
-            metadata, dataset=request.dataset, tokenizer=spec, cache_entry=folder.name
+        metadata=dataclasses.replace(
+            metadata, dataset=request.dataset, tokenizer=request.tokenizer.spec
         ),
-        mixture=mixture,
+        mixture=Mixture(metadata.source_rows, request.mixture) if request.mixture else None,
         new_tokens=[*request.tokenizer.new_tokens],
         train_names=[source.name for source in request.train],
         eval_names=[source.name for source in request.eval],

@@ -4,7 +4,7 @@ from __future__ import annotations  # so that annotations do not import torch
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -13,14 +13,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 # The columns of a micro-batch: tensors, and what the model's `prepare_batch` has returned.
 Batch: TypeAlias = dict[str, Any]
-
-
-class RowSequence(Protocol):
-    """Rows of tokens, by column."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> dict[str, list[int]]: ...
 
 
 class Trimming(NamedTuple):

@@ -219,7 +219,10 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
 
 
 def continuation_text(
-    tokenizer: "PreTrainedTokenizerFast", prompt: Sequence[int], generated: Sequence[int]
+    tokenizer: "PreTrainedTokenizerFast",
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    skip_special_tokens: bool = True,
 ) -> str:
     """Return the text of generated tokens, as it follows the text of the prompt.
 
@@ -227,8 +230,10 @@ def continuation_text(
     are decoded, too, and their text is cut off.
     """
     tokens_before = list(prompt[-_TOKENS_BEFORE:])
-    before = str(tokenizer.decode(tokens_before, skip_special_tokens=True))
-    text = str(tokenizer.decode([*tokens_before, *generated], skip_special_tokens=True))
+    before, text = (
+        str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+        for tokens in (tokens_before, [*tokens_before, *generated])
+    )
     if not text.startswith(before):
         # The prompt ends within a character, with which the continuation begins.
         before = before.rstrip(_PARTIAL_CHARACTER)

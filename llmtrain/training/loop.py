@@ -13,12 +13,12 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StopVote
 from llmtrain.interfaces.part import name_of
 from llmtrain.launching.process import restore_garbage_collection
-from llmtrain.observe.preview import preview
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.engine_choice import engine_for
@@ -49,8 +49,8 @@ def train(
 ) -> None:
     """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
 
-    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` this only prints
-    the rows that the run would train on.
+    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` this only checks
+    that the run can train.
 
     Args:
         run: the open run.
@@ -66,7 +66,11 @@ def train(
     engine = make_engine(run, model)
     check_engine(run, engine)
     if run.settings.run.dry_run:
-        preview(run.rows.train, run.rows.tokenizer)
+        say(
+            "dry run",
+            "nothing was trained or written; to see rows and their targets: "
+            "llmtrain rows RECIPE with the same flags",
+        )
         return
 
     context = LoopContext(

@@ -29,7 +29,7 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     Raises:
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
-    planned = _run_to_model(recipe, flags, precision)
+    planned = run_to_model(recipe, flags, precision)
     return RecipeModel(
         model=planned.bundle.model,
         settings=planned.settings,
@@ -39,7 +39,7 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     )
 
 
-def _run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
+def run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
     """Run ``main`` of a recipe until its model is built.
 
     What the recipe prints is left out, unless it ends like ``--help``.
@@ -68,7 +68,7 @@ def _run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel
 
     raise UserError(
         f"{recipe}: main() builds no model with llmtrain.fit or llmtrain.place, so there is "
-        "nothing to plan; see recipes/gpt.py."
+        "nothing to plan or to print; see recipes/gpt.py."
     )
 
 
@@ -83,7 +83,7 @@ def _run_main(recipe: str, flags: list[str]) -> None:
     main = runpy.run_path(recipe, run_name="llmtrain.recipe").get("main")
     if not callable(main):
         raise UserError(
-            f"{recipe} has no function main, which llmtrain plan calls; see recipes/gpt.py."
+            f"{recipe} has no function main, which this command calls; see recipes/gpt.py."
         )
 
     if inspect.signature(main).parameters:

@@ -432,7 +432,7 @@ class RunConfig(Config):
     )
     dry_run: bool = flag(
         False,
-        "stop before the first step, and print the first rows of the training data",
+        "stop before the first step, after all checks; llmtrain rows RECIPE prints the rows",
         group="data",
     )
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmtrain.commands.row_text import row_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.observe.preview import preview
 from tests.data.chat_records import CHATML_END, answers_of, chat_record, chat_records, texts_of
 from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
 
@@ -281,11 +281,10 @@ def test_the_log_says_that_training_on_text_is_continued_pretraining(chat_file, 
     assert line in capsys.readouterr().out
 
 
-def test_a_preview_shows_rows_of_both_kinds(chat_file, text_file, capsys):
+def test_rows_of_both_kinds_are_shown(chat_file, text_file):
     mixed = tokenize_files(text_file, chat_file)
-    capsys.readouterr()
-    preview(mixed.train, mixed.tokenizer, count=len(mixed.train))
-    output = capsys.readouterr().out
+    texts = [row_text(mixed.train[i], mixed.tokenizer) for i in range(len(mixed.train))]
+    output = "\n".join(texts)
     assert f"----- the next document\n{OPEN_QUOTE}<|endoftext|>document 1 abcdefgh " in output
     assert " padding token" in output
 

@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmtrain.data import tokenizer as tok
+from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import FINETUNE, PREFERENCE, PYTHON, SMALL_SIZE, series, write_text
 
 END = "<|im_end|>"
-# A dry run marks targets with angle quotation marks, which the tests write as brackets.
+# The command marks targets with angle quotation marks, which the tests write as brackets.
 TO_BRACKETS = str.maketrans(
     {
         "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}": "[[",
@@ -150,7 +151,7 @@ class Kind(NamedTuple):
 
     Attributes:
         write: writes the data, and returns the flags that name it.
-        targets: of the record with number N, as a dry run shows them.
+        targets: of the record with number N, as `llmtrain rows` shows them.
         recipe: trains on the data.
         has_chat_template: whether the recipe gives the model a chat template. Otherwise it trains
             the base model.
@@ -183,7 +184,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_one_command_trains_on_the_data_with_the_right_targets(
-    kind: Kind, base: Path, tmp_path: Path
+    kind: Kind, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = tmp_path / "run"
     model = f"--config_overrides {SMALL_SIZE} --tokenizer byte"
@@ -194,9 +195,10 @@ def test_one_command_trains_on_the_data_with_the_right_targets(
         f"--learning_rate 1e-2 --report_to none --output_dir {folder}"
     )
 
-    dry_run = run_forked([*PYTHON, kind.recipe, *flags, "--dry_run"]).assert_ok()
+    status, rows, err = run_cli(capsys, "rows", kind.recipe, *flags)
+    assert status == 0, err
     assert not folder.exists()
-    assert_targets(dry_run.out.translate(TO_BRACKETS), kind.targets)
+    assert_targets(rows.translate(TO_BRACKETS), kind.targets)
 
     run_forked([*PYTHON, kind.recipe, *flags]).assert_ok()
     losses = series(folder, "train/loss")
@@ -210,7 +212,7 @@ def test_one_command_trains_on_the_data_with_the_right_targets(
 
 
 def assert_targets(rows: str, targets: list[str]) -> None:
-    """Assert that the rows of a dry run show the targets of several records, and no others."""
+    """Assert that rows show the targets of several records, and no others."""
 
     def target_of(number: int, template: str) -> str:
         # "N" is a number, unless it is part of a word.

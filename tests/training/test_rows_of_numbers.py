@@ -217,12 +217,13 @@ def test_a_caller_may_make_the_steps_one_by_one_and_end_early(
     assert not any(name.startswith("batches") for name in threads)
 
 
-def test_a_dry_run_shows_rows_as_numbers(
+def test_a_dry_run_writes_nothing(
     train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(dry_run=True)
 
-    assert "===== row 0 of 24\n0 " in capsys.readouterr().out
+    assert "nothing was trained or written" in capsys.readouterr().out
+    assert not run.folder.exists()
     assert repr(run) == f"Run('{run.folder}', dry run)"
 
 

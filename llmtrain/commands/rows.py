@@ -1,0 +1,282 @@
+"""Print the rows of a step, of a run or a recipe, as text with marked targets.
+
+Each row of a run has its nll under the run's model, if the run minimises the nll. The rows of a
+recipe are those that it would train on with these flags. Nothing is trained.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from llmtrain.commands.row_text import GREEN, QUOTES, row_text
+from llmtrain.console import labelled
+from llmtrain.errors import UserError
+from llmtrain.files import cache_folder, json_text
+from llmtrain.json_types import JsonObject
+from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.record.history import History, is_run
+
+if TYPE_CHECKING:
+    from llmtrain.data.tokenized import Tokenized
+
+EXAMPLES = (
+    "llmtrain rows runs/gpt --step 10",
+    "llmtrain rows runs/finetune --random 10 --checkpoint step-00000100",
+    "llmtrain rows recipes/finetune.py --dataset chats.jsonl",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(
+        parser, "a run folder; or the path of a recipe, which gets all flags not listed here"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="print the rows of this step (default: 1, the first)"
+    )
+    parser.add_argument("--row", type=int, metavar="I", help="print the row with this number")
+    parser.add_argument("--random", type=int, metavar="N", help="print so many random rows")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="the checkpoint under which the nll is computed, such as step-00000100 "
+        "(default: the finished model, or else the newest checkpoint)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    folder = Path(arguments.recipe)
+    separate_recipe_flags(arguments, is_recipe=not folder.is_dir())
+    given = [name for name in ("step", "row", "random") if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
+    step = arguments.step if given else 1
+
+    history = model = None
+    if folder.is_dir():
+        if arguments.flags:
+            raise UserError(f"{arguments.flags[0]} is for a recipe, and {folder} is a folder.")
+        history = History.of_run(folder)
+        model = _model_of(history, arguments.checkpoint)
+        history = history if step is None else _run_that_made(history, step)
+        data = _data_of_run(history)
+    elif arguments.checkpoint is not None:
+        raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
+    else:
+        data = _data_of_recipe(arguments.recipe, arguments.flags, step)
+
+    count = len(data.rows.train)
+    proof = ""
+    if step is not None:
+        numbers, proof = _rows_of_step(data, step, history)
+    elif arguments.row is not None:
+        if not 0 <= arguments.row < count:
+            raise UserError(f"--row {arguments.row}: no such row; the rows are 0 to {count - 1:,}.")
+        numbers = [arguments.row]
+    else:
+        if arguments.random < 1:
+            raise UserError(f"--random {arguments.random} is out of range: print at least one row.")
+        numbers = random.sample(range(count), min(arguments.random, count))
+    _print(data.rows, numbers, model, proof, as_json=arguments.json)
+
+
+# --- the rows
+
+
+class _Data(NamedTuple):
+    """The training rows of a run, and what their order depends on."""
+
+    rows: "Tokenized"
+    global_batch_size: int
+    seed: int
+
+
+def _run_that_made(history: History, step: int) -> History:
+    """Return the run that made a step: this one, or one that it extends.
+
+    Raises:
+        UserError: if no run has made it.
+    """
+    # A run that has failed may have failed in the step after its last one, so that one is allowed.
+    last = history.step if history.state == "finished" else history.step + 1
+    if not 1 <= step <= last:
+        raise UserError(
+            f"--step {step} is out of range: this run has made steps 1 to {history.step}."
+        )
+    while step <= history.extends.get("step", 0):
+        folder = Path(history.extends["run"])
+        if not is_run(folder) and history.starts:  # the path may be relative to another folder
+            folder = Path(history.starts[0].get("directory", "")) / folder
+        history = History.of_run(folder)
+    return history
+
+
+def _data_of_run(history: History) -> _Data:
+    """Return the rows of a run, from the cache.
+
+    Raises:
+        UserError: if they are not there. The message has a command that makes them again.
+    """
+    from llmtrain.data.prepare import open_entry
+    from llmtrain.data.shuffle import Mixture
+
+    fingerprint = _fingerprint_of(history)
+    # The name is empty if the recipe made its rows itself.
+    entry = cache_folder() / Path(str(history.record.get("cache_entry", ""))).name
+    try:
+        rows = open_entry(entry)
+    except OSError:
+        command = shlex.join((history.starts or [{}])[-1].get("command") or ["RECIPE"])
+        raise UserError(
+            f"the rows of {history.folder} are not in the cache ({entry}); llmtrain rows {command} "
+            "makes them again, and prints those of a step with --step."
+        ) from None
+    if fingerprint["mixture"]:
+        mixture = Mixture(rows.metadata.source_rows, fingerprint["mixture"])
+        rows = replace(rows, mixture=mixture)
+    return _Data(rows, fingerprint["global_batch_size"], fingerprint["seed"])
+
+
+def _fingerprint_of(history: History) -> JsonObject:
+    """Return the fingerprint of a run.
+
+    Raises:
+        UserError: if ``run.json`` has none.
+    """
+    fingerprint: JsonObject = history.record.get("fingerprint") or {}
+    if not {"mixture", "global_batch_size", "seed", "objective"} <= fingerprint.keys():
+        raise UserError(f"{history.folder}/run.json does not say which rows the run has.")
+    return fingerprint
+
+
+def _data_of_recipe(recipe: str, flags: list[str], step: int | None) -> _Data:
+    """Return the rows that a recipe would train on with these flags."""
+    from llmtrain.training.recipe_model import run_to_model
+
+    planned = run_to_model(recipe, flags, "no")
+    settings = planned.settings
+    last = settings.optim.max_steps
+    if step is not None and not 1 <= step <= last:
+        raise UserError(f"--step {step} is out of range: the run makes steps 1 to {last}.")
+    return _Data(planned.rows, settings.data.global_batch_size, settings.optim.seed)
+
+
+def _rows_of_step(data: _Data, step: int, history: History | None) -> tuple[list[int], str]:
+    """Return the numbers of the rows of a step, and a line that says so if the run has logged them.
+
+    Args:
+        data: the rows.
+        step: the step.
+        history: the run that made it, if there is one.
+
+    Raises:
+        UserError: if they differ from those whose fingerprint the run has logged.
+    """
+    from llmtrain.data.loader import train_loader
+
+    rows = data.rows
+    (batch,) = train_loader(
+        rows.train,
+        data.global_batch_size,
+        micro_batch=data.global_batch_size,
+        steps=range(step - 1, step),
+        seed=None if rows.in_order else data.seed,
+        mixture=rows.mixture,
+    )
+    found = f"{batch.token_fingerprint:x}-{batch.label_fingerprint:x}"
+    entries = [] if history is None else history.entries
+    proof = ""
+    for logged in [
+        entry["batch"] for entry in entries if entry["step"] == step and "batch" in entry
+    ]:
+        proof = labelled("same", f"step {step} had these rows: metrics.jsonl has {logged}, too")
+        if logged != found:
+            raise UserError(
+                f"these are not the rows of step {step}: their fingerprint is {found}, and "
+                f"metrics.jsonl has {logged}; the file or the cache was changed."
+            )
+    return [number for number in batch.rows.tolist() if number >= 0], proof  # -1 is padding
+
+
+# --- their nll
+
+
+def _model_of(history: History, checkpoint: str | None) -> str | None:
+    """Return the model folder under which the nll is computed; ``None`` if there is none.
+
+    Raises:
+        UserError: if there is no such checkpoint.
+    """
+    from llmtrain.model_folders import model_folder
+
+    folder = history.folder.absolute()
+    model = None
+    if checkpoint is not None:
+        model = model_folder(str(folder / "checkpoints" / checkpoint))
+    else:
+        with contextlib.suppress(UserError):  # no model yet
+            model = model_folder(str(folder))
+    objective = _fingerprint_of(history)["objective"] or {}
+    return model if objective.get("class") in ("Objective", "ExpertObjective") else None
+
+
+def _nlls(rows: "Tokenized", numbers: list[int], model: str) -> list[float]:
+    """Return the mean nll per target token of each row under a model, in float32.
+
+    Raises:
+        UserError: if the model cannot be loaded.
+    """
+    import torch
+
+    import llmtrain as lt
+    from llmtrain.data.loader import Collate, SlotRows
+    from llmtrain.data.samplers import Slot
+    from llmtrain.launching.accelerator import start_accelerator
+    from llmtrain.model_folders import is_adapter
+    from llmtrain.parallel.placement import place
+
+    config = lt.ModelConfig(model_name_or_path=model, continue_adapter=is_adapter(Path(model)))
+    config.set(max_length=rows.metadata.block_size)
+    accelerator = start_accelerator()
+    bundle = place(accelerator, lt.load_model(config, None, rows, seed=0, precision="no"))
+    trained = bundle.model.float().eval()
+    collate = Collate(micro_batch=1, prepare=bundle.prepare_batch)
+    slots = [Slot(position=0, row=number) for number in numbers]
+    batch = collate(SlotRows(rows.train).__getitems__(slots)).to(accelerator.device)
+    with torch.no_grad():
+        sums = [bundle.objective.loss(trained, one, {}).loss.item() for one in batch.batches]
+    return [nll / max(count, 1) for nll, count in zip(sums, batch.targets.tolist(), strict=True)]
+
+
+# --- printing
+
+
+def _print(
+    rows: "Tokenized", numbers: list[int], model: str | None, proof: str, as_json: bool
+) -> None:
+    nlls: Sequence[float | None] = [None] * len(numbers)
+    if model is not None:
+        with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
+            nlls = _nlls(rows, numbers, model)
+
+    is_coloured = not as_json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    marks = GREEN if is_coloured else QUOTES
+    items = [
+        {"row": number, "nll": nll, "text": row_text(rows.train[number], rows.tokenizer, marks)}
+        for number, nll in zip(numbers, nlls, strict=True)
+    ]
+    if as_json:
+        print(json_text(items, indent=1))
+        return
+    if proof:
+        print(proof)
+    for item in items:
+        nll = "" if item["nll"] is None else f", nll {item['nll']:.4f}"
+        print(f"===== row {item['row']} of {len(rows.train):,}{nll}\n{item['text']}")
