@@ -88,11 +88,6 @@ COMMANDS = {
         summary="Run a recipe with several seeds, one after the other, to see how much its loss "
         "varies.",
     ),
-    "replay": Command(
-        group="Look at runs",
-        module="llmtrain.lab.commands.replay",
-        summary="Repeat one step of a run from an earlier checkpoint, and list its rows by loss.",
-    ),
     "report": Command(
         group="Look at runs",
         module="llmtrain.lab.commands.report",
@@ -190,6 +185,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         # The first word without a dash is the command: no flag before it takes a value.
         words = [word for word in argv if not word.startswith("-")]
+        if words[:1] == ["replay"]:
+            raise UserError("llmtrain replay is gone: use llmtrain rows RUN --step N.")
         arguments, unknown = build_parser(words[:1]).parse_known_args(argv)
         if unknown:
             # The command's own parser names the help that lists what the command takes.

@@ -409,8 +409,8 @@ def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     text = json_text({"loss": math.inf, "rows": [(math.nan, 1.5)], "same": False})
     assert json.loads(text) == {"loss": None, "rows": [[None, 1.5]], "same": False}
 
-    write_json(tmp_path / "replay.json", {"rows": [{"loss": math.nan}]})
-    assert json.loads((tmp_path / "replay.json").read_text()) == {"rows": [{"loss": None}]}
+    write_json(tmp_path / "rows.json", {"rows": [{"loss": math.nan}]})
+    assert json.loads((tmp_path / "rows.json").read_text()) == {"rows": [{"loss": None}]}
 
 
 # --- llmtrain export

@@ -480,22 +480,6 @@ def test_the_exit_status_tells_whether_a_run_is_finished(
     assert json.loads(json_text)["step"] == 30
 
 
-# --- replay
-
-
-def test_a_replay_of_an_inherited_step_names_the_run_that_made_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run-2", PREEMPTED)
-    extends = {"run": "runs/run", "step": 20, "start_times": []}
-    write_json(run / "run.json", {"format_version": 1, "extends": extends})
-
-    status, _, err = run_cli(capsys, "replay", str(run), "--step", "20")
-
-    assert status == 2
-    assert "llmtrain replay runs/run --step 20" in err
-
-
 # --- mistakes
 
 

@@ -76,22 +76,19 @@ def short_run_flags(steps: int) -> "JsonObject":
     return {"max_steps": steps, "warmup_steps": 0.5, "report_to": "none"}
 
 
-def run_command(
-    command: list[str], on_cpu: bool, directory: Path | None = None, **variables: str
-) -> str:
+def run_command(command: list[str], on_cpu: bool, **variables: str) -> str:
     """Run a command, wait until it ends, and return what it printed on stdout.
 
     Args:
         command: the words of the command.
         on_cpu: use the CPU even if there is a GPU.
-        directory: where to run it; ``None`` for the current folder.
         variables: environment variables to set.
 
     Raises:
         UserError: with the command's own message, if it failed.
     """
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
-        with start_command(command, on_cpu, stderr, stdout, directory, **variables) as process:
+        with start_command(command, on_cpu, stderr, stdout, **variables) as process:
             process.wait()
         if process.returncode:
             raise UserError(failure_message(Path(stderr.name)))
@@ -147,7 +144,6 @@ def start_command(
     on_cpu: bool,
     stderr: Output,
     stdout: Output = subprocess.DEVNULL,
-    directory: Path | None = None,
     /,
     **variables: str,
 ) -> "Iterator[subprocess.Popen[bytes]]":
@@ -164,7 +160,6 @@ def start_command(
         env=env,
         stdout=stdout,
         stderr=stderr,
-        cwd=directory,
         start_new_session=True,
     )
     try:

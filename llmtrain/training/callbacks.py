@@ -17,9 +17,8 @@ from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
+from llmtrain.training.compiling import compile_blocks, is_worth_compiling
 from llmtrain.training.context import LoopCallback, LoopContext
-from llmtrain.training.evaluate import row_losses
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
 from llmtrain.training.run_state import compare_states, flat_states
 from llmtrain.training.step_log import Logging, RowLedger
@@ -57,8 +56,6 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
         StatelessParts(context),
         WarmUp(context),
     ]
-    if context.is_replay:
-        callbacks.append(Replay(context))
     if settings.log.log_rows:
         # It counts from the beginning of a step, so it comes after those that make passes there.
         syncs = GradientSyncs(engine.model)
@@ -69,15 +66,14 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
     # evaluation that follows it.
     callbacks.append(CompareReplicas(context))
     callbacks.append(Logging(context, syncs))
-    if not context.is_replay:
-        if settings.log.xray_range is not None:
-            callbacks.append(XRayRecording(context, settings.log.xray_range))
-        if context.evaluates:
-            callbacks.append(Evaluation(context))
-        if settings.eval.sample_prompts:
-            callbacks.append(Samples(context))
-        callbacks.append(CheckStates(context))
-        callbacks.append(Checkpoints(context))
+    if settings.log.xray_range is not None:
+        callbacks.append(XRayRecording(context, settings.log.xray_range))
+    if context.evaluates:
+        callbacks.append(Evaluation(context))
+    if settings.eval.sample_prompts:
+        callbacks.append(Samples(context))
+    callbacks.append(CheckStates(context))
+    callbacks.append(Checkpoints(context))
     callbacks.append(Finish(context))
     return callbacks
 
@@ -202,26 +198,6 @@ class StatelessParts(LoopCallback):
             for part in self.run.parts.fingerprinted
             if part.fingerprint is not None and not part.state_dict()
         }
-
-
-class Replay(LoopCallback):
-    """Writes the rows of one step, each with its loss, and stops the run after it."""
-
-    @property
-    def _is_next_step_replayed(self) -> bool:
-        """Whether the next step is the one to repeat; ``run.step`` counts the steps made so far."""
-        return self.run.step + 1 == self.settings.log.replay_step
-
-    def on_step_begin(self, batch: LocalBatch) -> None:
-        if not self._is_next_step_replayed:
-            return
-        with eager_code(self.engine.model):
-            rows = row_losses(self.engine, batch, self.run.bundle.prepare_batch)
-        self.run.writer.write("replay.json", {"step": self.run.step + 1, "rows": rows})
-
-    def wants_to_stop(self) -> bool:
-        # The loop asks before it makes the step, and stops after it.
-        return self._is_next_step_replayed
 
 
 class CompareReplicas(LoopCallback):

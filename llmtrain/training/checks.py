@@ -42,12 +42,6 @@ def check_steps(run: Run) -> None:
             f"--max_steps {last_step} is below step {run.step}, from which this run resumes; "
             "raise it."
         )
-    steps_to_make = range(run.step + 1, last_step + 1)
-    if log.replay_step is not None and log.replay_step not in steps_to_make:
-        raise UserError(
-            f"--replay_step {log.replay_step}: this run makes steps {run.step + 1} to "
-            f"{last_step}; name one of these."
-        )
     if log.xray_range is not None and log.xray_range[-1] > last_step:
         raise UserError(
             f"--xray_steps {log.xray_steps} goes past the last step, --max_steps {last_step}; "

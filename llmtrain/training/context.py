@@ -177,7 +177,7 @@ class LoopContext:
 
     def needs_result_of(self, info: StepInfo) -> bool:
         """Return whether something needs the result of a step before the next one."""
-        if self.is_replay or self.evaluates_after(info) or self.saves_after(info):
+        if self.evaluates_after(info) or self.saves_after(info):
             return True
         is_logged = info.is_due(self.run.settings.log.logging_steps)
         return any(
@@ -217,11 +217,6 @@ class LoopContext:
             # A long phase could be taken for a hang, so it begins again with each batch.
             self.engine.phases.begin("an evaluation")
             yield batch
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether the run only repeats one step to inspect it, and neither evaluates nor saves."""
-        return self.run.settings.log.replay_step is not None
 
     def evaluates_after(self, info: StepInfo) -> bool:
         """Return whether the model is evaluated after a step.
@@ -283,8 +278,7 @@ class TrainingView:
     @property
     def is_last(self) -> bool:
         run = self._context.run
-        is_over = run.step == run.settings.optim.max_steps or bool(run.early_end)
-        return is_over and not self._context.is_replay
+        return run.step == run.settings.optim.max_steps or bool(run.early_end)
 
     def write_model(self, folder: Path) -> None:
         self._context.count_numbers()

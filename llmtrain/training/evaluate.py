@@ -1,4 +1,4 @@
-"""Measure a model between steps: its eval loss, the losses of single rows, and text samples."""
+"""Measure a model between steps: its eval loss, and text samples."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
+from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.metric import Metric
 from llmtrain.interfaces.part import name_of
-from llmtrain.json_types import JsonObject
 from llmtrain.models.generation import Sampling, continuation_text, sample_token
 from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
 
@@ -256,81 +255,6 @@ def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]])
     engine.model.eval()
     totals = engine.count(micro_batches())
     return engine.objective.prepass(engine, micro_batches(), totals)
-
-
-@torch.no_grad()
-def row_losses(
-    engine: Engine,
-    local_batch: LocalBatch,
-    prepare: Callable[[Batch], Batch] | None = None,
-) -> list[JsonObject]:
-    """Return the loss of each row of the global batch, before the step is made.
-
-    All ranks call this. The random state stays as it is, so the step draws the same numbers.
-
-    Args:
-        engine: how this process computes.
-        local_batch: this rank's share of the global batch.
-        prepare: the model's ``prepare_batch``. It is called again, with each row.
-
-    Returns:
-        A dictionary for each row: ``row``, ``targets`` (the number of target tokens), ``loss``
-        (divided by the row's denominator, so by default the mean per target token in nats) and
-        ``tokens`` (without the padding at the end).
-    """
-    extra: Batch = {}
-    if engine.objective.uses_prepass_in_eval:
-        totals = engine.count(local_batch.batches)
-        extra = engine.objective.prepass(engine, local_batch.batches, totals)
-
-    single_rows = [_single_row(local_batch, i, prepare) for i in range(len(local_batch.rows))]
-    with engine.fork_rng():
-        losses = [engine.loss(row, extra).loss.float().reshape(()) for row in single_rows]
-    denominators = [engine.denominator(row) for row in single_rows]
-    is_padding = _is_padding(local_batch.columns["input_ids"], local_batch.columns["labels"])
-    tokens_or_minus_one = local_batch.columns["input_ids"].masked_fill(is_padding, -1)
-
-    gathered_columns = zip(
-        engine.ranks.gather_rows(local_batch.rows).tolist(),
-        engine.ranks.gather_rows(local_batch.targets).tolist(),
-        engine.ranks.gather_rows(torch.stack(denominators)).tolist(),
-        engine.ranks.gather_rows(torch.stack(losses)).tolist(),
-        engine.ranks.gather_rows(tokens_or_minus_one).tolist(),
-        strict=True,
-    )
-    return [
-        {
-            "row": row,
-            "targets": targets,
-            "loss": mean((loss, denominator)),
-            "tokens": [token for token in tokens if token >= 0],
-        }
-        for row, targets, denominator, loss, tokens in gathered_columns
-        if row >= 0  # padding has the row -1
-    ]
-
-
-def _is_padding(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return which positions are padding at the end of their row, bool [B, T].
-
-    Padding is a token that is repeated up to the end, and no target.
-    """
-    may_be_padding = (input_ids == input_ids[:, -1:]) & (labels == IGNORED)
-    is_in_last_run = may_be_padding.flip(1).long().cumprod(1).flip(1).bool()
-    has_run = is_in_last_run.sum(1, keepdim=True) > 1
-    return is_in_last_run & has_run
-
-
-def _single_row(
-    local_batch: LocalBatch, index: int, prepare: Callable[[Batch], Batch] | None
-) -> Batch:
-    """Return a micro-batch of one row, with what the model's ``prepare_batch`` returns for it."""
-    row = {name: column[index : index + 1] for name, column in local_batch.columns.items()}
-    if prepare is None:
-        return row
-    row_on_host = {name: column.cpu() for name, column in row.items()}
-    device = local_batch.columns["labels"].device
-    return row | {name: value.to(device) for name, value in prepare(row_on_host).items()}
 
 
 @torch.no_grad()

@@ -199,10 +199,6 @@ def _new_run(
     if resume_point.checkpoint:
         saver.verified.append(resume_point.checkpoint)
 
-    deadline = Deadline()
-    if settings.log.replay_step is None:
-        # Tokenising, loading the model and the reference pass have taken part of the time.
-        deadline = Deadline.of(settings.run.max_hours, seconds_since_start())
     return Run(
         accelerator=ranks.accelerator,
         ranks=ranks,
@@ -217,7 +213,8 @@ def _new_run(
         writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
         saver=saver,
         metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
-        deadline=deadline,
+        # Tokenising, loading the model and the reference pass have taken part of the time.
+        deadline=Deadline.of(settings.run.max_hours, seconds_since_start()),
         patience=Patience(
             settings.eval.early_stopping_patience,
             settings.eval.metric_for_best_model,

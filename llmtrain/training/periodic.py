@@ -127,10 +127,6 @@ class Finish(LoopCallback):
     def _outcome(self) -> Outcome:
         """Write the model if the run is finished; return how the run has ended."""
         run = self.run
-        if self.loop_context.is_replay:
-            # The run has more steps to make, so it is not finished.
-            return Outcome("preempted", f"step {run.step} was repeated for llmtrain replay")
-
         wait_for_saves(run)
         if run.early_end:
             return self._finished(run.early_end)

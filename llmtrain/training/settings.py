@@ -330,19 +330,9 @@ class LogConfig(Config):
         "gradients",
         hidden=True,
     )
-    replay_step: int | None = flag(
-        None,
-        "write the loss of each row of this step to replay.json, and stop after it; the command "
-        "llmtrain replay uses this",
-        hidden=True,
-    )
 
     def __post_init__(self) -> None:
         _require_steps(self, 1, "logging_steps")
-        if self.replay_step is not None and self.replay_step < 1:
-            raise UserError(
-                f"--replay_step {self.replay_step} is out of range: it must be above 0."
-            )
         _parse_xray_steps(self.xray_steps)
 
     @property

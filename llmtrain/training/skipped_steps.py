@@ -27,8 +27,6 @@ def count_if_skipped(
     allowed = run.settings.optim.skip_nonfinite
     if math.isfinite(grad_norm):
         return
-    if step == run.settings.log.replay_step:  # the user wants to look at this very step
-        return
     # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps while
     # the scale is lowered is normal. A scale below 1 is not too large, so the gradient is at fault.
     scaler = engine.accelerator.scaler

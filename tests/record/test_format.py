@@ -119,7 +119,7 @@ def test_commands_refuse_a_run_of_a_newer_format(
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("command", ["report .", "diff . .", "replay . --step 1"])
+@pytest.mark.parametrize("command", ["report .", "diff . .", "rows . --step 1"])
 def test_a_run_without_a_format_version_is_refused_in_one_line(
     command: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

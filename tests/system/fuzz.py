@@ -70,7 +70,7 @@ GPT_FLAGS = shlex.split("""
     tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
     warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout
     ddp_comm_hook run_name seed logging_steps eval_steps save_steps save_total_limit max_hours
-    skip_nonfinite resume_from_checkpoint bitwise torch_compile xray_steps log_rows replay_step
+    skip_nonfinite resume_from_checkpoint bitwise torch_compile xray_steps log_rows
     sample_prompts sync_each_batch report_to config
 """)
 FINETUNE_FLAGS = shlex.split("""
@@ -402,8 +402,8 @@ class Fuzz:
             ["init", text],
             ["learn", nasty],
             ["plan", text],
-            ["replay", folder],
-            ["replay", folder, "--step", nasty],
+            ["rows", folder],
+            ["rows", folder, "--step", nasty],
             ["report", folder, "--json"],
             ["report", folder, "--output", str(self.folder / "report.html")],
             ["runs", "check", folder],

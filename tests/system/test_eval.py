@@ -237,9 +237,9 @@ def test_an_impossible_evaluation_is_an_error_of_one_line(
         "chat {checkpoint} --max_new_tokens 2",
         "generate {checkpoint} --prompt a --max_new_tokens 2",
         "eval {checkpoint} --dataset {chats}",
-        "replay {run} --step 6",
+        "rows {run} --step 6",
     ],
-    ids=["export", "merge", "export elsewhere", "chat", "generate", "eval", "replay"],
+    ids=["export", "merge", "export elsewhere", "chat", "generate", "eval", "rows"],
 )
 def test_no_command_changes_the_checkpoint_that_it_reads(
     command: str,

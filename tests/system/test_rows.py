@@ -213,6 +213,7 @@ def test_a_sharded_run_has_the_rows_of_each_step(
         ("rows {tmp}/absent", "is not a file"),
         ("rows recipes/gpt.py --step 7 --max_steps 6 --dataset {text} --tokenizer byte", "1 to 6"),
         ("rows recipes/gpt.py --checkpoint step-1", "is a recipe"),
+        ("replay {gpt} --step 1", "use llmtrain rows RUN --step N"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line(

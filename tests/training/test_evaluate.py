@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
-from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.data.loader import eval_loader
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.training.evaluate import eval_extra, evaluate, row_losses
+from llmtrain.training.evaluate import eval_extra, evaluate
 from tests.engines import engine_of
 
 
@@ -60,53 +60,6 @@ def test_every_eval_token_counts_once_whatever_the_micro_batch(
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / target_tokens), rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / 100, rel=1e-6)
     assert model.training, "the mode of the model is restored"
-
-
-def first_batch(
-    accelerator: Accelerator, rows: list[list[int]], rows_per_step: int, micro_batch: int, **options
-) -> Any:
-    """Return the only batch of a loader of training rows."""
-    loader = train_loader(
-        dataset_of(rows), rows_per_step, micro_batch, range(1), seed=None, **options
-    )
-    (batch,) = accelerator.prepare(loader)
-    return batch
-
-
-class SumOfOffsets(nn.Module):
-    """A model that cannot compute without the offsets that `add_offsets` prepares."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor, offsets: Tensor) -> Tensor:
-        has_targets = (labels[:, 1:] != -100).any(1)
-        return (offsets * has_targets).sum().double()
-
-
-def add_offsets(batch: Batch) -> Batch:
-    return {"offsets": batch["input_ids"].sum(1)}
-
-
-def test_the_losses_of_single_rows_use_the_columns_of_prepare_batch(
-    accelerator: Accelerator,
-) -> None:
-    rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    batch = first_batch(accelerator, rows, rows_per_step=4, micro_batch=2, prepare=add_offsets)
-
-    losses = row_losses(engine_of(accelerator, SumOfOffsets()), batch, add_offsets)
-
-    assert [loss["row"] for loss in losses] == [0, 1, 2]
-    assert [loss["loss"] * loss["targets"] for loss in losses] == [sum(row) for row in rows]
-
-
-def test_the_tokens_of_a_row_are_reported_without_padding(accelerator: Accelerator) -> None:
-    long = [*range(1, 201)]
-    short = [5, 6, 7, 7, 7]
-    padding = [-100] * (len(long) - len(short))
-    rows = [long, short + padding]
-    batch = first_batch(accelerator, rows, rows_per_step=2, micro_batch=1)
-
-    losses = row_losses(engine_of(accelerator, NatPerToken()), batch)
-
-    assert [loss["tokens"] for loss in losses] == [long, short]
 
 
 # --- objectives of the user
