@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,6 @@ from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.locks import file_lock
 from tests.data.chat_records import chat_records
 from tests.data.preparation import TEXTS, data_config, write_records, write_texts
 from tests.failing_calls import failing, needs_failing_calls
@@ -212,12 +212,15 @@ def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(
     config = data_config(tmp_path / "texts.jsonl", isolate_documents=True, eval_fraction=0.3)
     entry = entry_of(expected, cache)
 
+    everyone = threading.Barrier(4)
+
     def open_often(number: int) -> None:
         for _ in range(10):
             assert_equal(tokenize(config, 16), expected)
+            everyone.wait(timeout=60)  # nobody opens or makes it now
             if number == 0:
-                with file_lock(Path(f"{entry}.lock")):  # nobody makes it now
-                    (entry / "eval-0.arrow").unlink(missing_ok=True)
+                (entry / "eval-0.arrow").unlink()
+            everyone.wait(timeout=60)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(open_often, range(4)))

@@ -376,7 +376,7 @@ def test_the_output_of_a_flag_that_ends_the_recipe_is_shown(
     [
         pytest.param(
             "print('trains at once')",
-            r"own\.py has no function main, which llmtrain plan calls",
+            r"own\.py has no function main, which this command calls",
             id="no main",
         ),
         pytest.param("main = 3", r"own\.py has no function main", id="main is no function"),
