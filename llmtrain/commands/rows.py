@@ -190,19 +190,19 @@ def _rows_of_step(data: _Data, step: int, history: History | None) -> tuple[list
         seed=None if rows.in_order else data.seed,
         mixture=rows.mixture,
     )
-    found = f"{batch.token_fingerprint:x}-{batch.label_fingerprint:x}"
+    numbers = [number for number in batch.rows.tolist() if number >= 0]  # -1 is padding
     entries = [] if history is None else history.entries
-    proof = ""
-    for logged in [
-        entry["batch"] for entry in entries if entry["step"] == step and "batch" in entry
-    ]:
-        proof = labelled("same", f"step {step} had these rows: metrics.jsonl has {logged}, too")
-        if logged != found:
-            raise UserError(
-                f"these are not the rows of step {step}: their fingerprint is {found}, and "
-                f"metrics.jsonl has {logged}; the file or the cache was changed."
-            )
-    return [number for number in batch.rows.tolist() if number >= 0], proof  # -1 is padding
+    logged = {entry["step"]: entry["batch"] for entry in entries if "batch" in entry}.get(step)
+    if logged is None:
+        return numbers, ""
+
+    fingerprint = f"{batch.token_fingerprint:x}-{batch.label_fingerprint:x}"
+    if logged != fingerprint:
+        raise UserError(
+            f"these are not the rows of step {step}: their fingerprint is {fingerprint}, and "
+            f"metrics.jsonl has {logged}; the file or the cache was changed."
+        )
+    return numbers, labelled("same", f"step {step} had these rows: metrics.jsonl has {logged}, too")
 
 
 # --- their nll
