@@ -212,12 +212,22 @@ def test_the_files_of_a_checkpoint_have_the_format_version(name: str, run: Path)
 # --- a run that an earlier version has written
 
 
+def unpack(name: str, folder: Path) -> Path:
+    with tarfile.open(Path(__file__).with_name(name)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "run"
+
+
 @pytest.fixture
 def earlier_run(tmp_path: Path) -> Path:
     """An unfinished run of commit 78add705, with a checkpoint after step 2 of 4."""
-    with tarfile.open(Path(__file__).with_name("run_of_an_earlier_version.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "run"
+    return unpack("run_of_an_earlier_version.tar.gz", tmp_path)
+
+
+@pytest.fixture
+def adafactor_run(tmp_path: Path) -> Path:
+    """An unfinished run of commit 104f03dc with ``--optim adafactor``, which was removed later."""
+    return unpack("run_with_removed_flags.tar.gz", tmp_path)
 
 
 @pytest.mark.parametrize("names", ["run", "checkpoint"])
@@ -262,3 +272,20 @@ def test_commands_read_a_run_of_an_earlier_version(
     status, _, err = run_cli(capsys, *command.replace("RUN", str(earlier_run)).split())
 
     assert (status, err) == (0, "")
+
+
+def test_a_run_with_a_removed_flag_is_read_and_another_run_begins(
+    adafactor_run: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for command in ["runs RUN", "report RUN", "diff RUN RUN"]:
+        status, _, err = run_cli(capsys, *command.replace("RUN", str(adafactor_run)).split())
+        assert (status, err) == (0, "")
+    before = contents(adafactor_run)
+    fingerprint = json.loads((adafactor_run / "run.json").read_text())["fingerprint"]
+    fingerprint["optimizer"]["optim"] = "adamw"
+
+    with choose_folder(str(adafactor_run), "auto", fingerprint) as resume_point:
+        assert resume_point.folder == adafactor_run.with_name("run-2")
+        assert "adafactor" in resume_point.reason
+
+    assert contents(adafactor_run) == before
