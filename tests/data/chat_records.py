@@ -1,19 +1,22 @@
-"""Records of conversations, and the text of the rows that are made of them."""
+"""Records of conversations, their rows, and the text of these."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from llmtrain.data.audit import Audit
+from llmtrain.data.config import RowConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.prepare import Tokenized, tokenize
+from tests.data.chats import chat
+from tests.data.preparation import data_config
 
 CHATML_END = "<|im_end|>"  # the token that ends a turn in ChatML
 
 
 def chat_record(*contents: str) -> dict[str, Any]:
     """Return a record with messages of the user and the assistant in turn."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    return {"messages": messages}
+    return {"messages": chat(*contents).messages}
 
 
 def chat_records(count: int, start: int = 0) -> list[dict[str, Any]]:
@@ -31,6 +34,30 @@ def size_of(record: dict[str, Any]) -> int:
     """Return the number of tokens of a conversation: bytes, and two control tokens a message."""
     bytes_of_text = len(chatml(record).replace(CHATML_END, "").replace("<|im_start|>", "").encode())
     return bytes_of_text + 2 * len(record["messages"])
+
+
+def tokenize_rows(
+    config_type: type[RowConfig],
+    *paths: Path,
+    max_length: int,
+    unpaired: bool = False,
+    **settings: Any,
+) -> Tokenized:
+    """Tokenize files. Each setting is a field of ``config_type`` or of ``DataConfig``."""
+    names = config_type.__dataclass_fields__.keys() & settings.keys()
+    row_settings = {name: settings.pop(name) for name in names}
+    return tokenize(
+        data_config(*paths, **settings),
+        max_length,
+        config_type(**row_settings),
+        unpaired=unpaired,
+    )
+
+
+def audit_of(tokenized: Tokenized) -> Audit:
+    """Return the counts of the training data."""
+    assert tokenized.metadata.audit is not None
+    return Audit(**tokenized.metadata.audit)
 
 
 def _documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:

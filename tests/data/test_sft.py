@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmtrain.data import parallel_rendering, prepare
-from llmtrain.data.audit import Audit, total_audit
-from llmtrain.data.config import ChatConfig, PairConfig
-from llmtrain.data.dataset_names import open_source
-from llmtrain.data.formats import conversation_of
+from llmtrain.data.audit import Audit
+from llmtrain.data.config import ChatConfig
+from llmtrain.data.formats import CONVERSATION_FORMATS, conversation_of
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.records import Records
 from llmtrain.data.splits import eval_limit_of, hash_of
 from llmtrain.errors import UserError
 from tests.data.chat_records import (
     CHATML_END,
     answers_of,
+    audit_of,
     chat_record,
     chat_records,
     chatml,
     size_of,
     texts_of,
+    tokenize_rows,
 )
 from tests.data.chats import QWEN3, make
 from tests.data.odd_templates import (
@@ -53,24 +53,14 @@ LONG_SECOND_ANSWER = chat_record("q", "a", "q", "x" * 100)
 
 # A bad record that can be read but not rendered, and one that cannot be read.
 AMBIGUOUS = chat_record("a", f"b{CHATML_END}\U000f0000")
-AMBIGUOUS_REASON = "a message holds a special token and private-use characters of Unicode"
 UNANSWERED = {"messages": [{"role": "user", "content": "a"}]}
-UNANSWERED_REASON = "the conversation has no assistant message"
 
 
 # --- tokenizing
 
 
 def tokenize_files(*paths: Path, max_length: int = MAX_LENGTH, **settings: Any) -> Tokenized:
-    """Tokenize files. Each setting is a field of ``ChatConfig`` or of ``DataConfig``."""
-    chat_settings = {}
-    data_settings = {}
-    for name, value in settings.items():
-        if name in ChatConfig.__dataclass_fields__:
-            chat_settings[name] = value
-        else:
-            data_settings[name] = value
-    return tokenize(data_config(*paths, **data_settings), max_length, ChatConfig(**chat_settings))
+    return tokenize_rows(ChatConfig, *paths, max_length=max_length, **settings)
 
 
 def tokenize_chats(folder: Path, records: list[dict[str, Any]], **settings: Any) -> Tokenized:
@@ -83,12 +73,6 @@ def refusal(*paths: Path, **settings: Any) -> str:
         tokenize_files(*paths, **settings)
     assert "\n" not in str(refused.value)
     return str(refused.value)
-
-
-def audit_of(tokenized: Tokenized) -> Audit:
-    """Return the counts of the training data."""
-    assert tokenized.metadata.audit is not None
-    return Audit(**tokenized.metadata.audit)
 
 
 # --- the text that is expected
@@ -187,57 +171,53 @@ def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(
 # --- formats
 
 
-def prompt_completion(question: str, answer: str) -> dict[str, Any]:
-    return {"prompt": question, "completion": answer}
-
-
-def sharegpt(question: str, answer: str) -> dict[str, Any]:
-    human = {"from": "human", "value": question}
-    return {"conversations": [human, {"from": "gpt", "value": answer}]}
-
-
 def alpaca(question: str, answer: str) -> dict[str, Any]:
     return {"instruction": question, "input": "", "output": answer}
 
 
-FORMATS = {
-    "messages": chat_record,
-    "prompt_completion": prompt_completion,
-    "sharegpt": sharegpt,
-    "alpaca": alpaca,
+# The same conversation in every format.
+SAME: dict[str, dict[str, Any]] = {
+    "messages": chat_record("two ü", "2"),
+    "prompt_completion": {"prompt": "two ü", "completion": "2"},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "two ü"}, {"from": "gpt", "value": "2"}]
+    },
+    "alpaca": alpaca("two ü", "2"),
 }
 
 
 @pytest.mark.parametrize(
     ("format", "suffix"),
     [
-        *((format, "jsonl") for format in FORMATS),
-        *((format, "parquet") for format in FORMATS),
+        *itertools.product(SAME, ("jsonl", "parquet")),
         ("alpaca", "csv"),
     ],
 )
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
-    turns = [("one", "1"), ("two ü", "2"), ("three", "drei")]
-    as_messages = tokenize_chats(tmp_path, [chat_record(*turn) for turn in turns])
-    records = [FORMATS[format](*turn) for turn in turns]
+    assert list(SAME) == list(CONVERSATION_FORMATS)
+    as_messages = tokenize_chats(tmp_path, [SAME["messages"]])
 
-    tokenized = tokenize_files(write_records(tmp_path / f"other.{suffix}", records))
+    tokenized = tokenize_files(write_records(tmp_path / f"other.{suffix}", [SAME[format]]))
 
     assert [*tokenized.train] == [*as_messages.train]
     assert tokenized.metadata.data_sha256 == as_messages.metadata.data_sha256
     assert tokenized.metadata.task == "conversations"
-    assert tokenized.metadata.records == 3
-    assert f"the assistant's turns: the records are {format}\n" in capsys.readouterr().out
+    assert tokenized.metadata.records == 1
+    assert f"the records are {format}\n" in capsys.readouterr().out
 
 
-TWO_FORMATS = chat_record("from", "messages") | prompt_completion("from", "the completion")
+TWO_FORMATS = SAME["messages"] | {"prompt": "from", "completion": "the completion"}
 
 
 @pytest.mark.parametrize(
     ("format", "answer"),
-    [("messages", f"messages{CHATML_END}"), ("prompt_completion", f"the completion{CHATML_END}")],
+    [("messages", f"2{CHATML_END}"), ("prompt_completion", f"the completion{CHATML_END}")],
 )
-def test_a_chosen_format_is_read_even_if_another_fits(tmp_path, format, answer):
+def test_a_record_of_two_formats_needs_the_flag(tmp_path, format, answer):
+    error = refusal(write_records(tmp_path / "a.jsonl", [TWO_FORMATS]))
+    assert "line 1: " in error
+    assert "--format messages or --format prompt_completion" in error
+
     tokenized = tokenize_chats(tmp_path, [TWO_FORMATS], format=format)
 
     assert answers_of(tokenized.train, tokenized) == [answer]
@@ -249,21 +229,6 @@ def test_the_format_text_is_read_even_if_the_record_is_a_conversation(tmp_path):
     tokenized = tokenize_chats(tmp_path, [record], max_length=4, format="text")
 
     assert tokenized.metadata.task == "text"
-
-
-def test_a_record_of_two_formats_is_an_error_that_names_the_flag(tmp_path):
-    error = refusal(write_records(tmp_path / "a.jsonl", [TWO_FORMATS]))
-
-    assert "line 1: the record has the fields of two formats, messages and" in error
-    assert "--format messages or --format prompt_completion" in error
-
-
-def test_a_record_without_the_chosen_format_is_an_error_with_its_line(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", chat_records(2))
-
-    error = refusal(path, format="alpaca")
-
-    assert error.startswith(f"{path}, line 1: field 'instruction' is None")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +281,7 @@ BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
         pytest.param("truncate", [*SHORT, chat_record("q", "a")], 2, id="truncate"),
     ],
 )
-def test_the_audit_has_the_counts_of_the_records(tmp_path, overlong, kept, untrainable):
+def test_the_audit_has_the_counts_of_the_records(tmp_path, capsys, overlong, kept, untrainable):
     records = SHORT + OVERLONG + BAD
 
     tokenized = tokenize_chats(tmp_path, records, overlong=overlong, on_bad_row="skip")
@@ -341,31 +306,7 @@ def test_the_audit_has_the_counts_of_the_records(tmp_path, overlong, kept, untra
         turns=turns,
         ended_turns=turns,
     )
-
-
-@pytest.mark.parametrize(
-    ("overlong", "outcome"),
-    [
-        pytest.param("drop", "dropped", id="drop"),
-        pytest.param("truncate", "truncated", id="truncate"),
-    ],
-)
-def test_the_log_has_two_lines_about_the_audit(tmp_path, capsys, overlong, outcome):
-    tokenized = tokenize_chats(
-        tmp_path, SHORT + OVERLONG + BAD, overlong=overlong, on_bad_row="skip"
-    )
-
-    audit = audit_of(tokenized)
-    lost = audit.lost_tokens / (audit.lost_tokens + audit.tokens)
-    targets = audit.targets / audit.tokens
-    full = audit.tokens / audit.positions
-    assert log_lines(capsys, "audit") == [
-        f"{audit.kept} of 17 conversations: 3 overlong {outcome} ({lost:.1%} of the tokens), "
-        f"{audit.untrainable} without a target token and 3 bad ones left out",
-        f"{audit.targets} of {audit.tokens} tokens are targets ({targets:.1%}), "
-        f"{audit.rows} rows are {full:.1%} full, "
-        f"{audit.turns} of {audit.turns} turns train their end",
-    ]
+    assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 conversations: 3 overlong")
 
 
 def test_the_audit_counts_one_row_for_each_conversation_without_packing(tmp_path):
@@ -395,22 +336,20 @@ def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_pat
     assert audit.unweighted_turns == 1
     assert audit.special_as_text == 2
     assert audit.unread_fields == {"at": 2, "score": 1}
-    assert log_lines(capsys, "audit")[2:] == [
-        "1 turn is not trained, because its weight is 0",
-        "2 special tokens in messages are encoded as text",
-        "some messages have fields that are not read here: at (2), score (1); the chat template "
-        "gets them",
-    ]
+    log = capsys.readouterr().out
+    assert "1 turn is not trained, because its weight is 0" in log
+    assert "2 special tokens" in log
+    assert "at (2), score (1)" in log
 
 
 @pytest.mark.parametrize(
-    ("text", "ended_turns", "sentence"),
+    ("text", "ended_turns"),
     [
-        pytest.param(MARKS_ANSWERS_AND_ENDS, 3, "3 of 3 turns train their end", id="all"),
-        pytest.param(MARKS_ENDS_EXCEPT_LAST, 1, "1 of 3 turns trains its end", id="one"),
+        pytest.param(MARKS_ANSWERS_AND_ENDS, 3, id="all"),
+        pytest.param(MARKS_ENDS_EXCEPT_LAST, 1, id="one"),
     ],
 )
-def test_turns_that_train_their_end_are_counted(tmp_path, capsys, text, ended_turns, sentence):
+def test_turns_that_train_their_end_are_counted(tmp_path, text, ended_turns):
     tokenized = tokenize_chats(
         tmp_path,
         [chat_record("a", "b", "c", "d"), chat_record("e", "f")],
@@ -421,36 +360,24 @@ def test_turns_that_train_their_end_are_counted(tmp_path, capsys, text, ended_tu
     assert audit.turns == 3
     assert audit.ended_turns == ended_turns
     assert audit.targets == 3 + ended_turns  # each answer is one byte
-    assert log_lines(capsys, "audit")[1].endswith(sentence)
-
-
-def test_total_audit_adds_every_count():
-    counts = [field.name for field in dataclasses.fields(Audit) if type(field.default) is int]
-    assert {"records", "kept", "special_as_text"} <= set(counts)
-
-    def audit_with(first_count: int, step: int = 1) -> Audit:
-        values = itertools.count(first_count, step)
-        return Audit("conversation", **dict(zip(counts, values, strict=False)))
-
-    first = audit_with(1)
-    first.unread_fields = {"at": 1, "a": 2}
-    second = audit_with(100)
-    second.unread_fields = {"at": 1, "b": 2}
-
-    expected = audit_with(101, step=2)
-    expected.unread_fields = {"at": 2, "a": 2, "b": 2}
-    assert total_audit([first, second]) == expected
 
 
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
-    first_path = write_records(tmp_path / "a.jsonl", chat_records(3))
-    second_path = write_records(tmp_path / "b.jsonl", chat_records(4, start=50))
+    special = chat_record("e", f"f{CHATML_END}")
+    special["messages"][0] |= {"at": 1}
+    first_path = write_records(tmp_path / "a.jsonl", [*chat_records(3), special, LONG_ANSWER])
+    second_path = write_records(tmp_path / "b.jsonl", [*chat_records(4, start=50), special])
 
-    first = tokenize_files(first_path)
-    second = tokenize_files(second_path)
-    both = tokenize_files(first_path, second_path)
+    first = audit_of(tokenize_files(first_path))
+    second = audit_of(tokenize_files(second_path))
+    both = audit_of(tokenize_files(first_path, second_path))
 
-    assert audit_of(both) == total_audit([audit_of(first), audit_of(second)])
+    for field in dataclasses.fields(Audit):
+        if type(field.default) is int:
+            expected = getattr(first, field.name) + getattr(second, field.name)
+            assert getattr(both, field.name) == expected, field.name
+    assert both.unread_fields == {"at": 2}
+    assert (both.records, both.overlong, both.special_as_text) == (10, 1, 2)
 
 
 # --- overlong conversations
@@ -473,10 +400,7 @@ def test_an_overlong_conversation_is_an_error_with_its_line_and_length(tmp_path,
 
     error = refusal(path, max_length=34, overlong="error")
 
-    assert error.startswith(
-        f"{path}, line 3: 36 tokens are more than --max_length 34 allows; raise it, or set "
-        "--overlong"
-    )
+    assert error.startswith(f"{path}, line 3: 36 tokens are more than --max_length 34 allows")
     assert left_behind(cache) == []
 
 
@@ -502,24 +426,18 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert audit.targets == (labels != IGNORED).sum()
 
 
-def test_a_conversation_that_truncation_would_leave_empty_is_an_error(tmp_path, cache):
+def test_a_conversation_that_truncation_would_leave_empty_is_an_error_or_is_left_out(
+    tmp_path, cache
+):
     records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
     path = write_records(tmp_path / "a.jsonl", records)
 
-    assert refusal(path, overlong="truncate") == (
-        f"{path}, line 3: none of the assistant's turns ends within --max_length {MAX_LENGTH}, "
-        "so truncation would leave nothing to train on; raise it, set --overlong drop, or leave "
-        "such records out with --on_bad_row skip."
-    )
+    error = refusal(path, overlong="truncate")
+    assert error.startswith(f"{path}, line 3: ")
+    assert f"--max_length {MAX_LENGTH}" in error
     assert left_behind(cache) == []
 
-
-def test_a_conversation_that_truncation_would_leave_empty_can_be_skipped(tmp_path):
-    records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
-
-    tokenized = tokenize_chats(tmp_path, records, overlong="truncate", on_bad_row="skip")
-
-    audit = audit_of(tokenized)
+    audit = audit_of(tokenize_files(path, overlong="truncate", on_bad_row="skip"))
     assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 3)
 
 
@@ -551,66 +469,43 @@ def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("bad", "reason"),
+    ("bad", "suffix", "place"),
     [
-        pytest.param(AMBIGUOUS, AMBIGUOUS_REASON, id="cannot-be-rendered"),
-        pytest.param(UNANSWERED, UNANSWERED_REASON, id="cannot-be-read"),
+        pytest.param(AMBIGUOUS, "jsonl", "line 3", id="cannot-be-rendered"),
+        pytest.param(UNANSWERED, "parquet", "row 2", id="cannot-be-read"),
+        pytest.param(chat_record("a", "b\ud83d"), "jsonl", "line 3", id="half-of-a-surrogate-pair"),
     ],
 )
-@pytest.mark.parametrize(("suffix", "place"), [("jsonl", "line 3"), ("parquet", "row 2")])
-def test_a_bad_record_is_an_error_with_its_place_and_advice(
-    tmp_path, cache, bad, reason, suffix, place
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
+    tmp_path, cache, bad, suffix, place, tokenizer
 ):
-    path = write_records(
-        tmp_path / f"a.{suffix}", [*chat_records(2), bad, *chat_records(2, start=2)]
-    )
+    records = [*chat_records(2), bad, *chat_records(2, start=2)]
+    path = write_records(tmp_path / f"a.{suffix}", records)
 
-    error = refusal(path, eval_fraction=0.5)
+    error = refusal(path, eval_fraction=0.5, tokenizer=tokenizer)
 
-    advice = "fix it, or leave such records out with --on_bad_row skip."
-    assert error == f"{path}, {place}: {reason}; {advice}"
+    assert error.startswith(f"{path}, {place}: ")
+    assert "--on_bad_row skip" in error
     assert left_behind(cache) == []
 
-
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
-def test_half_of_a_surrogate_pair_is_bad_for_every_tokenizer(tmp_path, tokenizer):
-    path = write_records(tmp_path / "a.jsonl", [*chat_records(3), chat_record("a", "b\ud83d")])
-
-    error = refusal(path, tokenizer=tokenizer)
-    assert "line 4: message 2 (assistant) holds half of a surrogate pair" in error
-
     audit = audit_of(tokenize_files(path, tokenizer=tokenizer, on_bad_row="skip"))
-    assert (audit.bad, audit.kept) == (1, 3)
+    assert (audit.bad, audit.kept) == (1, 4)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize(
-    ("records", "settings", "reason"),
+    ("records", "settings", "hint"),
     [
-        pytest.param(
-            [LONG_ANSWER, LONG_QUESTION],
-            {},
-            f"a.jsonl: all 2 conversations are longer than --max_length {MAX_LENGTH}; set "
-            "--max_length 128, if the model has as many positions, or --overlong truncate.",
-            id="all-overlong",
-        ),
+        pytest.param([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 128", id="all-overlong"),
         pytest.param(
             [LONG_QUESTION],
             {"overlong": "truncate", "on_bad_row": "skip"},
-            "no token of 1 conversation would be trained (1 of 1 is longer than --max_length 95; ",
+            "--max_length 95",
             id="no-turn-fits",
         ),
+        pytest.param([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1", id="none-can-be-rendered"),
         pytest.param(
-            [AMBIGUOUS],
-            {"on_bad_row": "skip"},
-            "no token of 1 conversation would be trained (0 are overlong, 1 bad, the first one ",
-            id="none-can-be-rendered",
-        ),
-        pytest.param(
-            [UNANSWERED, UNANSWERED],
-            {"on_bad_row": "skip"},
-            f"a.jsonl, line 1: {UNANSWERED_REASON}.",
-            id="none-can-be-read",
+            [UNANSWERED, UNANSWERED], {"on_bad_row": "skip"}, "line 1", id="none-can-be-read"
         ),
         pytest.param(
             chat_records(10),
@@ -621,31 +516,22 @@ def test_half_of_a_surrogate_pair_is_bad_for_every_tokenizer(tmp_path, tokenizer
         pytest.param(
             chat_records(10),
             {"chat_template": COUNTS_WITHOUT_ROLES},
-            "10 turns are shown differently from the way they are prompted for",
+            "10 turns are shown differently",
             id="no-turn-follows-its-prompt",
         ),
+        pytest.param(chat_records(2), {"format": "alpaca"}, "instruction", id="another-format"),
+        pytest.param(chat_records(4), {"tokenizer": "char"}, "--tokenizer char", id="characters"),
     ],
 )
-def test_data_without_useful_targets_are_an_error(
-    tmp_path, cache, records, settings, reason, packing
-):
+def test_data_without_useful_targets_are_an_error(tmp_path, cache, records, settings, hint):
     if "chat_template" in settings:
         settings = {"chat_template": write_template(tmp_path, settings["chat_template"])}
     path = write_records(tmp_path / "a.jsonl", records)
 
-    error = refusal(path, packing=packing, **settings)
+    error = refusal(path, **settings)
 
-    assert error.startswith(f"--dataset {path}")
-    assert reason in error
+    assert hint in error
     assert left_behind(cache) == []
-
-
-def test_the_char_tokenizer_is_refused_because_templates_have_other_characters(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", chat_records(4))
-
-    error = refusal(path, tokenizer="char")
-
-    assert "--tokenizer char knows only the characters of the data" in error
 
 
 # --- the eval data
@@ -664,7 +550,7 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     return train, eval
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize("fraction", [0.1, 0.7])
 def test_about_eval_fraction_of_the_conversations_are_eval_data(tmp_path, fraction):
     _, eval = split_of(tmp_path, chat_records(200), fraction)
 
@@ -702,8 +588,7 @@ def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path, variant):
     assert sorted(texts_of(tokenized.eval, tokenized)) == sorted(usual_texts)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("fraction", [0.001, 0.5, 0.99])
+@pytest.mark.parametrize(("count", "fraction"), [(2, 0.001), (3, 0.5), (5, 0.99)])
 def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction):
     train, eval = split_of(tmp_path, chat_records(count), fraction)
 
@@ -711,9 +596,7 @@ def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction)
     assert eval
 
 
-@pytest.mark.parametrize(
-    "copies", [[0, 0, 1], [0, 1, 1], [0] * 9 + [1], [0] + [1] * 9], ids=["2+1", "1+2", "9+1", "1+9"]
-)
+@pytest.mark.parametrize("copies", [[0, 0, 1], [0] + [1] * 9], ids=["2+1", "1+9"])
 def test_copies_of_a_conversation_are_in_the_same_split(tmp_path, copies):
     two_conversations = chat_records(2)
 
@@ -747,7 +630,7 @@ def test_the_eval_limit_leaves_some_hashes_on_each_side_if_they_differ(hashes, f
         assert eval_count == 0
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.005, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.9])
 def test_the_eval_limit_is_the_fraction_if_that_chooses_a_fair_share(fraction):
     assert eval_limit_of(np.arange(100) / 100, fraction) == fraction
 
@@ -787,26 +670,17 @@ def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
     assert tokenized.tokenizer.convert_tokens_to_ids(CHATML_END) in tokenized.stop_token_ids
 
 
-def test_a_tokenizer_is_trained_on_the_messages_of_the_training_data(tmp_path):
+def test_a_tokenizer_is_trained_on_the_training_data(tmp_path):
     records = chat_records(40)
-    path = write_records(tmp_path / "a.jsonl", records)
-    tokenized = tokenize_files(path, eval_fraction=0.5)
+    tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.5, tokenizer="bpe:300")
     train_texts = texts_of(tokenized.train, tokenized)
 
-    reader = Records(
-        open_source(str(path)),
-        read=lambda fields: conversation_of(fields, "messages"),
-        eval_fraction=0.5,
-        skips_bad=False,
-    )
-
-    def contents(records: list[dict]) -> list[str]:
-        return [message["content"] for record in records for message in record["messages"]]
+    def tokenizer_digest(records: list[dict]) -> str:
+        return tokenize_chats(tmp_path, records, tokenizer="bpe:300").metadata.tokenizer_sha256
 
     train = [record for record in records if chatml(record) in train_texts]
-    assert 0 < len(train) < 40
-    assert [*reader.texts("train")] == contents(train)
-    assert [*reader.texts()] == contents(records)
+    assert tokenizer_digest(train) == tokenized.metadata.tokenizer_sha256
+    assert tokenizer_digest(records) != tokenized.metadata.tokenizer_sha256
 
 
 def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
@@ -850,73 +724,64 @@ def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
     assert [*second.eval] == [*first.eval]
 
 
+def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_entry(
+    tmp_path, capsys
+):
+    variants = {
+        "usual": {},
+        "records": {"records": chat_records(9)},
+        "max_length": {"max_length": MAX_LENGTH + 1},
+        "eval_fraction": {"eval_fraction": 0.5},
+        "packing": {"packing": False},
+        "tokenizer": {"tokenizer": "bpe:300"},
+    }
+    hashes = set()
+    for name, variant in variants.items():
+        tokenized = tokenize_chats(tmp_path, **{"records": chat_records(8)} | variant)
+        assert "; tokenised\n" in capsys.readouterr().out, name
+        hashes.add(tokenized.metadata.data_sha256)
+    assert len(hashes) == len(variants)
+
+
 @pytest.mark.parametrize(
-    "variant",
+    "setting",
     [
-        pytest.param({"records": chat_records(9)}, id="records"),
-        pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
-        pytest.param({"eval_fraction": 0.5}, id="eval_fraction"),
-        pytest.param({"packing": False}, id="packing"),
-        pytest.param({"overlong": "truncate"}, id="overlong"),
-        pytest.param({"on_bad_row": "skip"}, id="on_bad_row"),
-        pytest.param({"tokenizer": "bpe:300"}, id="tokenizer"),
-        pytest.param({"chat_template": "chatml"}, id="chat_template"),
-        pytest.param({"format": "messages"}, id="format"),
+        {"overlong": "truncate"},
+        {"on_bad_row": "skip"},
+        {"chat_template": "chatml"},
+        {"format": "messages"},
     ],
 )
-def test_settings_that_can_shape_the_rows_have_their_own_cache_entry(tmp_path, capsys, variant):
-    settings = {"records": chat_records(8)} | variant
-    tokenize_chats(tmp_path, chat_records(8))
-    capsys.readouterr()
+def test_settings_that_make_the_same_rows_have_the_same_hash_and_another_cache_entry(
+    tmp_path, capsys, setting
+):
+    usual = tokenize_chats(tmp_path, chat_records(8))
 
-    tokenize_chats(tmp_path, **settings)
-    assert "; tokenised\n" in capsys.readouterr().out
-    tokenize_chats(tmp_path, **settings)
-    assert "; from the cache\n" in capsys.readouterr().out
+    for source in ("tokenised", "from the cache"):
+        capsys.readouterr()
+        tokenized = tokenize_chats(tmp_path, chat_records(8), **setting)
+        assert f"; {source}\n" in capsys.readouterr().out
+        assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
 
 
-def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, capsys):
-    def tokenize_with(text: str) -> tuple[str, str]:
-        """Return the first conversation, and the log."""
-        tokenized = tokenize_chats(
-            tmp_path, chat_records(1), chat_template=write_template(tmp_path, text)
-        )
-        return texts_of(tokenized.train, tokenized)[0], capsys.readouterr().out
+def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
 
-    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS)
-    assert text.startswith("user:0?")
-    assert "; tokenised\n" in log
+    def first_text(template: str, source: str) -> str:
+        """Return the first conversation, and check that its row is new or from the cache."""
+        write_template(tmp_path, template)
+        tokenized = tokenize_chats(tmp_path, chat_records(1), chat_template="~/template.jinja")
+        assert f"; {source}\n" in capsys.readouterr().out
+        return texts_of(tokenized.train, tokenized)[0]
 
-    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS.replace("m.role +", "m.role | upper +"))
-    assert text.startswith("USER:0?")
-    assert "; tokenised\n" in log
-
-    text, log = tokenize_with(MARKS_ANSWERS_AND_ENDS)
-    assert text.startswith("user:0?")
-    assert "; from the cache\n" in log
+    uppercase = MARKS_ANSWERS_AND_ENDS.replace("m.role +", "m.role | upper +")
+    assert first_text(MARKS_ANSWERS_AND_ENDS, "tokenised").startswith("user:0?")
+    assert first_text(uppercase, "tokenised").startswith("USER:0?")
+    assert first_text(MARKS_ANSWERS_AND_ENDS, "from the cache").startswith("user:0?")
 
     moved = (tmp_path / "template.jinja").rename(tmp_path / "moved.jinja")
     tokenize_chats(tmp_path, chat_records(1), chat_template=str(moved))
     assert "; from the cache\n" in capsys.readouterr().out
-
-
-def test_a_template_that_is_edited_in_the_home_folder_makes_other_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-
-    write_template(tmp_path, MARKS_ANSWERS_AND_ENDS)
-    first = tokenize_chats(tmp_path, chat_records(4), chat_template="~/template.jinja")
-    write_template(tmp_path, "!" + MARKS_ANSWERS_AND_ENDS)
-    second = tokenize_chats(tmp_path, chat_records(4), chat_template="~/template.jinja")
-
-    assert first.metadata.data_sha256 != second.metadata.data_sha256
-
-
-def test_the_data_hash_does_not_depend_on_settings_that_change_no_row(tmp_path):
-    usual = tokenize_chats(tmp_path, chat_records(8))
-
-    tokenized = tokenize_chats(tmp_path, chat_records(8), overlong="truncate", on_bad_row="skip")
-
-    assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
 
 
 def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tmp_path):
@@ -932,49 +797,18 @@ def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tm
     assert ends.metadata.data_sha256 != usual.metadata.data_sha256
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param({"packing": False}, id="packing"),
-        pytest.param({"max_length": MAX_LENGTH + 1}, id="max_length"),
-        pytest.param({"records": chat_records(9)}, id="records"),
-    ],
-)
-def test_the_data_hash_differs_if_the_rows_differ(tmp_path, variant):
-    usual = tokenize_chats(tmp_path, chat_records(8))
-
-    tokenized = tokenize_chats(tmp_path, **{"records": chat_records(8)} | variant)
-
-    assert tokenized.metadata.data_sha256 != usual.metadata.data_sha256
-
-
 # --- processes
 
 
-@pytest.mark.parametrize(
-    ("records", "config_type"),
-    [
-        pytest.param(
-            [*chat_records(50), AMBIGUOUS, *chat_records(9, start=50)], ChatConfig, id="chats"
-        ),
-        pytest.param(
-            [{"prompt": f"{i}?", "chosen": "a" * (i + 1), "rejected": "b"} for i in range(60)],
-            PairConfig,
-            id="pairs",
-        ),
-    ],
-)
-def test_the_rows_do_not_depend_on_the_number_of_processes(
-    tmp_path, monkeypatch, records, config_type
-):
+def test_the_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
     monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
-    data = data_config(write_records(tmp_path / "a.jsonl", records), eval_fraction=0.3)
+    records = [*chat_records(50), AMBIGUOUS, *chat_records(9, start=50)]
 
     def tokenize_in(processes: int) -> Tokenized:
         monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
-        return tokenize(
-            data, MAX_LENGTH, config_type(on_bad_row="skip", dataset_num_proc=processes)
+        return tokenize_chats(
+            tmp_path, records, eval_fraction=0.3, on_bad_row="skip", dataset_num_proc=processes
         )
 
     serial = tokenize_in(processes=1)
@@ -985,10 +819,9 @@ def test_the_rows_do_not_depend_on_the_number_of_processes(
     assert [*parallel.eval] == [*serial.eval]
 
 
-@pytest.mark.parametrize("processes", [0, -1])
-def test_fewer_than_one_process_is_refused(processes):
-    with pytest.raises(UserError, match=r"--dataset_num_proc .* must be at least 1"):
-        ChatConfig(dataset_num_proc=processes)
+def test_fewer_than_one_process_is_refused():
+    with pytest.raises(UserError, match="--dataset_num_proc"):
+        ChatConfig(dataset_num_proc=0)
 
 
 # --- several files
