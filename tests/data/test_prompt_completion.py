@@ -1,9 +1,5 @@
 """Prompts and completions of plain text are trained without a chat template, followed by EOS."""
 
-import json
-import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +8,15 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.formats import Conversation, conversation_of, preference_of
-from llmtrain.data.messages import BadRecord
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.config import ChatConfig, PairConfig, RowConfig
+from llmtrain.data.formats import conversation_of, preference_of
+from llmtrain.data.prepare import Tokenized
 from llmtrain.data.prompt_completion import PromptCompletionRenderer
-from llmtrain.data.render import Renderer, make_renderer
 from llmtrain.data.rendered import TokenSequence, cut
 from llmtrain.errors import UserError
+from tests.data.chat_records import tokenize_rows
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
-from tests.data.preparation import left_behind
+from tests.data.preparation import left_behind, log_lines, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -40,16 +35,10 @@ def with_bos(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 # --- rendering
 
 
-def plain_text(prompt: str, completion: str) -> Conversation:
+def sequence_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
     record = {"prompt": prompt, "completion": completion}
     conversation = conversation_of(record, "prompt_completion")
-    assert conversation.is_plain_text
-    return conversation
-
-
-def sequence_of(tokenizer: PreTrainedTokenizerFast, prompt: str, completion: str) -> TokenSequence:
-    rendered = PromptCompletionRenderer(tokenizer)(plain_text(prompt, completion))
-    (sequence,) = rendered.sequences
+    (sequence,) = PromptCompletionRenderer(tokenizer)(conversation).sequences
     return sequence
 
 
@@ -104,37 +93,12 @@ def test_no_token_belongs_to_both_the_prompt_and_the_completion() -> None:
 def test_special_tokens_are_text_except_for_eos_at_the_end() -> None:
     tokenizer = make()
 
-    rendered = PromptCompletionRenderer(tokenizer)(plain_text("<s>a</s>", "b<|im_end|> </s></s>"))
+    sequence = sequence_of(tokenizer, "<s>a</s>", "b<|im_end|> </s></s>")
 
-    (sequence,) = rendered.sequences
     assert tokenizer.decode(sequence.ids) == "<s>a</s>b<|im_end|> </s></s>"
     special_ids = [id for id in sequence.ids.tolist() if id in tokenizer.all_special_ids]
     assert special_ids == [tokenizer.eos_token_id]
-    assert rendered.counts["special_as_text"] == 4
     assert sequence.target_bytes == len("b<|im_end|> </s>")
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        pytest.param(
-            {"prompt": [USER], "completion": "b"},
-            "not plain text .*--chat_template chatml",
-            id="messages",
-        ),
-        pytest.param(
-            {"prompt": "a", "completion": "b", "tools": [TOOL]},
-            "not plain text .*--chat_template chatml",
-            id="tools",
-        ),
-        pytest.param(
-            {"prompt": "a", "completion": "\ud83d"}, "half of a surrogate", id="surrogate"
-        ),
-    ],
-)
-def test_records_that_are_not_plain_text_are_refused(record: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadRecord, match=reason):
-        PromptCompletionRenderer(make())(conversation_of(record, "prompt_completion"))
 
 
 def test_each_answer_of_a_pair_is_a_completion() -> None:
@@ -158,13 +122,6 @@ def test_a_text_answer_that_repeats_its_prompt_is_trained_as_it_is() -> None:
     assert [answer[0]["content"] for answer in record.answers] == [" is A", "the dog is A"]
 
 
-def test_a_pair_of_messages_is_refused() -> None:
-    record = preference_of({"prompt": [USER], "chosen": "b", "rejected": "c"})
-
-    with pytest.raises(BadRecord, match="not plain text"):
-        PromptCompletionRenderer(make())(record)
-
-
 def test_a_sequence_can_be_cut() -> None:
     renderer = PromptCompletionRenderer(make())
     sequence = sequence_of(renderer.tokenizer, "abc", "dxyz")
@@ -178,17 +135,6 @@ def test_a_sequence_can_be_cut() -> None:
     assert complete.target_bytes == 4
 
 
-def test_a_tokenizer_without_a_template_renders_plain_text() -> None:
-    renderer = make_renderer(make())
-
-    assert isinstance(renderer, PromptCompletionRenderer)
-    assert renderer.stop_token_ids == {renderer.tokenizer.eos_token_id}
-
-
-def test_a_tokenizer_with_a_template_renders_conversations() -> None:
-    assert isinstance(make_renderer(make(CHATML)), Renderer)
-
-
 # --- from files to rows
 
 COMPLETIONS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(9)]
@@ -200,30 +146,21 @@ CONVERSATIONS = [{"messages": chat(f"{i}?", "so").messages} for i in range(9)]
 MIXED = [*COMPLETIONS[:3], {"prompt": [USER], "completion": [ASSISTANT]}]
 
 
-def write(path: Path, records: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def data_config(
-    folder: Path, records: list[dict[str, Any]], template: str | None = None
-) -> DataConfig:
-    """Write records, and a tokenizer with or without a template."""
-    tokenizer = folder / "tokenizer"
-    with_bos(make(template)).save_pretrained(tokenizer)
-    return DataConfig(
-        dataset=[write(folder / "records.jsonl", records)],
-        tokenizer=str(tokenizer),
-        eval_fraction=0.3,
+def tokenize_records(
+    folder: Path,
+    records: list[dict[str, Any]],
+    template: str | None = None,
+    config_type: type[RowConfig] = ChatConfig,
+    **settings: Any,
+) -> Tokenized:
+    """Tokenize records with a tokenizer that has a template, or none."""
+    with_bos(make(template)).save_pretrained(folder / "tokenizer")
+    return tokenize_rows(
+        config_type,
+        write_records(folder / "records.jsonl", records),
+        max_length=63,
+        **{"tokenizer": str(folder / "tokenizer"), "eval_fraction": 0.3, **settings},
     )
-
-
-def refusal(data: DataConfig, chat_template: str | None) -> str:
-    """Return the message, of one line, with which data are refused."""
-    with pytest.raises(UserError) as refused:
-        tokenize(data, 63, ChatConfig(chat_template=chat_template))
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def texts_of(tokenized: Tokenized) -> list[str]:
@@ -237,71 +174,51 @@ def texts_of(tokenized: Tokenized) -> list[str]:
     return texts
 
 
-WITHOUT_TEMPLATE = [
-    pytest.param(None, None, id="tokenizer-without-template"),
-    pytest.param(None, "none", id="tokenizer-without-template-and-flag"),
-    pytest.param(CHATML, "none", id="flag-removes-template"),
-]
-
-
 @pytest.mark.parametrize(
-    ("records", "config_type", "texts"),
+    ("records", "config_type"), [(COMPLETIONS, ChatConfig), (PREFERENCES, PairConfig)]
+)
+@pytest.mark.parametrize(
+    ("template", "chat_template"),
     [
-        pytest.param(
-            COMPLETIONS,
-            ChatConfig,
-            [r["prompt"] + r["completion"] for r in COMPLETIONS],
-            id="completions",
-        ),
-        pytest.param(
-            PREFERENCES,
-            partial(PairConfig, share_prompts=False),
-            [
-                *(r["prompt"] + r["chosen"] for r in PREFERENCES),
-                *(r["prompt"] + r["rejected"] for r in PREFERENCES),
-            ],
-            id="preferences",
-        ),
+        pytest.param(None, None, id="tokenizer-without-template"),
+        pytest.param(CHATML, "none", id="flag-removes-template"),
     ],
 )
-@pytest.mark.parametrize(("template", "chat_template"), WITHOUT_TEMPLATE)
 def test_rows_of_plain_text_are_prompts_completions_and_eos(
     tmp_path: Path,
     capsys: Capture,
     records: list[dict[str, Any]],
-    config_type: Callable[..., RowConfig],
-    texts: list[str],
+    config_type: type[RowConfig],
     template: str | None,
     chat_template: str | None,
 ) -> None:
-    data = data_config(tmp_path, records, template)
+    settings = {"chat_template": chat_template}
+    if config_type is PairConfig:
+        settings["share_prompts"] = False
+    tokenized = tokenize_records(tmp_path, records, template, config_type, **settings)
 
-    tokenized = tokenize(data, 63, config_type(chat_template=chat_template))
-
+    answers = [name for name in records[0] if name != "prompt"]
+    texts = [record["prompt"] + record[name] for record in records for name in answers]
     assert sorted(texts_of(tokenized)) == sorted(texts)
     eos = tokenized.tokenizer.eos_token_id
     labels = np.array(tokenized.train.dataset["labels"])
     train_records = tokenized.metadata.records - tokenized.metadata.eval_records
-    texts_per_record = len(texts) // len(records)
-    assert (labels == eos).sum() == train_records * texts_per_record
+    assert (labels == eos).sum() == train_records * len(answers)
 
     assert tokenized.stop_token_ids == (eos,)
     assert tokenized.tokenizer.chat_template is None
     assert tokenized.new_tokens == []
     prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
     assert prompt.rpartition("<s>")[2] in [record["prompt"] for record in records]
-    out = capsys.readouterr().out
-    assert "template  none: the rows are prompt, completion and EOS, as plain text\n" in out
+    assert len(log_lines(capsys, "template")) == 1
 
 
 def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
-    data = data_config(tmp_path, COMPLETIONS, CHATML)
-
-    def data_hash(chat_template: str | None) -> str:
-        config = ChatConfig(chat_template=chat_template)
-        return tokenize(data, 63, config).metadata.data_sha256
-
-    assert len({data_hash(None), data_hash("none"), data_hash("chatml")}) == 3
+    hashes = set()
+    for chat_template in (None, "none", "chatml"):
+        tokenized = tokenize_records(tmp_path, COMPLETIONS, CHATML, chat_template=chat_template)
+        hashes.add(tokenized.metadata.data_sha256)
+    assert len(hashes) == 3
 
 
 @pytest.mark.parametrize(
@@ -314,58 +231,56 @@ def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) ->
 def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
     tmp_path: Path, capsys: Capture, records: list[dict[str, Any]]
 ) -> None:
-    line = "default   --chat_template chatml (the tokenizer has no chat template)\n"
-    data = data_config(tmp_path, records)
-
-    by_default = tokenize(data, 63, ChatConfig())
-    assert capsys.readouterr().out.count(line) == 1
-    by_name = tokenize(data, 63, ChatConfig(chat_template="chatml"))
-    assert line not in capsys.readouterr().out
+    by_default = tokenize_records(tmp_path, records)
+    assert "--chat_template chatml" in log_lines(capsys, "default")[0]
+    by_name = tokenize_records(tmp_path, records, chat_template="chatml")
+    assert log_lines(capsys, "default") == []
 
     assert by_default.metadata.data_sha256 == by_name.metadata.data_sha256
     assert by_default.tokenizer.chat_template == by_name.tokenizer.chat_template
 
 
 @pytest.mark.parametrize(
-    ("records", "chat_template", "reason"),
+    ("records", "chat_template", "hint"),
     [
+        pytest.param(CONVERSATIONS, "none", "--chat_template chatml", id="conversations"),
+        pytest.param(MIXED, None, "line 4: .* --chat_template chatml", id="one-among-plain-text"),
         pytest.param(
-            CONVERSATIONS,
+            [COMPLETIONS[0], COMPLETIONS[1] | {"tools": [TOOL]}],
             "none",
-            "--chat_template none is for prompts.*use --chat_template chatml",
-            id="conversations",
+            "line 2: .* --chat_template chatml",
+            id="tools",
         ),
         pytest.param(
-            MIXED,
+            [COMPLETIONS[0], {"prompt": "a", "completion": "\ud83d"}],
             None,
-            "line 4: the record is not plain text .* use --chat_template chatml",
-            id="one-among-plain-text",
-        ),
-        pytest.param(
-            MIXED,
-            "none",
-            "line 4: the record is not plain text .* use --chat_template chatml",
-            id="one-among-plain-text-with-flag",
+            "line 2: .*surrogate",
+            id="half-of-a-surrogate-pair",
         ),
     ],
 )
-def test_conversations_without_a_template_are_refused(
+def test_records_that_are_not_plain_text_are_refused_without_a_template(
     tmp_path: Path,
     cache: Path,
     records: list[dict[str, Any]],
     chat_template: str | None,
-    reason: str,
+    hint: str,
 ) -> None:
-    error = refusal(data_config(tmp_path, records), chat_template)
+    with pytest.raises(UserError, match=hint) as refused:
+        tokenize_records(tmp_path, records, chat_template=chat_template)
 
-    assert re.search(reason, error), error
+    assert "\n" not in str(refused.value)
     assert left_behind(cache) == []
 
 
 def test_the_data_set_that_needs_a_template_is_named(tmp_path: Path) -> None:
-    data = data_config(tmp_path, COMPLETIONS)
-    data.eval_dataset = [write(tmp_path / "chats.jsonl", CONVERSATIONS)]
+    chats = write_records(tmp_path / "chats.jsonl", CONVERSATIONS)
 
-    error = refusal(data, chat_template="none")
-
-    assert f"the records of {data.eval_dataset[0]}" in error
+    with pytest.raises(UserError, match=f"the records of {chats}"):
+        tokenize_records(
+            tmp_path,
+            COMPLETIONS,
+            chat_template="none",
+            eval_dataset=[str(chats)],
+            eval_fraction=0.0,
+        )
