@@ -1,7 +1,6 @@
 """Chat templates: which ones are accepted, what chatml shows, and which tokens end a turn."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from llmtrain.data import jinja_template
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
+from llmtrain.data.jinja_template import JinjaTemplate
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import make_renderer
 from llmtrain.data.template_properties import TemplateProperties
 from llmtrain.errors import UserError
@@ -22,7 +23,6 @@ from tests.data.chats import (
     TEMPLATES,
     TEXT,
     TOOL,
-    USER,
     chat,
     make,
     marked,
@@ -30,6 +30,8 @@ from tests.data.chats import (
     target_texts,
     unmarked,
 )
+
+TWO_TURNS = chat("a", "b", "c", "d")
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> set[str]:
@@ -48,7 +50,7 @@ def chatml_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_chatml_adds_its_two_tokens_once():
+def test_chatml_adds_its_two_tokens_once_and_keeps_bos_and_eos():
     backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
     tokenizer = tok.as_pretrained(backend, block_size=32)
     size = len(tokenizer)
@@ -60,16 +62,7 @@ def test_chatml_adds_its_two_tokens_once():
 
     assert len(tokenizer) == size + 2
     assert len(tokenizer.encode("<|im_end|>")) == 1
-
-
-def test_chatml_keeps_bos_and_eos_and_ends_turns_with_its_own_token():
-    backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
-    tokenizer = tok.as_pretrained(backend, block_size=32)
-
-    set_template(tokenizer, "chatml")
-
-    assert tokenizer.bos_token == tok.END_OF_TEXT
-    assert tokenizer.eos_token == tok.END_OF_TEXT
+    assert tokenizer.bos_token == tokenizer.eos_token == tok.END_OF_TEXT
     assert stop_tokens(tokenizer) == {"<|im_end|>", tok.END_OF_TEXT}
 
 
@@ -86,13 +79,15 @@ def test_a_saved_tokenizer_keeps_the_template_and_its_tokens(tmp_path, chatml_to
 
 
 def test_chatml_shows_tools_calls_and_reasoning(chatml_tokenizer):
-    conversation = Conversation(CALLING, [TOOL, TOOL])
+    question, call, *rest = CALLING
+    calls = {**call, "tool_calls": [CALL, CALL["function"]]}
+    conversation = Conversation([question, calls, *rest], [TOOL, TOOL])
 
     sequence = only_sequence(chatml_tokenizer, conversation)
 
     tool = json.dumps(TOOL)
-    call = '{"name": "add", "arguments": {"a": 2, "b": [3]}}'
-    first_turn = f"<think>\nI add.\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    shown = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
+    first_turn = f"<think>\nI add.\n</think>\n\n{shown}\n{shown}<|im_end|>"
     second_turn = "Five.<|im_end|>"
     assert chatml_tokenizer.decode(sequence.ids) == (
         f"<|im_start|>system\n<tools>\n{tool}\n{tool}\n</tools><|im_end|>\n"
@@ -102,17 +97,7 @@ def test_chatml_shows_tools_calls_and_reasoning(chatml_tokenizer):
         f"<|im_start|>assistant\n{second_turn}"
     )
     assert target_texts(chatml_tokenizer, conversation) == [first_turn, second_turn]
-    assert sequence.turns == 2
-    assert sequence.ended == 2
-
-
-def test_chatml_shows_each_call_on_its_own_lines_with_or_without_a_function(chatml_tokenizer):
-    answer = {"role": "assistant", "content": "So:", "tool_calls": [CALL["function"], CALL]}
-
-    texts = target_texts(chatml_tokenizer, Conversation([USER, answer], None))
-
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
-    assert texts == [f"So:\n{call}\n{call}<|im_end|>"]
+    assert (sequence.turns, sequence.ended) == (2, 2)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -144,50 +129,32 @@ def test_a_template_can_be_a_file(tmp_path):
     assert target_texts(tokenizer, chat("a", "b")) == ["b<|eot_id|>"]
 
 
-def test_a_file_that_does_not_exist_is_an_error(tmp_path):
-    path = tmp_path / "absent.jinja"
-
-    with pytest.raises(UserError) as refused:
-        set_template(make(), str(path))
-
-    reason = "is neither chatml, none nor a readable file ([Errno 2] No such file or directory"
-    assert str(refused.value).startswith(f"--chat_template {path} {reason}")
-
-
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content",
     [
-        pytest.param(
-            b"\xff", r"is neither chatml, none nor a readable file \('utf-8'", id="not-utf-8"
-        ),
-        pytest.param(
-            b"{% for m in messages %}", "cannot show .*Unexpected end of template", id="no-jinja"
-        ),
-        pytest.param(
-            b"{{ raise_exception('only\nin German') }}",
-            "cannot show .*refuses it: only",
-            id="refuses-everything",
-        ),
-        pytest.param(b"{{ messages.x.y }}", "cannot show .*has no attribute 'x'", id="fails"),
-        pytest.param(b"Dear assistant,\n", "does not show the content of messages", id="letter"),
-        pytest.param(b"", "does not show the content of messages", id="empty"),
+        pytest.param(None, id="absent"),
+        pytest.param(b"\xff", id="not-utf-8"),
+        pytest.param(b"{% for m in messages %}", id="no-jinja"),
+        pytest.param(b"{{ raise_exception('only\nin German') }}", id="refuses-everything"),
+        pytest.param(b"{{ messages.x.y }}", id="fails"),
+        pytest.param(b"Dear assistant,\n", id="letter"),
+        pytest.param(b"", id="empty"),
     ],
 )
-def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content, reason):
+def test_a_file_that_is_no_template_is_an_error_of_one_line(tmp_path, content):
     path = tmp_path / "template.jinja"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
 
     with pytest.raises(UserError) as refused:
         set_template(make(), str(path))
 
-    error = str(refused.value)
-    assert error.startswith(f"--chat_template {path} ")
-    assert re.search(reason, error)
-    assert "\n" not in error
+    assert str(refused.value).startswith(f"--chat_template {path} ")
+    assert "\n" not in str(refused.value)
 
 
 def test_an_error_of_the_tokenizers_own_template_says_whose_it_is():
-    with pytest.raises(UserError, match="the tokenizer's own chat template cannot show"):
+    with pytest.raises(UserError, match="the tokenizer's own chat template"):
         set_template(make("{{ raise_exception('no') }}"), None)
 
 
@@ -232,7 +199,6 @@ def test_the_token_that_ends_a_turn_is_found_in_the_template(name):
 @pytest.mark.parametrize(
     ("text", "end_token"),
     [
-        pytest.param("<|im_end|>", "<|im_end|>", id="only-a-token"),
         pytest.param("\\n<|im_end|>", "<|im_end|>", id="after-a-line-break"),
         pytest.param(" .<|im_end|></s>", "</s>", id="last-of-two"),
         pytest.param("<▁fin▁>>", "<▁fin▁>>", id="longer-of-two"),
@@ -250,3 +216,51 @@ def test_eos_ends_a_turn_if_the_template_has_no_end_token():
     tokenizer = make("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
 
     assert stop_tokens(tokenizer) == {"</s>"}
+
+
+# --- rendering with Jinja
+
+# A variable that is set inside a block keeps its old value after the block, as in any Jinja block.
+# The block can read the variables of the loop.
+SCOPED = """
+{%- set end = '!' -%}
+{%- for m in messages -%}
+    {%- generation -%}{%- set end = '?' -%}{{- loop.index ~ m.content ~ end -}}{%- endgeneration %}
+    {{- end }}
+{%- endfor -%}"""
+
+
+def render(template: str, find_spans: bool = False) -> jinja_template.RenderedText:
+    jinja = JinjaTemplate(make(template))
+    return jinja.render(jinja.plain_data(TWO_TURNS.messages, None), find_spans=find_spans)
+
+
+@pytest.mark.parametrize(
+    "template", [SCOPED, *map(marked, TEMPLATES.values())], ids=["scoped", *TEMPLATES]
+)
+def test_the_text_is_the_same_whether_spans_are_found_or_not(template):
+    without_spans = render(template)
+    with_spans = render(template, find_spans=True)
+
+    assert with_spans.text == without_spans.text
+    assert without_spans.spans is None
+    marked_texts = [with_spans.text[start:stop] for start, stop in with_spans.spans]
+    assert any("b" in text for text in marked_texts)
+
+
+def test_a_block_has_its_own_variables():
+    assert render(SCOPED, find_spans=True).text == "1a?!2b?!3c?!4d?!"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "''.__class__.__mro__[1].__subclasses__()",
+        "raise_exception.__globals__['os'].system('true')",
+        "messages.append(messages)",
+        "(messages | attr('__class__')).__base__",
+    ],
+)
+def test_a_template_runs_in_a_sandbox(code):
+    with pytest.raises(BadRecord, match=r"unsafe|undefined"):
+        render(f"{TEMPLATES['chatml']}{{{{ {code} }}}}")

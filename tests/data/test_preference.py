@@ -2,14 +2,15 @@
 
 import itertools
 import json
-import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
+import torch
 
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import PairConfig
@@ -17,7 +18,13 @@ from llmtrain.data.prepare import Tokenized
 from llmtrain.data.sources import Fields
 from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
-from llmtrain.interfaces.answer_codes import answer_of, is_undesirable, pair_of
+from llmtrain.interfaces.answer_codes import (
+    answer_code,
+    answer_of,
+    is_second,
+    is_undesirable,
+    pair_of,
+)
 from llmtrain.interfaces.batches import IGNORED
 from tests.data.chat_records import CHATML_END, audit_of, chat_record, tokenize_rows
 from tests.data.odd_templates import (
@@ -837,111 +844,25 @@ def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path: Path) -> None
 # --- the audit
 
 
-def various_records(unpaired: bool) -> tuple[list[Fields], list[Fields]]:
-    """Return good and bad records in some order, and the good ones among them.
-
-    Of the good ones, some are overlong, and some have no target or no difference once they are
-    truncated.
-    """
-    generator = random.Random(5)
-
-    def text() -> str:
-        length = generator.randint(0, 14)
-        return "".join(generator.choices("abü漢 ", k=length)) + "."
-
-    long_answers = ["x" * generator.randint(10, 99) for _ in range(6)]
-    if unpaired:
-        good = [labelled_answer(text(), text(), generator.random() < 0.6) for _ in range(40)]
-        good += [labelled_answer("q", answer) for answer in long_answers]
-        good += [labelled_answer("x" * 99, "a")]
-        bad = [
-            labelled_answer("q", f"a{AMBIGUOUS}"),
-            labelled_answer("q", HALF_OF_A_SURROGATE_PAIR),
-            labelled_answer("q", "", label=False),
-            labelled_answer("q", "a", label="yes"),
-        ]
-    else:
-        good = [pair(text(), text(), text() + "-") for _ in range(40)]
-        good += [pair("q", answer, text()) for answer in long_answers]
-        good += [pair("q", "x" * 99 + "1", "x" * 99 + "2"), pair("x" * 99, "a", "b")]
-        bad = [
-            pair(f"q{AMBIGUOUS}", "a", "b"),
-            pair("q", "a", HALF_OF_A_SURROGATE_PAIR),
-            pair("q", "a", "a"),
-            pair("q", "", "b"),
-        ]
-
-    records = good + bad
-    generator.shuffle(records)
-    return records, [record for record in records if record not in bad]
-
-
-def count_by_hand(
-    records: list[Fields],
-    good: list[Fields],
-    overlong: str,
-    unpaired: bool,
-    shares_prompts: bool,
-) -> Audit:
-    """Count the bytes of the records' text. No rows and no tokenizer are needed for that."""
-    audit = Audit(
-        unit="answer" if unpaired else "pair",
-        truncates=overlong == "truncate",
-        records=len(records),
-        bad=len(records) - len(good),
-        examples=len(good),
-    )
-    for text in expected_texts(good):
-        sequences = [byte_tokens(sequence) for sequence in text.sequences]
-        prompt_length = len(sequences[0]) - len(byte_tokens(text.targets[0]))
-        tokens = sum(map(len, sequences))
-
-        # A single answer counts, but not the one that it is compared with.
-        counted = sequences[:1] if unpaired else sequences
-        is_overlong = max(map(len, counted)) > MAX_LENGTH
-        is_dropped = is_overlong and overlong == "drop"
-        audit.overlong += is_overlong
-
-        truncated = [sequence[:MAX_LENGTH] for sequence in sequences]
-        targets = [max(len(sequence) - prompt_length, 0) for sequence in truncated]
-        is_untrainable = targets[0] == 0
-        if not unpaired and (targets[1] == 0 or truncated[0] == truncated[1]):
-            is_untrainable = True
-
-        is_kept = not is_dropped and not is_untrainable
-        kept_tokens = sum(map(len, truncated)) if is_kept else 0
-        if is_overlong:
-            audit.lost_tokens += tokens - kept_tokens
-        if is_untrainable and not is_dropped:
-            audit.untrainable += 1
-
-        if is_kept:
-            audit.kept += 1
-            audit.tokens += kept_tokens
-            audit.targets += sum(targets)
-            if shares_prompts:
-                audit.shared_tokens += min(prompt_length, len(truncated[1])) - 1
-    return audit
-
-
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 @for_both_kinds
-@pytest.mark.parametrize(
-    ("share_prompts", "packing"),
-    [
-        pytest.param(True, True, id="shared-prompts"),
-        pytest.param(False, True, id="packed"),
-        pytest.param(True, False, id="unpacked"),
-    ],
-)
-def test_the_audit_has_the_counts_of_the_records(
+@for_all_rows
+def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
     tmp_path: Path, overlong: str, unpaired: bool, share_prompts: bool, packing: bool
 ) -> None:
-    records, good = various_records(unpaired)
+    if unpaired:
+        long = [labelled_answer("x" * 99, "a")]
+        bad = [labelled_answer("q", f"a{AMBIGUOUS}"), labelled_answer("q", "a", label="yes")]
+        truncated = 0  # the prompt leaves no place for an answer
+    else:
+        long = [pair("x" * 99, "a", "b"), pair("q", "ü" * 99, "b"), pair("q", "a", "x" * 99)]
+        bad = [pair("q", "a", HALF_OF_A_SURROGATE_PAIR), pair("q", "a", "a")]
+        truncated = 2 if overlong == "truncate" else 0
+    good = some_records(10, unpaired)
 
     tokenized = tokenize_records(
         tmp_path,
-        records,
+        [*good[:5], *long, *bad, *good[5:]],
         unpaired=unpaired,
         on_bad_row="skip",
         overlong=overlong,
@@ -949,21 +870,31 @@ def test_the_audit_has_the_counts_of_the_records(
         packing=packing,
     )
 
-    expected = count_by_hand(
-        records, good, overlong, unpaired, shares_prompts=share_prompts and packing
+    stored = stored_pairs(tokenized.train)
+    tokens = sum(len(first) + len(second) for first, second in (s.sequences for s in stored))
+    texts = expected_texts([*good[:5], *long, *good[5:]])
+    all_tokens = sum(
+        len(byte_tokens(text)) for text in itertools.chain(*(t.sequences for t in texts))
     )
-    expected.rows = len(tokenized.train)
-    expected.positions = expected.rows * 2 * MAX_LENGTH
-    assert audit_of(tokenized) == expected
-    assert expected.kept == len(stored_pairs(tokenized.train))
-    assert expected.targets == tokenized.metadata.train_tokens
-
-    # The records have examples of everything that is counted.
-    assert expected.bad > 3
-    assert expected.overlong > 3
-    assert expected.kept > 3
-    assert bool(expected.untrainable) == (overlong == "truncate")
-    assert bool(expected.shared_tokens) == (share_prompts and packing)
+    audit = audit_of(tokenized)
+    assert audit == Audit(
+        unit="answer" if unpaired else "pair",
+        truncates=overlong == "truncate",
+        records=len(good + long + bad),
+        bad=2,
+        examples=len(good + long),
+        overlong=len(long),
+        lost_tokens=all_tokens - tokens,
+        untrainable=1 if overlong == "truncate" else 0,
+        kept=10 + truncated,
+        tokens=tokens,
+        targets=tokenized.metadata.train_tokens,
+        shared_tokens=sum(pair.second.position for pair in stored),
+        rows=len(tokenized.train),
+        positions=len(tokenized.train) * 2 * MAX_LENGTH,
+    )
+    assert audit.kept == len(stored)
+    assert bool(audit.shared_tokens) == (share_prompts and packing)
 
 
 def test_both_splits_have_counts_and_bad_pairs_are_training_data(tmp_path: Path) -> None:
@@ -1051,3 +982,21 @@ def test_settings_that_make_the_same_rows_have_the_same_hash_and_another_cache_e
         assert f"; {source}\n" in capsys.readouterr().out
         assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
         assert [*tokenized.train] == [*usual.train]
+
+
+# --- the codes of answers on disk
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_a_code_has_the_pair_the_answer_and_the_label(array: Callable[..., Any]) -> None:
+    codes = array([0, 1, 2, 3, 4, 23])
+
+    assert pair_of(codes).tolist() == [0, 0, 0, 0, 1, 5]
+    assert answer_of(codes).tolist() == [0, 1, 0, 1, 2, 11]
+    assert is_second(codes).tolist() == [False, True, False, True, False, True]
+    assert is_undesirable(codes).tolist() == [False, False, True, True, False, True]
+    assert answer_code(1, is_second=False, is_undesirable=False) == 4
+    assert answer_code(5, is_second=True, is_undesirable=True) == 23
+
+    padding = array([-1])
+    assert pair_of(padding).tolist() == answer_of(padding).tolist() == [-1]
