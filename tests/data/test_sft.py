@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import parallel_rendering, prepare
+from llmtrain.data import parallel_rendering
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import ChatConfig
 from llmtrain.data.formats import CONVERSATION_FORMATS, conversation_of
@@ -88,6 +88,12 @@ def target_count(record: dict[str, Any]) -> int:
     """Return the number of bytes and end tokens of the assistant's messages."""
     answers = chatml_answers(record)
     return len(answers.replace(CHATML_END, "").encode()) + answers.count(CHATML_END)
+
+
+def eval_bytes_of(tokenized: Tokenized) -> int:
+    """Return the number of bytes of the eval targets, without their end tokens."""
+    answers = "".join(answers_of(tokenized.eval, tokenized))
+    return len(answers.replace(CHATML_END, "").encode())
 
 
 # Marks the answers without their end tokens.
@@ -231,25 +237,18 @@ def test_the_format_text_is_read_even_if_the_record_is_a_conversation(tmp_path):
     assert tokenized.metadata.task == "text"
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.txt", "some words"), ("a.jsonl", '{"text": "some words"}\n')]
-)
-def test_text_has_the_same_rows_with_a_chat_config_as_without(tmp_path, capsys, name, content):
-    path = tmp_path / name
-    path.write_text(content)
+def test_text_has_the_same_rows_with_a_chat_config_as_without(tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text("some words")
     as_text = tokenize(data_config(path), 4)
 
     tokenized = tokenize_files(path, max_length=4)
 
+    assert "; from the cache\n" in capsys.readouterr().out
     assert tokenized.metadata == as_text.metadata
-    assert tokenized.metadata.task == "text"
     assert tokenized.metadata.audit is None
     assert tokenized.stop_token_ids == ()
     assert not tokenized.is_packed
-    out = capsys.readouterr().out
-    assert "; from the cache\n" in out
-    assert "fine-tuning" not in out
-    assert "audit" not in out
 
 
 @pytest.mark.parametrize(("suffix", "arguments"), [("jsonl", '{"limit": null}'), ("parquet", "{}")])
@@ -273,6 +272,7 @@ OVERLONG = [LONG_SECOND_ANSWER, LONG_ANSWER, LONG_QUESTION]
 BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
 
 
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize(
     ("overlong", "kept", "untrainable"),
     [
@@ -281,14 +281,21 @@ BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
         pytest.param("truncate", [*SHORT, chat_record("q", "a")], 2, id="truncate"),
     ],
 )
-def test_the_audit_has_the_counts_of_the_records(tmp_path, capsys, overlong, kept, untrainable):
-    records = SHORT + OVERLONG + BAD
-
-    tokenized = tokenize_chats(tmp_path, records, overlong=overlong, on_bad_row="skip")
+def test_the_audit_has_the_counts_of_the_records(
+    tmp_path, capsys, overlong, kept, untrainable, packing
+):
+    tokenized = tokenize_chats(
+        tmp_path,
+        SHORT + OVERLONG + BAD,
+        overlong=overlong,
+        on_bad_row="skip",
+        packing=packing,
+    )
 
     tokens = sum(map(size_of, kept))
     turns = sum(chatml_answers(record).count(CHATML_END) for record in kept)
     rows = len(tokenized.train)
+    assert rows == len(kept) or packing
     assert audit_of(tokenized) == Audit(
         unit="conversation",
         truncates=overlong == "truncate",
@@ -307,14 +314,6 @@ def test_the_audit_has_the_counts_of_the_records(tmp_path, capsys, overlong, kep
         ended_turns=turns,
     )
     assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 conversations: 3 overlong")
-
-
-def test_the_audit_counts_one_row_for_each_conversation_without_packing(tmp_path):
-    audit = audit_of(tokenize_chats(tmp_path, SHORT + OVERLONG, packing=False))
-
-    assert audit.kept == 11
-    assert audit.rows == 11
-    assert audit.positions == 11 * (MAX_LENGTH + 1)
 
 
 def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_path, capsys):
@@ -383,25 +382,18 @@ def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
 # --- overlong conversations
 
 
-@pytest.mark.parametrize("max_length", [35, 36])
-def test_a_conversation_with_one_token_more_than_max_length_fits(tmp_path, max_length):
+def test_a_conversation_with_two_tokens_more_than_max_length_is_an_error(tmp_path, cache):
     """The last token of a row predicts nothing, so a row holds one token more."""
     record = chat_record("12345678", "12345678")
     assert size_of(record) == 36
-
-    tokenized = tokenize_chats(tmp_path, [record], max_length=max_length, overlong="error")
-
-    assert audit_of(tokenized).kept == 1
-
-
-def test_an_overlong_conversation_is_an_error_with_its_line_and_length(tmp_path, cache):
-    records = [*chat_records(2), chat_record("12345678", "12345678"), *chat_records(2, start=2)]
+    records = [*chat_records(2), record, *chat_records(2, start=2)]
     path = write_records(tmp_path / "a.jsonl", records)
 
     error = refusal(path, max_length=34, overlong="error")
-
     assert error.startswith(f"{path}, line 3: 36 tokens are more than --max_length 34 allows")
     assert left_behind(cache) == []
+
+    assert audit_of(tokenize_files(path, max_length=35, overlong="error")).kept == 5
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
@@ -418,8 +410,7 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
 
     texts = texts_of(tokenized.train, tokenized) + texts_of(tokenized.eval, tokenized)
     assert sorted(texts) == sorted(map(chatml, fitting))
-    eval_answers = "".join(answers_of(tokenized.eval, tokenized))
-    assert tokenized.metadata.eval_bytes == len(eval_answers.replace(CHATML_END, "").encode())
+    assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
     audit = audit_of(tokenized)
     assert audit.turns == audit.ended_turns == 2 * audit.kept
     labels = np.array(tokenized.train.dataset["labels"])
@@ -550,42 +541,29 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     return train, eval
 
 
-@pytest.mark.parametrize("fraction", [0.1, 0.7])
-def test_about_eval_fraction_of_the_conversations_are_eval_data(tmp_path, fraction):
-    _, eval = split_of(tmp_path, chat_records(200), fraction)
-
-    assert len(eval) / 200 == pytest.approx(fraction, abs=0.1)
-
-
 def test_conversations_keep_their_split_if_others_are_added_and_all_are_shuffled(tmp_path):
     shuffled = chat_records(200)
     random.Random(0).shuffle(shuffled)
 
-    train, eval = split_of(tmp_path, chat_records(100), fraction=0.1)
-    larger_train, larger_eval = split_of(tmp_path, shuffled, fraction=0.1)
+    train, eval = split_of(tmp_path, chat_records(100), fraction=0.3)
+    larger_train, larger_eval = split_of(tmp_path, shuffled, fraction=0.3)
 
-    assert eval
     assert set(train) < set(larger_train)
     assert set(eval) < set(larger_eval)
+    assert len(larger_eval) / 200 == pytest.approx(0.3, abs=0.1)
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {"packing": False},
-        {"tokenizer": "bpe:300"},
-        {"max_length": 200},
-        {"overlong": "truncate"},
-    ],
-    ids=["packing", "tokenizer", "max_length", "overlong"],
-)
-def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path, variant):
-    usual = tokenize_chats(tmp_path, chat_records(40), eval_fraction=0.2)
+def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path):
+    def eval_texts(**settings: Any) -> list[str]:
+        tokenized = tokenize_chats(tmp_path, chat_records(40), eval_fraction=0.2, **settings)
+        return sorted(texts_of(tokenized.eval, tokenized))
 
-    tokenized = tokenize_chats(tmp_path, chat_records(40), eval_fraction=0.2, **variant)
-
-    usual_texts = texts_of(usual.eval, usual)
-    assert sorted(texts_of(tokenized.eval, tokenized)) == sorted(usual_texts)
+    usual = eval_texts()
+    assert 0 < len(usual) < 20
+    assert eval_texts(packing=False) == usual
+    assert eval_texts(tokenizer="bpe:300") == usual
+    assert eval_texts(max_length=200) == usual
+    assert eval_texts(overlong="truncate") == usual
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(2, 0.001), (3, 0.5), (5, 0.99)])
@@ -630,19 +608,17 @@ def test_the_eval_limit_leaves_some_hashes_on_each_side_if_they_differ(hashes, f
         assert eval_count == 0
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.9])
-def test_the_eval_limit_is_the_fraction_if_that_chooses_a_fair_share(fraction):
-    assert eval_limit_of(np.arange(100) / 100, fraction) == fraction
-
-
 @pytest.mark.parametrize(
     ("hashes", "fraction", "limit"),
     [
         pytest.param([0.01, 0.02, 0.03, 0.9], 0.1, 0.02, id="three-of-four-are-too-many"),
         pytest.param([0.5, 0.6, 0.7, 0.8], 0.3, 0.7, id="none-of-four-are-too-few"),
+        pytest.param([0.05, 0.3, 0.6, 0.9], 0.1, 0.1, id="one-of-four-is-fair"),
     ],
 )
-def test_the_eval_limit_chooses_another_share_of_few_hashes(hashes, fraction, limit):
+def test_the_eval_limit_is_the_fraction_unless_that_chooses_too_few_or_too_many(
+    hashes, fraction, limit
+):
     assert eval_limit_of(np.array(hashes), fraction) == limit
 
 
@@ -651,10 +627,9 @@ def test_eval_bytes_are_those_of_the_assistants_messages(tmp_path):
 
     tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.5)
 
-    answers = "".join(answers_of(tokenized.eval, tokenized))
-    eval_bytes = len(answers.replace(CHATML_END, "").encode())
-    assert tokenized.metadata.eval_bytes == eval_bytes > 0
-    assert tokenized.metadata.eval_tokens == eval_bytes + answers.count(CHATML_END)
+    ends = sum(answer.count(CHATML_END) for answer in answers_of(tokenized.eval, tokenized))
+    assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized) > 0
+    assert tokenized.metadata.eval_tokens == eval_bytes_of(tokenized) + ends
 
 
 def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
@@ -704,26 +679,6 @@ def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
 # --- the cache and the data hash
 
 
-def test_rows_in_the_cache_are_used_again_without_reading_the_conversations(
-    tmp_path, monkeypatch, capsys
-):
-    def fail(*_, **__):
-        raise AssertionError("the conversations were read again")
-
-    first = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
-    first_log = capsys.readouterr().out
-    monkeypatch.setattr(prepare, "Records", fail)
-    second = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
-    second_log = capsys.readouterr().out
-
-    assert "; tokenised\n" in first_log
-    assert first_log.count("\naudit ") == 2
-    assert second_log == first_log.replace("; tokenised\n", "; from the cache\n")
-    assert second.metadata == first.metadata
-    assert [*second.train] == [*first.train]
-    assert [*second.eval] == [*first.eval]
-
-
 def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_entry(
     tmp_path, capsys
 ):
@@ -755,13 +710,15 @@ def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_e
 def test_settings_that_make_the_same_rows_have_the_same_hash_and_another_cache_entry(
     tmp_path, capsys, setting
 ):
-    usual = tokenize_chats(tmp_path, chat_records(8))
+    usual = tokenize_chats(tmp_path, chat_records(8), eval_fraction=0.2)
 
     for source in ("tokenised", "from the cache"):
         capsys.readouterr()
-        tokenized = tokenize_chats(tmp_path, chat_records(8), **setting)
+        tokenized = tokenize_chats(tmp_path, chat_records(8), eval_fraction=0.2, **setting)
         assert f"; {source}\n" in capsys.readouterr().out
         assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
+        assert [*tokenized.train] == [*usual.train]
+        assert [*tokenized.eval] == [*usual.eval]
 
 
 def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, monkeypatch, capsys):
@@ -827,41 +784,20 @@ def test_fewer_than_one_process_is_refused():
 # --- several files
 
 
-def test_the_rows_of_files_follow_each_other_and_a_mixture_draws_from_each(tmp_path):
-    first_path = write_records(tmp_path / "a.jsonl", chat_records(30))
-    second_path = write_records(
-        tmp_path / "b.parquet", [alpaca(f"b{i}", "from b") for i in range(12)]
-    )
-
-    tokenized = tokenize_files(first_path, second_path, mixture=[3, 1], eval_fraction=0.2)
-
-    metadata = tokenized.metadata
-    first_rows, second_rows = metadata.source_rows
-    assert first_rows + second_rows == metadata.train_rows == len(tokenized.train)
-    for number, row in enumerate(tokenized.train):
-        for text in texts_of([row], tokenized):
-            assert ("from b" in text) == (number >= first_rows)
-    assert metadata.records == 42
-
-    drawn = tokenized.mixture.rows_at(np.arange(40), seed=0)
-    assert (drawn < first_rows).sum() == 30  # weights of 3 to 1
-    assert set(drawn.tolist()) == set(range(metadata.train_rows))
-
-
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 def test_a_file_of_one_conversation_has_no_eval_data_next_to_one_that_has(tmp_path, is_first):
     (single,) = chat_records(1)
     others = chat_records(20, start=50)
-    single_path = write_records(tmp_path / "a.jsonl", [single])
-    others_path = write_records(tmp_path / "b.jsonl", others)
-    paths = [single_path, others_path] if is_first else [others_path, single_path]
+    paths = [
+        write_records(tmp_path / "single.jsonl", [single]),
+        write_records(tmp_path / "others.jsonl", others),
+    ]
 
-    tokenized = tokenize_files(*paths, eval_fraction=0.2)
+    tokenized = tokenize_files(*paths[:: 1 if is_first else -1], eval_fraction=0.2)
 
     train = texts_of(tokenized.train, tokenized)
     eval = texts_of(tokenized.eval, tokenized)
     assert sorted(train + eval) == sorted(map(chatml, [single, *others]))
     assert chatml(single) in train
     assert tokenized.metadata.eval_rows == len(tokenized.eval)
-    answers = "".join(answers_of(tokenized.eval, tokenized))
-    assert tokenized.metadata.eval_bytes == len(answers.replace(CHATML_END, "").encode())
+    assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
