@@ -177,13 +177,9 @@ def test_a_template_that_loops_for_long_is_refused_by_name(template, tmp_path, m
     with pytest.raises(UserError, match=f"^--chat_template {path} takes more than"):
         set_template(make(), str(path))
 
-
-def test_a_template_that_loops_for_long_in_a_prompt_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(jinja_template, "TRIAL_SECONDS", 0.01)
-    tokenizer = make(TEMPLATES["chatml"] + f"{{% if add_generation_prompt %}}{LOOPS}{{% endif %}}")
-
+    in_prompt = f"{{% if add_generation_prompt %}}{template}{{% endif %}}"
     with pytest.raises(UserError, match=r"^the chat template of the tokenizer takes more than"):
-        make_renderer(tokenizer)
+        make_renderer(make(TEMPLATES["chatml"] + in_prompt))
 
 
 # --- tokens that end a turn

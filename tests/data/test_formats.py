@@ -60,7 +60,6 @@ def test_every_format_of_conversations_is_a_choice_of_the_flag():
     ("fields", "format"),
     [
         ("messages", "messages"),
-        ("id prompt messages", "messages"),
         ("conversations system", "sharegpt"),
         ("completion prompt", "prompt_completion"),
         ("instruction input output text", "alpaca"),
@@ -114,24 +113,16 @@ def test_the_input_of_alpaca_follows_the_instruction_after_an_empty_line():
     assert conversation_of(record, "alpaca") == chat("2\n\n3", "five")
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        pytest.param({"conversations": [human("a"), gpt("b")], "system": "s"}, id="sharegpt"),
-        pytest.param({"instruction": "a", "output": "b", "system": "s"}, id="alpaca"),
-    ],
-)
-def test_a_system_prompt_becomes_the_first_message(record):
-    system = {"role": "system", "content": "s"}
-    conversation = conversation_of(record, detect(record))
-    assert conversation.messages == [system, USER, ASSISTANT]
-
-
-@pytest.mark.parametrize("name", ["tool", "function", "observation"])
-def test_the_answer_of_a_tool_is_a_message(name):
-    record = {"conversations": [human("a"), gpt("b"), {"from": name, "value": "c"}]}
-    messages = conversation_of(record, "sharegpt").messages
-    assert messages == [USER, ASSISTANT, {"role": "tool", "content": "c"}]
+@pytest.mark.parametrize("format", ["sharegpt", "alpaca"])
+def test_a_system_prompt_becomes_the_first_message(format):
+    record = {
+        "conversations": [human("a"), gpt("b")],
+        "instruction": "a",
+        "output": "b",
+        "system": "s",
+    }
+    messages = conversation_of(record, format).messages
+    assert messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
 
 
 def test_reasoning_in_parts_is_joined():
@@ -171,6 +162,7 @@ NOW = call_of("now", {"zone": "UTC"})
 ADD = CALL["function"]
 
 
+@pytest.mark.parametrize("tool", ["tool", "function", "observation"])
 @pytest.mark.parametrize(
     ("value", "calls"),
     [
@@ -181,14 +173,13 @@ ADD = CALL["function"]
             [call_of("now", {"zone": None})],
             id="arguments as JSON",
         ),
-        pytest.param('{"name": "now"}', [call_of("now", {})], id="no arguments"),
     ],
 )
-def test_a_function_call_of_sharegpt_is_an_assistant_message(value, calls):
+def test_a_function_call_of_sharegpt_is_an_assistant_message(value, calls, tool):
     turns = [
         human("a"),
         {"from": "function_call", "value": value},
-        {"from": "observation", "value": "5"},
+        {"from": tool, "value": "5"},
         gpt("b"),
     ]
     record = {"conversations": turns, "tools": json.dumps([TOOL])}
@@ -242,18 +233,19 @@ def test_nulls_in_json_of_arguments_and_schemas_are_kept(has_artificial_nulls):
     assert conversation == Conversation(messages, [SEARCH_TOOL])
 
 
-def test_nulls_in_arguments_and_schemas_are_removed_if_the_file_format_may_have_added_them():
+@pytest.mark.parametrize(
+    ("has_artificial_nulls", "arguments", "tool"),
+    [
+        (False, SEARCH_ARGUMENTS, SEARCH_TOOL),
+        (True, {"filters": [{}]}, {"name": "find", "parameters": {"type": "object"}}),
+    ],
+)
+def test_nulls_in_objects_are_kept_unless_the_file_format_may_have_added_them(
+    has_artificial_nulls, arguments, tool
+):
     record = search_record(SEARCH_ARGUMENTS, [SEARCH_TOOL])
-    as_written = [USER, calling(call_of("find", SEARCH_ARGUMENTS))]
-    without_nulls = [USER, calling(call_of("find", {"filters": [{}]}))]
-    tool = {"name": "find", "parameters": {"type": "object"}}
-
-    assert conversation_of(record, "messages", has_artificial_nulls=False) == Conversation(
-        as_written, [SEARCH_TOOL]
-    )
-    assert conversation_of(record, "messages", has_artificial_nulls=True) == Conversation(
-        without_nulls, [tool]
-    )
+    conversation = conversation_of(record, "messages", has_artificial_nulls)
+    assert conversation == Conversation([USER, calling(call_of("find", arguments))], [tool])
 
 
 # --- weights and other fields
@@ -300,17 +292,14 @@ def function_call(value: Any, **fields: Any) -> dict[str, Any]:
 BAD_MESSAGES = [
     [],
     None,
-    "hello",
     ["hello"],
     [USER],
     # Roles.
     [USER, {"role": "bot", "content": "b"}],
-    [USER, {"role": ["user"], "content": "b"}],
     [USER, {"content": "b"}],
     # Contents.
     [{"role": "user"}, ASSISTANT],
     [user(3), ASSISTANT],
-    [user(["a"]), ASSISTANT],
     [user([{"type": "image"}]), ASSISTANT],
     [user([{"type": "text", "text": 3}]), ASSISTANT],
     [USER, assistant(None)],
@@ -322,7 +311,6 @@ BAD_MESSAGES = [
     [USER, calling({"function": "add"})],
     # Weights.
     [USER, assistant("b", weight=0.5)],
-    [USER, assistant("b", weight=-1)],
     [USER, assistant("b", weight="0")],
     [USER, assistant("b", weight=[0])],
     [USER, assistant("b", weight=0), ASSISTANT],
@@ -331,7 +319,6 @@ BAD_TURNS_OF_SHAREGPT = [
     {"from": "narrator", "value": "b"},
     gpt(" \n"),
     function_call("add 2 and 3"),
-    function_call("[]"),
     function_call(None),
     function_call('{"arguments": {}}'),
     function_call('["add"]'),
@@ -346,13 +333,10 @@ BAD_TURNS_OF_SHAREGPT = [
         *[("sharegpt", {"conversations": [human("a"), turn]}) for turn in BAD_TURNS_OF_SHAREGPT],
         ("messages", {**MESSAGES, "images": ["cat.png"]}),
         ("messages", {**MESSAGES, "tools": "add"}),
-        ("messages", {**MESSAGES, "tools": {"a": 1}}),
         ("sharegpt", {"other": 1}),
         ("prompt_completion", {"prompt": [], "completion": []}),
-        ("prompt_completion", {"prompt": 3, "completion": "b"}),
         ("prompt_completion", {"prompt": "a", "completion": None}),
         ("prompt_completion", {"prompt": "a", "completion": " "}),
-        ("alpaca", {"instruction": 3, "output": "b"}),
         ("alpaca", {"instruction": "a", "input": 0, "output": "b"}),
         ("alpaca", {"instruction": "a", "output": ["b"]}),
         ("alpaca", {"instruction": "a", "output": "b", "system": 1}),

@@ -52,15 +52,7 @@ def test_target_tokens_are_the_labels_but_not_the_first_of_a_row() -> None:
 
     assert rows.metadata.train_tokens == 2 + 3 + 0
     assert rows.metadata.eval_tokens == 3 * 3
-
-
-def test_without_eval_rows_all_counts_of_them_are_zero() -> None:
-    rows = Tokenized.of(dataset(input_ids=IDS), TOKENIZER)
-
-    assert rows.eval is None
-    assert rows.metadata.eval_rows == 0
-    assert rows.metadata.eval_tokens == 0
-    assert rows.metadata.eval_bytes == 0
+    assert Tokenized.of(PLAIN, TOKENIZER).metadata.eval_tokens == 0
 
 
 def test_rows_that_were_tokenised_have_the_same_counts_as_own_rows(tmp_path: Path) -> None:

@@ -514,22 +514,6 @@ def test_labels_are_true_and_false_or_1_and_0(
     assert "the records are labelled_answers\n" in capsys.readouterr().out
 
 
-def test_a_labelled_answer_can_be_messages(tmp_path: Path) -> None:
-    records = labelled_answers(5)
-    as_messages = [
-        record
-        | {
-            "prompt": [message("user", record["prompt"])],
-            "completion": [message("assistant", record["completion"])],
-        }
-        for record in records
-    ]
-
-    tokenized = tokenize_records(tmp_path, as_messages, unpaired=True)
-
-    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(records))
-
-
 # --- bad records
 
 BAD_PAIRS: dict[str, Fields] = {
@@ -616,27 +600,8 @@ def test_a_bad_record_is_an_error_with_its_line_or_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("suffix", "place"),
-    [("parquet", "row 2"), ("csv", "line 4")],  # the first line of the table is its header
-)
-def test_a_bad_record_of_a_table_is_an_error_with_its_row(
-    tmp_path: Path, cache: Path, suffix: str, place: str
-) -> None:
-    records = [*pairs(2), pair("q", "a", None), *pairs(2, start=2)]
-    path = write_records(tmp_path / f"a.{suffix}", records)
-
-    assert refusal(path).startswith(f"{path}, {place}: ")
-    assert left_behind(cache) == []
-
-
-@pytest.mark.parametrize(
     ("name", "content"),
-    [
-        pytest.param("a.jsonl", "", id="empty"),
-        pytest.param("a.csv", "prompt,chosen,rejected\n", id="only-a-header"),
-        pytest.param("a.csv", "prompt,chosen\nq,a\n", id="no-rejected"),
-        pytest.param("a.txt", "some words", id="text"),
-    ],
+    [("a.jsonl", ""), ("a.csv", "prompt,chosen,rejected\n"), ("a.txt", "some words")],
 )
 def test_a_file_without_preferences_is_an_error(
     tmp_path: Path, cache: Path, name: str, content: str
@@ -653,6 +618,7 @@ def test_a_file_without_preferences_is_an_error(
     [
         pytest.param(chat_record("q", "a"), {}, "messages", id="conversation"),
         pytest.param(labelled_answer("q", "a"), {}, "--loss_type kto", id="labelled-answer"),
+        pytest.param({"prompt": "q", "chosen": "a"}, {}, "rejected", id="no-rejected"),
         pytest.param(pair("q", "a", "a"), {"on_bad_row": "skip"}, "line 1", id="unreadable"),
         pytest.param(
             pair(HALF_OF_A_SURROGATE_PAIR, "a", "b"),
@@ -708,63 +674,31 @@ def byte_tokens(text: str) -> list[int | str]:
     return tokens
 
 
-LONG_ANSWER = "x" * 20
-LONG_LENGTH = len(byte_tokens(answers_to("q", LONG_ANSWER, "").sequences[0]))
-with_a_long_answer = pytest.mark.parametrize(
-    "records",
-    [
-        pytest.param([*pairs(1), pair("q", LONG_ANSWER, "b"), *pairs(1, start=1)], id="chosen"),
-        pytest.param([*pairs(1), pair("q", "a", LONG_ANSWER), *pairs(1, start=1)], id="rejected"),
-    ],
-)
-
-
-def without_long_end(texts: tuple[str, str]) -> tuple[str, str]:
-    """Remove the end token after the long answer."""
-    first, second = (text.replace(LONG_ANSWER + CHATML_END, LONG_ANSWER) for text in texts)
-    return first, second
-
-
-@with_a_long_answer
-def test_an_answer_of_max_length_tokens_with_its_prompt_fits(
-    tmp_path: Path, records: list[Fields]
-) -> None:
-    tokenized = tokenize_records(tmp_path, records, max_length=LONG_LENGTH, overlong="error")
-
-    assert Counter(pair_texts(tokenized.train, tokenized)) == Counter(expected_texts(records))
-
-
-@with_a_long_answer
-def test_a_pair_with_an_overlong_answer_is_dropped_or_truncated_by_its_last_token(
-    tmp_path: Path, records: list[Fields]
-) -> None:
-    def texts(overlong: str) -> Counter[PairText]:
-        tokenized = tokenize_records(
-            tmp_path, records, max_length=LONG_LENGTH - 1, overlong=overlong
-        )
-        return Counter(pair_texts(tokenized.train, tokenized))
-
-    expected = expected_texts(records)
-    assert texts("drop") == Counter([expected[0], expected[2]])
-
-    expected[1] = PairText(
-        sequences=without_long_end(expected[1].sequences),
-        targets=without_long_end(expected[1].targets),
-    )
-    assert texts("truncate") == Counter(expected)
-
-
-@with_a_long_answer
-def test_an_overlong_answer_is_an_error_with_its_line_and_length(
-    tmp_path: Path, cache: Path, records: list[Fields]
-) -> None:
+def test_overlong_answers_are_dropped_truncated_or_an_error(tmp_path: Path, cache: Path) -> None:
+    long = "x" * 20
+    length = len(byte_tokens(answers_to("q", long, "").sequences[0]))
+    records = [*pairs(1), pair("q", long, "b"), pair("q", "a", long)]
     path = write_records(tmp_path / "a.jsonl", records)
 
-    error = refusal(path, max_length=LONG_LENGTH - 1, overlong="error")
+    def texts(max_length: int, overlong: str) -> list[PairText]:
+        tokenized = tokenize_file(path, max_length, overlong=overlong, packing=False)
+        return pair_texts(tokenized.train, tokenized)
 
+    assert texts(length, "error") == expected_texts(records)
+    error = refusal(path, max_length=length - 1, overlong="error")
     assert error.startswith(f"{path}, line 2: ")
-    assert f"{LONG_LENGTH} tokens, more than --max_length {LONG_LENGTH - 1}" in error
-    assert left_behind(cache) == []
+    assert f"{length} tokens, more than --max_length {length - 1}" in error
+
+    assert texts(length - 1, "drop") == expected_texts(records[:1])
+
+    def without_end(texts: tuple[str, str]) -> tuple[str, str]:
+        first, second = (text.replace(long + CHATML_END, long) for text in texts)
+        return first, second
+
+    assert texts(length - 1, "truncate") == [
+        text._replace(sequences=without_end(text.sequences), targets=without_end(text.targets))
+        for text in expected_texts(records)
+    ]
 
 
 # --- the eval data
@@ -806,23 +740,6 @@ def test_all_answers_to_a_prompt_are_in_the_same_split(tmp_path: Path, unpaired:
     assert tokenized.metadata.eval_records == 3 * len(eval)
 
 
-def test_the_order_the_rows_and_other_records_do_not_change_a_prompts_split(
-    tmp_path: Path,
-) -> None:
-    def eval_texts(records: list[Fields], **settings: Any) -> set[str]:
-        tokenized = tokenize_records(tmp_path, records, eval_fraction=0.2, **settings)
-        return {text.sequences[0] for text in pair_texts(tokenized.eval, tokenized)}
-
-    usual = eval_texts(pairs(40))
-
-    assert 0 < len(usual) < 20
-    assert eval_texts(pairs(40)[::-1]) == usual
-    assert eval_texts(pairs(40), packing=False) == usual
-    assert eval_texts(pairs(40), share_prompts=False) == usual
-    assert eval_texts(pairs(40), tokenizer="bpe:300") == usual
-    assert eval_texts(pairs(80)) > usual
-
-
 def test_eval_bytes_are_the_bytes_of_both_answers(tmp_path: Path) -> None:
     tokenized = tokenize_records(tmp_path, pairs(20), eval_fraction=0.3)
 
@@ -831,14 +748,6 @@ def test_eval_bytes_are_the_bytes_of_both_answers(tmp_path: Path) -> None:
     eval_bytes = len(targets.replace(CHATML_END, "").encode())
     assert tokenized.metadata.eval_bytes == eval_bytes > 0
     assert tokenized.metadata.eval_tokens == eval_bytes + targets.count(CHATML_END)
-
-
-def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path: Path) -> None:
-    tokenized = tokenize_records(tmp_path, pairs(20), eval_fraction=0.3)
-
-    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
-    texts = pair_texts(tokenized.eval, tokenized)
-    assert prompt in [text.sequences[0].removesuffix(text.targets[0]) for text in texts]
 
 
 # --- the audit
@@ -897,35 +806,6 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
     assert bool(audit.shared_tokens) == (share_prompts and packing)
 
 
-def test_both_splits_have_counts_and_bad_pairs_are_training_data(tmp_path: Path) -> None:
-    overlong = [pair(f"{i}?", "x" * 99, "y") for i in range(30)]
-    records = [*pairs(30), *overlong, pair("q", "a", "a")]
-
-    tokenized = tokenize_records(tmp_path, records, on_bad_row="skip", eval_fraction=0.4)
-
-    train = audit_of(tokenized)
-    assert tokenized.metadata.eval_audit is not None
-    eval = Audit(**tokenized.metadata.eval_audit)
-    assert train.records + eval.records == 61
-    assert train.overlong + eval.overlong == 30
-    assert train.kept + eval.kept == 30
-    assert (train.bad, eval.bad) == (1, 0)
-
-
-def test_special_tokens_and_unread_fields_are_counted(tmp_path: Path) -> None:
-    special = pair(f"q{CHATML_END}", f"a{CHATML_END}", "b")
-    fields = pair(
-        [message("user", "q") | {"at": 1, "weight": 0}],
-        [message("assistant", "a") | {"at": 1, "weight": 1}],
-        [message("assistant", "b") | {"score": 1}],
-    )
-
-    audit = audit_of(tokenize_records(tmp_path, [special, fields]))
-
-    assert audit.special_as_text == 2
-    assert audit.unread_fields == {"at": 2, "score": 1}
-
-
 # --- the cache and the data hash
 
 
@@ -959,29 +839,6 @@ def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_e
         data_hash = tokenized.metadata.data_sha256
         assert data_hash not in names_by_hash, f"{name} and {names_by_hash[data_hash]}"
         names_by_hash[data_hash] = name
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param({"overlong": "truncate"}, id="overlong"),
-        pytest.param({"chat_template": "chatml"}, id="chat_template"),
-        pytest.param(
-            {"records": [*pairs(8), pair("q", "a", "a")], "on_bad_row": "skip"}, id="skipped-record"
-        ),
-    ],
-)
-def test_settings_that_make_the_same_rows_have_the_same_hash_and_another_cache_entry(
-    tmp_path: Path, capsys: Capture, variant: dict[str, Any]
-) -> None:
-    usual = tokenize_records(tmp_path, pairs(8))
-
-    for source in ("tokenised", "from the cache"):
-        capsys.readouterr()
-        tokenized = tokenize_records(tmp_path, **{"records": pairs(8)} | variant)
-        assert f"; {source}\n" in capsys.readouterr().out
-        assert tokenized.metadata.data_sha256 == usual.metadata.data_sha256
-        assert [*tokenized.train] == [*usual.train]
 
 
 # --- the codes of answers on disk

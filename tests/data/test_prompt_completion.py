@@ -12,7 +12,7 @@ from llmtrain.data.config import ChatConfig, PairConfig, RowConfig
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.prompt_completion import PromptCompletionRenderer
-from llmtrain.data.rendered import TokenSequence, cut
+from llmtrain.data.rendered import TokenSequence
 from llmtrain.errors import UserError
 from tests.data.chat_records import tokenize_rows
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
@@ -122,19 +122,6 @@ def test_a_text_answer_that_repeats_its_prompt_is_trained_as_it_is() -> None:
     assert [answer[0]["content"] for answer in record.answers] == [" is A", "the dog is A"]
 
 
-def test_a_sequence_can_be_cut() -> None:
-    renderer = PromptCompletionRenderer(make())
-    sequence = sequence_of(renderer.tokenizer, "abc", "dxyz")
-
-    shortened = cut(sequence, 5, renderer.encoder)
-    complete = cut(sequence, 99, renderer.encoder)
-
-    assert renderer.tokenizer.decode(shortened.ids) == "abcdx"
-    assert (shortened.target_bytes, shortened.ended) == (2, 0)
-    assert renderer.tokenizer.decode(complete.ids) == "abcdxyz</s>"
-    assert complete.target_bytes == 4
-
-
 # --- from files to rows
 
 COMPLETIONS = [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(9)]
@@ -213,14 +200,6 @@ def test_rows_of_plain_text_are_prompts_completions_and_eos(
     assert len(log_lines(capsys, "template")) == 1
 
 
-def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
-    hashes = set()
-    for chat_template in (None, "none", "chatml"):
-        tokenized = tokenize_records(tmp_path, COMPLETIONS, CHATML, chat_template=chat_template)
-        hashes.add(tokenized.metadata.data_sha256)
-    assert len(hashes) == 3
-
-
 @pytest.mark.parametrize(
     "records",
     [
@@ -238,6 +217,14 @@ def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
 
     assert by_default.metadata.data_sha256 == by_name.metadata.data_sha256
     assert by_default.tokenizer.chat_template == by_name.tokenizer.chat_template
+
+
+def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
+    hashes = set()
+    for chat_template in (None, "none", "chatml"):
+        tokenized = tokenize_records(tmp_path, COMPLETIONS, CHATML, chat_template=chat_template)
+        hashes.add(tokenized.metadata.data_sha256)
+    assert len(hashes) == 3
 
 
 @pytest.mark.parametrize(

@@ -162,24 +162,16 @@ def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> Non
 
 @pytest.mark.parametrize(
     ("flags", "packing"),
-    [
-        ("--packing", True),
-        ("--no_packing", False),
-        ("--no_packing --packing auto", None),
-    ],
+    [("--packing", True), ("--no_packing", False), ("--no_packing --packing auto", None)],
 )
 def test_the_flag_has_three_values(flags: str, packing: bool | None) -> None:
     assert lt.parse(finetune.DEFAULTS, flags.split()).chat.packing is packing
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--packing perhaps", "--packing=", "--no_packing auto", "--pack", "--share_prompts 0.5"],
-)
+@pytest.mark.parametrize("flags", ["--packing perhaps", "--no_packing auto"])
 def test_a_wrong_value_of_the_flag_is_an_error_that_names_it(flags: str) -> None:
-    with pytest.raises(UserError) as error:
-        lt.parse(preference.DEFAULTS, flags.split())
-    assert flags.replace("=", " ").split()[0] in str(error.value)
+    with pytest.raises(UserError, match=flags.split(maxsplit=1)[0]):
+        lt.parse(finetune.DEFAULTS, flags.split())
 
 
 @pytest.fixture

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data import parallel_rendering
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import ChatConfig
-from llmtrain.data.formats import CONVERSATION_FORMATS, conversation_of
+from llmtrain.data.formats import CONVERSATION_FORMATS
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.splits import eval_limit_of, hash_of
+from llmtrain.data.splits import eval_limit_of
 from llmtrain.errors import UserError
 from tests.data.chat_records import (
     CHATML_END,
@@ -34,7 +33,6 @@ from tests.data.chats import QWEN3, make
 from tests.data.odd_templates import (
     COUNTS_WITHOUT_ROLES,
     MARKS_ANSWERS_AND_ENDS,
-    MARKS_ENDS,
     template_with_answers,
     write_template,
 )
@@ -100,13 +98,6 @@ def eval_bytes_of(tokenized: Tokenized) -> int:
 MARKS_ANSWERS = template_with_answers(
     "{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}"
 )
-# Marks the end token of every turn but the last one.
-MARKS_ENDS_EXCEPT_LAST = template_with_answers(
-    "{% generation %}{{ m.content }}{% if not loop.last %}{{ eos_token }}{% endif %}"
-    "{% endgeneration %}{% if loop.last %}{{ eos_token }}{% endif %}"
-)
-
-
 # --- targets
 
 VARIED = [
@@ -157,18 +148,13 @@ def test_the_users_messages_are_no_targets_even_if_the_template_marks_them(tmp_p
 
 
 @pytest.mark.parametrize("has_template", [True, False], ids=["with-template", "without-template"])
-@pytest.mark.parametrize("chat_template", [None, "chatml"])
-def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(
-    tmp_path, has_template, chat_template
-):
+def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(tmp_path, has_template):
     trained = tokenize_chats(tmp_path, VARIED)
     if not has_template:
         trained.tokenizer.chat_template = None
     trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
 
-    loaded = tokenize_chats(
-        tmp_path, VARIED, tokenizer=str(tmp_path / "tokenizer"), chat_template=chat_template
-    )
+    loaded = tokenize_chats(tmp_path, VARIED, tokenizer=str(tmp_path / "tokenizer"))
 
     assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
     assert [*loaded.train] == [*trained.train]
@@ -341,26 +327,6 @@ def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_pat
     assert "at (2), score (1)" in log
 
 
-@pytest.mark.parametrize(
-    ("text", "ended_turns"),
-    [
-        pytest.param(MARKS_ANSWERS_AND_ENDS, 3, id="all"),
-        pytest.param(MARKS_ENDS_EXCEPT_LAST, 1, id="one"),
-    ],
-)
-def test_turns_that_train_their_end_are_counted(tmp_path, text, ended_turns):
-    tokenized = tokenize_chats(
-        tmp_path,
-        [chat_record("a", "b", "c", "d"), chat_record("e", "f")],
-        chat_template=write_template(tmp_path, text),
-    )
-
-    audit = audit_of(tokenized)
-    assert audit.turns == 3
-    assert audit.ended_turns == ended_turns
-    assert audit.targets == 3 + ended_turns  # each answer is one byte
-
-
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
     special = chat_record("e", f"f{CHATML_END}")
     special["messages"][0] |= {"at": 1}
@@ -511,6 +477,9 @@ def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
             id="no-turn-follows-its-prompt",
         ),
         pytest.param(chat_records(2), {"format": "alpaca"}, "instruction", id="another-format"),
+        pytest.param(
+            chat_records(2), {"dataset_num_proc": 0}, "--dataset_num_proc", id="no-process"
+        ),
         pytest.param(chat_records(4), {"tokenizer": "char"}, "--tokenizer char", id="characters"),
     ],
 )
@@ -659,21 +628,18 @@ def test_a_tokenizer_is_trained_on_the_training_data(tmp_path):
 
 
 def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
-    short = chat_records(6)
-    smallest_hash = min(hash_of(conversation_of(record, "messages")) for record in short)
-    candidates = (chat_record(f"{i}?", "x" * 500) for i in range(999))
-    # With the smallest hash, it is the only eval record.
-    long = next(
-        record
-        for record in candidates
-        if hash_of(conversation_of(record, "messages")) < smallest_hash
-    )
+    _, eval = split_of(tmp_path, chat_records(20), fraction=0.2)
+    # The hash of a question decides on its split.
+    records = [
+        chat_record(f"{i}?", "x" * 500) if chatml(record) in eval else record
+        for i, record in enumerate(chat_records(20))
+    ]
+    capsys.readouterr()
 
-    tokenized = tokenize_chats(tmp_path, [*short, long], eval_fraction=1e-9)
+    tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.2)
 
     assert tokenized.eval is None
-    (line,) = log_lines(capsys, "eval")
-    assert line.startswith("0 of 1 conversation: 1 overlong dropped")
+    assert f"{len(eval)} overlong dropped" in log_lines(capsys, "eval")[0]
 
 
 # --- the cache and the data hash
@@ -739,65 +705,3 @@ def test_the_cache_entry_depends_on_the_content_of_the_template(tmp_path, monkey
     moved = (tmp_path / "template.jinja").rename(tmp_path / "moved.jinja")
     tokenize_chats(tmp_path, chat_records(1), chat_template=str(moved))
     assert "; from the cache\n" in capsys.readouterr().out
-
-
-def test_the_data_hash_depends_on_the_targets_even_if_the_tokens_are_the_same(tmp_path):
-    usual = tokenize_chats(
-        tmp_path, chat_records(8), chat_template=write_template(tmp_path, MARKS_ANSWERS_AND_ENDS)
-    )
-    ends = tokenize_chats(
-        tmp_path, chat_records(8), chat_template=write_template(tmp_path, MARKS_ENDS)
-    )
-
-    assert ends.train.dataset["input_ids"][:] == usual.train.dataset["input_ids"][:]
-    assert ends.train.dataset["labels"][:] != usual.train.dataset["labels"][:]
-    assert ends.metadata.data_sha256 != usual.metadata.data_sha256
-
-
-# --- processes
-
-
-def test_the_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_rendering, "FEWEST_FOR_PROCESSES", 20)
-    monkeypatch.setattr(parallel_rendering, "CHUNK_SIZE", 5)
-    records = [*chat_records(50), AMBIGUOUS, *chat_records(9, start=50)]
-
-    def tokenize_in(processes: int) -> Tokenized:
-        monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / f"cache-{processes}"))
-        return tokenize_chats(
-            tmp_path, records, eval_fraction=0.3, on_bad_row="skip", dataset_num_proc=processes
-        )
-
-    serial = tokenize_in(processes=1)
-    parallel = tokenize_in(processes=2)
-
-    assert parallel.metadata == serial.metadata
-    assert [*parallel.train] == [*serial.train]
-    assert [*parallel.eval] == [*serial.eval]
-
-
-def test_fewer_than_one_process_is_refused():
-    with pytest.raises(UserError, match="--dataset_num_proc"):
-        ChatConfig(dataset_num_proc=0)
-
-
-# --- several files
-
-
-@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
-def test_a_file_of_one_conversation_has_no_eval_data_next_to_one_that_has(tmp_path, is_first):
-    (single,) = chat_records(1)
-    others = chat_records(20, start=50)
-    paths = [
-        write_records(tmp_path / "single.jsonl", [single]),
-        write_records(tmp_path / "others.jsonl", others),
-    ]
-
-    tokenized = tokenize_files(*paths[:: 1 if is_first else -1], eval_fraction=0.2)
-
-    train = texts_of(tokenized.train, tokenized)
-    eval = texts_of(tokenized.eval, tokenized)
-    assert sorted(train + eval) == sorted(map(chatml, [single, *others]))
-    assert chatml(single) in train
-    assert tokenized.metadata.eval_rows == len(tokenized.eval)
-    assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
