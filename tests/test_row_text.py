@@ -37,16 +37,10 @@ def row_of(
     ("text", "columns", "expected"),
     [
         pytest.param(
-            "abCDeF___",
-            {"position_ids": [0, 1, 2, 3, 0, 1, 0, 1, 2]},
-            ["ab[CD]", NEXT, "e[F]", "----- 3 padding tokens"],
-            id="packed",
-        ),
-        pytest.param(
-            "aB___",
-            {"position_ids": [0, 1, 0, 0, 1]},
-            ["a[B]", "----- 3 padding tokens"],
-            id="adjacent parts of padding are counted together",
+            "abCDeF____",
+            {"position_ids": [0, 1, 2, 3, 0, 1, 0, 0, 1, 2]},
+            ["ab[CD]", NEXT, "e[F]", "----- 4 padding tokens"],
+            id="packed, with two parts of padding",
         ),
         pytest.param(
             "abCD" + "_" * 37,

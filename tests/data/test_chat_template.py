@@ -2,10 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 from tokenizers import processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import jinja_template
 from llmtrain.data import tokenizer as tok
@@ -64,18 +63,6 @@ def test_chatml_adds_its_two_tokens_once_and_keeps_bos_and_eos():
     assert len(tokenizer.encode("<|im_end|>")) == 1
     assert tokenizer.bos_token == tokenizer.eos_token == tok.END_OF_TEXT
     assert stop_tokens(tokenizer) == {"<|im_end|>", tok.END_OF_TEXT}
-
-
-def test_a_saved_tokenizer_keeps_the_template_and_its_tokens(tmp_path, chatml_tokenizer):
-    chatml_tokenizer.save_pretrained(tmp_path)
-
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-
-    assert set_template(loaded, None) == []
-    assert stop_tokens(loaded) == stop_tokens(chatml_tokenizer)
-    ids = only_sequence(loaded, chat("a", "b")).ids
-    np.testing.assert_array_equal(ids, only_sequence(chatml_tokenizer, chat("a", "b")).ids)
-    assert target_texts(loaded, chat("a", "b")) == ["b<|im_end|>"]
 
 
 def test_chatml_shows_tools_calls_and_reasoning(chatml_tokenizer):
@@ -177,9 +164,13 @@ def test_a_template_that_loops_for_long_is_refused_by_name(template, tmp_path, m
     with pytest.raises(UserError, match=f"^--chat_template {path} takes more than"):
         set_template(make(), str(path))
 
-    in_prompt = f"{{% if add_generation_prompt %}}{template}{{% endif %}}"
+
+def test_a_template_that_loops_for_long_in_a_prompt_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(jinja_template, "TRIAL_SECONDS", 0.01)
+    tokenizer = make(TEMPLATES["chatml"] + f"{{% if add_generation_prompt %}}{LOOPS}{{% endif %}}")
+
     with pytest.raises(UserError, match=r"^the chat template of the tokenizer takes more than"):
-        make_renderer(make(TEMPLATES["chatml"] + in_prompt))
+        make_renderer(tokenizer)
 
 
 # --- tokens that end a turn

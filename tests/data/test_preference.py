@@ -740,11 +740,16 @@ def test_all_answers_to_a_prompt_are_in_the_same_split(tmp_path: Path, unpaired:
     assert tokenized.metadata.eval_records == 3 * len(eval)
 
 
-def test_eval_bytes_are_the_bytes_of_both_answers(tmp_path: Path) -> None:
-    tokenized = tokenize_records(tmp_path, pairs(20), eval_fraction=0.3)
+def test_eval_bytes_are_the_bytes_of_both_answers_that_are_left(tmp_path: Path) -> None:
+    long = [pair(f"long {i}?", "x" * 99, "y") for i in range(20)]
+
+    tokenized = tokenize_records(
+        tmp_path, [*pairs(20), *long], eval_fraction=0.3, overlong="truncate"
+    )
 
     texts = pair_texts(tokenized.eval, tokenized)
     targets = "".join(itertools.chain(*(text.targets for text in texts)))
+    assert "x" in targets
     eval_bytes = len(targets.replace(CHATML_END, "").encode())
     assert tokenized.metadata.eval_bytes == eval_bytes > 0
     assert tokenized.metadata.eval_tokens == eval_bytes + targets.count(CHATML_END)

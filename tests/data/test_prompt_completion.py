@@ -101,20 +101,6 @@ def test_special_tokens_are_text_except_for_eos_at_the_end() -> None:
     assert sequence.target_bytes == len("b<|im_end|> </s>")
 
 
-def test_each_answer_of_a_pair_is_a_completion() -> None:
-    tokenizer = with_bos(make())
-    record = preference_of({"prompt": "a <s>", "chosen": " b", "rejected": " c</s>"})
-
-    rendered = PromptCompletionRenderer(tokenizer)(record)
-
-    chosen, rejected = rendered.sequences
-    assert tokenizer.decode(chosen.ids) == "<s>a <s> b</s>"
-    assert tokenizer.decode(rejected.ids) == "<s>a <s> c</s>"
-    assert target_text(tokenizer, chosen) == " b</s>"
-    assert target_text(tokenizer, rejected) == " c</s>"
-    assert rendered.counts["special_as_text"] == 1  # the last </s> is the EOS of the sequence
-
-
 def test_a_text_answer_that_repeats_its_prompt_is_trained_as_it_is() -> None:
     """As TRL does it. An answer that echoes its question may be the rejected one."""
     record = preference_of({"prompt": "the dog", "chosen": " is A", "rejected": "the dog is A"})

@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Renderer
 from llmtrain.data.rendered import Rendered, TokenSequence
-from llmtrain.data.template_properties import TemplateProperties
 from tests.data.chats import (
     ASSISTANT,
     CALL,
@@ -42,10 +40,8 @@ from tests.data.chats import (
     with_template,
 )
 from tests.data.odd_templates import (
-    CALL_WITHOUT_END,
     COUNTS,
     ENDED_ONCE,
-    GLM,
     JOINED,
     PLAIN,
     SWITCHED,
@@ -295,22 +291,6 @@ def test_two_end_tokens_next_to_each_other_are_both_targets():
     assert texts == ["b<|im_end|></s>", "d<|im_end|></s>"]
 
 
-def test_a_turn_without_an_end_token_ends_with_the_first_token_of_the_next_message():
-    tokenizer = make(GLM)
-    tokenizer.add_tokens(["<|tool|>"], special_tokens=True)
-    conversation = Conversation([*CALLING, USER, ASSISTANT], [TOOL])
-
-    sequence = only_sequence(tokenizer, conversation)
-
-    call = json.dumps([CALL])
-    texts = target_texts(tokenizer, conversation)
-    assert texts == [f"{call}<|tool|>", "Five.<|user|>", "b<|user|>"]
-    assert (sequence.turns, sequence.ended) == (3, 3)
-    stop_ids = TemplateProperties(tokenizer).stop_token_ids
-    stops = tokenizer.convert_ids_to_tokens(stop_ids)
-    assert set(stops) == {"</s>", "<|user|>", "<|tool|>"}
-
-
 def test_the_stop_tokens_of_the_model_end_a_turn_too():
     template = CHATML.replace("m.content +", "m.content.replace('.', '<|eot_id|>') +")
     tokenizer = make(template)
@@ -377,40 +357,6 @@ def test_each_turn_is_a_sequence_if_later_prompts_do_not_show_its_reasoning():
     assert target_text(tokenizer, second) == "<think>\n\n</think>\n\nd<|im_end|>"
 
 
-def test_the_last_answer_is_the_same_sequence_without_a_question_after_it():
-    tokenizer = make(QWEN3)
-    messages = chat("a", "<think>\nhm\n</think>\n\nb", "c", "d", "e").messages
-
-    with_question = target_texts(tokenizer, Conversation(messages, None))
-    without_question = target_texts(tokenizer, Conversation(messages[:-1], None))
-
-    assert without_question == with_question
-
-
-def test_turns_since_the_last_question_share_a_sequence():
-    """Qwen3's template shows the reasoning of all of them."""
-    shows_calls = QWEN3.replace(
-        "m.content.split", "(m.tool_calls | tojson if m.tool_calls else m.content).split"
-    )
-    tokenizer = make(shows_calls)
-    question, call, result, final_answer = CALLING
-    call = {**call, "reasoning_content": "I call."}
-    final_answer = {**final_answer, "reasoning_content": "I know."}
-    second_question = {**question, "content": "And 4 + 3?"}
-    turn = [call, result, final_answer]
-    messages = [question, *turn, second_question, *turn]
-
-    rendered = render(tokenizer, *messages, tools=[TOOL])
-
-    assert [sequence.turns for sequence in rendered.sequences] == [2, 2]
-    texts = target_texts(tokenizer, Conversation(messages, [TOOL]))
-    reasoning = [text.partition("</think>")[0] for text in texts]
-    assert reasoning == ["<think>\nI call.\n", "<think>\nI know.\n"] * 2
-    assert rendered.counts["mismatched_answers"] == 0
-    assert rendered.counts["mismatched_calls"] == 0
-    assert rendered.counts["hidden_turns"] == 0
-
-
 @pytest.mark.parametrize(
     ("content", "target"),
     [
@@ -421,24 +367,6 @@ def test_turns_since_the_last_question_share_a_sequence():
 )
 def test_a_prompt_that_begins_the_reasoning_is_followed_by_its_rest(content, target):
     assert target_texts(make(R1), chat("a", content, "c", content)) == [target, target]
-
-
-def test_the_prompt_of_a_turn_without_reasoning_asks_for_none():
-    tokenizer = make(SWITCHED)
-
-    without_reasoning = only_sequence(tokenizer, chat("a", "b"))
-    with_reasoning = only_sequence(tokenizer, chat("a", "<think>hm</think>b"))
-
-    assert context_text(tokenizer, without_reasoning).endswith("assistant\n<think></think>")
-    assert target_text(tokenizer, without_reasoning) == "b<|im_end|>"
-    assert context_text(tokenizer, with_reasoning).endswith("assistant\n")
-    assert target_text(tokenizer, with_reasoning) == "<think>hm</think>b<|im_end|>"
-
-
-def test_turns_with_and_without_reasoning_can_follow_each_other():
-    texts = target_texts(make(SWITCHED), chat("a", "b", "c", "<think>hm</think>d"))
-
-    assert texts == ["b<|im_end|>", "<think>hm</think>d<|im_end|>"]
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
@@ -466,16 +394,6 @@ def test_reasoning_in_a_field_and_in_the_content_is_shown_once():
 
 
 # --- calls and tools
-
-
-def test_a_turn_that_only_calls_a_tool_is_a_target():
-    shows_call = "{{- m.content or m.tool_calls[0].function | tojson -}}{{- '<|im_end|>' -}}"
-    tokenizer = make(CHATML.replace("{{- m.content + '<|im_end|>' -}}", shows_call))
-
-    texts = target_texts(tokenizer, Conversation(CALLING, [TOOL]))
-
-    call = '{"name": "add", "arguments": {"a": 2, "b": [3]}}'
-    assert texts == [f"{call}<|im_end|>", "Five.<|im_end|>"]
 
 
 @pytest.mark.parametrize(("content", "hidden_turns"), [("", 0), ("I add.", 1)])
@@ -523,13 +441,8 @@ def test_conversations_with_tools_get_the_tokenizers_template_for_tools():
     [
         (unmarked(COUNTS), TWO_TURNS.messages, ["b<|im_end|>", "d<|im_end|>"]),
         (ENDED_ONCE, TWO_TURNS.messages, ["b\n</s>", "d\n</s>"]),
-        (
-            CALL_WITHOUT_END,
-            CALLING,
-            [f"<think></think>{json.dumps([CALL])}</s>", "<think></think>Five.<|im_end|>"],
-        ),
     ],
-    ids=["counts-messages", "ended-once", "call-without-end"],
+    ids=["counts-messages", "ended-once"],
 )
 def test_each_turn_follows_the_prompt_that_transformers_makes_for_it(template, messages, targets):
     tokenizer = make(template)
@@ -661,27 +574,6 @@ def controls_of(renderer: Renderer, sequence: TokenSequence) -> list[str]:
     """Return the control tokens of a sequence."""
     controls = renderer.template.control_tokens
     return [controls[id] for id in sequence.ids.tolist() if id in controls]
-
-
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-@pytest.mark.parametrize("control", ["<|im_end|>", "<s>", "<|endoftext|>", "<▁fin▁>", "<▁fin▁>>"])
-def test_a_control_token_in_a_message_is_text(role, control):
-    renderer = Renderer(make(MARKED_CHATML))
-    tokenizer = renderer.tokenizer
-    content = f"say {control} and stop"
-    conversation = Conversation([USER, {"role": role, "content": content}, USER, ASSISTANT], None)
-
-    rendered = renderer(conversation)
-
-    (sequence,) = rendered.sequences
-    expected = tokenizer.apply_chat_template(conversation.messages, tokenize=False)
-    assert tokenizer.decode(sequence.ids) == expected.rstrip("\n")
-    assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 4
-    assert rendered.counts["special_as_text"] == 1
-    answers = [content, "b"] if role == "assistant" else ["b"]
-    texts = target_texts(tokenizer, conversation)
-    assert texts == [answer + "<|im_end|>" for answer in answers]
-    assert sequence.target_bytes == len("".join(answers).encode())
 
 
 def test_a_message_cannot_end_its_turn_or_begin_another():

@@ -225,18 +225,3 @@ def test_a_model_that_contradicts_its_verdict_is_an_error_that_names_the_flag(
     monkeypatch.setattr(short_convolution, "_convolve", convolve_across_documents)
     with pytest.raises(UserError, match="use --no_packing"):
         place(accelerator, finetune.build(settings, rows, "no"))
-
-
-def test_each_verdict_has_its_own_rows_and_data_hash(
-    tmp_path: Path, set_verdict: Callable[..., None], capsys: Capture
-) -> None:
-    hashes = set()
-    for packs, shares_prompts in ((True, True), (True, False), (False, False)):
-        set_verdict(packs, shares_prompts)
-        for source in ("tokenised", "from the cache"):
-            _, rows = prepare_rows(preference, tmp_path, "llama")
-            assert f"; {source}\n" in capsys.readouterr().out
-            assert rows.is_packed == packs
-            assert rows.metadata.shared == shares_prompts
-        hashes.add(rows.metadata.data_sha256)
-    assert len(hashes) == 3
