@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.messages import Message
-from tests.data.chats import TEXT
+from tests.data.chats import TEXT, chat
 
 TEMPLATES_PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates-table.md"
 
@@ -101,22 +101,9 @@ def result(text: str, place: str) -> Message:
 # The kinds of conversations, which are the columns of the table. No answer, reasoning or place is
 # twice in a conversation.
 KINDS = {
-    "one turn": [user("q1"), answer("Ans-1")],
-    "several": [
-        user("q1"),
-        answer("Ans-1"),
-        user("q2"),
-        answer("Ans-2"),
-        user("q3"),
-        answer("Ans-3"),
-    ],
-    "system": [
-        _system("Be brief."),
-        user("q1"),
-        answer("Ans-1"),
-        user("q2"),
-        answer("Ans-2"),
-    ],
+    "one turn": chat("q1", "Ans-1").messages,
+    "several": chat("q1", "Ans-1", "q2", "Ans-2", "q3", "Ans-3").messages,
+    "system": [_system("Be brief."), *chat("q1", "Ans-1", "q2", "Ans-2").messages],
     "greeting": [answer("Hello"), user("q1"), answer("Ans-1")],
     "reasoning": [user("q1"), answer("Ans-1", "Why-1")],
     "reasoning, several": [
@@ -126,12 +113,12 @@ KINDS = {
         answer("Ans-2", "Why-2"),
     ],
     "reasoning, then none": [user("q1"), answer("Ans-1", "Why-1"), user("q2"), answer("Ans-2")],
-    "in its content": [
-        user("q1"),
-        answer("<think>\nWhy-1\n</think>\n\nAns-1"),
-        user("q2"),
-        answer("<think>\nWhy-2\n</think>\n\nAns-2"),
-    ],
+    "in its content": chat(
+        "q1",
+        "<think>\nWhy-1\n</think>\n\nAns-1",
+        "q2",
+        "<think>\nWhy-2\n</think>\n\nAns-2",
+    ).messages,
     "a call": [user("q1"), answer("", None, "Oslo"), result("rain", "Oslo"), answer("Ans-1")],
     "two at once": [
         user("q1"),

@@ -113,18 +113,19 @@ def test_eval_data_have_the_renamed_fields_or_those_of_the_format(tmp_path):
         assert [*tokenized.eval] == [*tokenized.train]
 
 
-@pytest.mark.parametrize("is_for_one_file", [True, False])
-def test_columns_of_conversations_do_not_apply_to_text(tmp_path, is_for_one_file):
+def test_text_and_conversations_have_their_own_columns(tmp_path):
     bodies = write(tmp_path / "bodies.jsonl", {"body": "some words", "prompt": "unused"})
+    contents = write(tmp_path / "contents.jsonl", {"content": "other words", "body": "unused"})
     plain = tmp_path / "plain.txt"
     plain.write_text("plain words")
     chats = write(tmp_path / "chats.jsonl", {"question": "2?", "answer": "two"})
-    text_column = f"{bodies}:text=body" if is_for_one_file else "text=body"
+    columns = [*RENAMED, "text=body", f"{contents}:text=content"]
 
-    tokenized = tokenize_chats(bodies, plain, chats, columns=[*RENAMED, text_column])
+    tokenized = tokenize_chats(bodies, contents, plain, chats, columns=columns)
 
     text = shown(tokenized.train, tokenized)
-    assert text.count("some words") == text.count("2?") == 3
+    for words in ("some words", "other words", "2?"):
+        assert text.count(words) == 3
     assert text.count("plain words") == 1
     assert "unused" not in text
 
@@ -143,20 +144,6 @@ def test_a_column_can_be_for_one_data_set(tmp_path):
     tokenized = tokenize_chats(first, columns=columns, eval_dataset=[str(second), str(third)])
 
     assert [*tokenized.eval] == [*tokenized.train] * 2
-
-
-def test_each_data_set_can_have_its_own_text_field(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"body": "some words", "content": "unused"})
-    second = write(tmp_path / "b.jsonl", {"body": "unused", "content": "other words"})
-    third = write(tmp_path / "c.jsonl", {"text": "the third one", "content": "unused"})
-    columns = [f"{first}:text=body", f"{second}:text=content"]
-
-    tokenized = tokenize(data_config(first, second, third, columns=columns), 8)
-
-    text = shown(tokenized.train, tokenized)
-    for words in ("some words", "other words", "the third one"):
-        assert text.count(words) == 3
-    assert "unused" not in text
 
 
 # --- the syntax and errors

@@ -125,12 +125,6 @@ def test_a_system_prompt_becomes_the_first_message(format):
     assert messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
 
 
-def test_reasoning_in_parts_is_joined():
-    parts = [text_part("one "), text_part("two")]
-    _, answer = read_messages(USER, {**ASSISTANT, "reasoning": parts})
-    assert answer["reasoning"] == "one two"
-
-
 @pytest.mark.parametrize(
     ("record", "is_plain"),
     [
@@ -201,17 +195,14 @@ def test_tool_calls_of_openai_and_of_templates_are_the_same():
     assert of_openai == before, "the record is not changed"
 
 
-@pytest.mark.parametrize("arguments", ["null", None, "", "{}", {}])
-def test_null_and_empty_arguments_are_no_arguments(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("null", {}), (None, {}), ("", {}), ({}, {}), ("not JSON", "not JSON"), ("[1]", "[1]")],
+)
+def test_absent_arguments_are_an_empty_object_and_others_stay_as_they_are(arguments, expected):
     call = {"id": None, "function": {"name": "now", "arguments": arguments, "strict": None}}
     messages = read_messages(USER, calling(call, content=None))
-    assert messages == [USER, calling({"function": {"name": "now", "arguments": {}}})]
-
-
-@pytest.mark.parametrize("arguments", ["not JSON", "[1]", "3"])
-def test_arguments_that_are_no_object_stay_as_they_are(arguments):
-    message = calling(call_of("add", arguments))
-    assert read_messages(USER, message) == [USER, message]
+    assert messages == [USER, calling({"function": {"name": "now", "arguments": expected}})]
 
 
 # --- nulls
@@ -267,9 +258,10 @@ def test_a_weight_of_zero_is_kept_for_an_assistant_message(zero, default):
 def test_other_fields_of_messages_are_counted_by_name():
     messages = read_messages(
         {**USER, "name": "Ann", "at": 1},
-        {**ASSISTANT, "score": 0.5, "at": 2, "reasoning": "hm", "weight": 0},
+        {**ASSISTANT, "score": 0.5, "at": 2, "reasoning": [text_part("h"), text_part("m")]},
     )
     assert messages[0]["at"] == 1
+    assert messages[1]["reasoning"] == "hm"
     assert other_fields_of(messages) == {"at": 2, "score": 1}
     assert other_fields_of(CALLING) == {}
 

@@ -6,13 +6,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.packing_support import PackingSupport
-from llmtrain.models import packing_support, short_convolution
+from llmtrain.models import packing_support
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.meta_models import configuration_of
 from llmtrain.parallel.placement import place
@@ -25,20 +24,14 @@ Capture = pytest.CaptureFixture[str]
 
 SMALL = "hidden_size=32,num_hidden_layers=2"
 ATTENTION = "intermediate_size=32,num_attention_heads=2,num_key_value_heads=1"
-# Small models of classes with a verdict. The state of the first two passes from one document of a
-# packed row to the next.
+# Small models of classes with a verdict.
 MODELS = {
     "mamba2": f"{SMALL},num_heads=4,head_dim=16,state_size=8,n_groups=1,chunk_size=16",
-    "jamba": f"{SMALL},{ATTENTION},attn_layer_period=2,attn_layer_offset=1,num_experts=2,"
-    "num_experts_per_tok=1,mamba_d_state=8,mamba_dt_rank=4,use_mamba_kernels=false",
     "llama": f"{SMALL},{ATTENTION},head_dim=16",
     "lfm2": f"{SMALL},{ATTENTION},layer_types=[conv,full_attention]",
     "gemma2": f"{SMALL},{ATTENTION},head_dim=16",
 }
 FIELDS = {finetune: ("prompt", "completion"), preference: ("prompt", "chosen", "rejected")}
-for_both_recipes = pytest.mark.parametrize(
-    "recipe", [finetune, preference], ids=["finetune", "preference"]
-)
 
 
 def prepare_rows(
@@ -58,58 +51,36 @@ def prepare_rows(
 # --- the verdict on a class
 
 
-@pytest.mark.parametrize("family", ["mamba2", "jamba"])
-def test_a_class_that_leaks_is_trained_on_unpacked_rows_and_the_log_says_so(
-    family: str, tmp_path: Path, accelerator: Any, capsys: Capture
-) -> None:
-    settings, rows = prepare_rows(finetune, tmp_path, family)
-    assert settings.chat.packing is False
-    assert not rows.is_packed
-    assert rows.metadata.train_rows == 12
-
-    bundle = place(accelerator, finetune.build(settings, rows, "no"))
-    (line,) = log_lines(capsys, "packing")
-    assert bundle.model.own_class.__name__ in line
-
-    first_rows = rows.train.dataset[:4]
-    batch = {name: torch.tensor(first_rows[name]) for name in ("input_ids", "labels")}
-    bundle.model(**batch).backward()
-
-
-def test_pairs_of_a_class_that_leaks_are_not_packed(
-    tmp_path: Path, accelerator: Any, capsys: Capture
-) -> None:
-    settings, rows = prepare_rows(preference, tmp_path, "mamba2")
-    place(accelerator, preference.build(settings, rows, "no"))
-    assert not rows.is_packed
-    assert not rows.metadata.shared
-    assert "Mamba2ForCausalLM" in log_lines(capsys, "packing")[0]
-
-
-@for_both_recipes
-@pytest.mark.parametrize("family", ["llama", "lfm2"])
-def test_a_class_that_keeps_documents_apart_is_packed_without_a_line(
-    recipe: ModuleType, family: str, tmp_path: Path, accelerator: Any, capsys: Capture
+@pytest.mark.parametrize(
+    ("recipe", "family", "is_packed", "is_shared", "class_in_log"),
+    [
+        pytest.param(finetune, "mamba2", False, False, "Mamba2ForCausalLM", id="leaks"),
+        pytest.param(finetune, "llama", True, False, "", id="attention"),
+        pytest.param(finetune, "lfm2", True, False, "", id="convolution"),
+        pytest.param(preference, "mamba2", False, False, "Mamba2ForCausalLM", id="pairs-leak"),
+        pytest.param(preference, "lfm2", True, True, "", id="pairs-share-prompts"),
+        pytest.param(preference, "gemma2", True, False, "Gemma2ForCausalLM", id="pairs-share-none"),
+    ],
+)
+def test_the_verdict_on_a_class_decides_and_the_log_says_why_rows_are_not_packed(
+    recipe: ModuleType,
+    family: str,
+    is_packed: bool,
+    is_shared: bool,
+    class_in_log: str,
+    tmp_path: Path,
+    accelerator: Any,
+    capsys: Capture,
 ) -> None:
     settings, rows = prepare_rows(recipe, tmp_path, family)
     place(accelerator, recipe.build(settings, rows, "no"))
-    assert settings.chat.packing is True
-    assert rows.is_packed
-    assert rows.metadata.shared == (recipe is preference)
-    assert rows.metadata.train_rows < 12
-    assert log_lines(capsys, "packing") == []
 
-
-def test_answers_have_copies_of_the_prompt_if_the_class_cannot_share_it(
-    tmp_path: Path, accelerator: Any, capsys: Capture
-) -> None:
-    settings, rows = prepare_rows(preference, tmp_path, "gemma2")
-    place(accelerator, preference.build(settings, rows, "no"))
-    assert rows.is_packed
-    assert not rows.metadata.shared
-    assert settings.chat.share_prompts is False
-    (line,) = log_lines(capsys, "packing")
-    assert "Gemma2ForCausalLM" in line
+    assert settings.chat.packing is rows.is_packed is is_packed
+    assert rows.metadata.shared == is_shared
+    assert (rows.metadata.train_rows < 12) == is_packed
+    log = log_lines(capsys, "packing")
+    assert len(log) == bool(class_in_log)
+    assert class_in_log in "".join(log)
 
 
 # --- classes without a verdict
@@ -202,26 +173,10 @@ def test_the_flag_overrules_the_verdict_and_makes_the_rows_of_the_opposite_one(
     assert by_flag.metadata == by_verdict.metadata
 
 
-@for_both_recipes
 def test_forced_packing_of_a_class_that_leaks_is_an_error_when_the_model_is_placed(
-    recipe: ModuleType, tmp_path: Path, accelerator: Any
+    tmp_path: Path, accelerator: Any
 ) -> None:
-    settings, rows = prepare_rows(recipe, tmp_path, "mamba2", "--packing")
+    settings, rows = prepare_rows(finetune, tmp_path, "mamba2", "--packing")
     assert rows.is_packed
     with pytest.raises(UserError, match=r"^Mamba2For\w+ .*--no_packing"):
-        place(accelerator, recipe.build(settings, rows, "no"))
-
-
-def test_a_model_that_contradicts_its_verdict_is_an_error_that_names_the_flag(
-    tmp_path: Path, accelerator: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convolve = short_convolution._convolve
-
-    def convolve_across_documents(x: torch.Tensor, documents: Any, **options: Any) -> torch.Tensor:
-        one_document = type(documents)(starts=torch.zeros_like(documents.starts))
-        return convolve(x, documents=one_document, **options)
-
-    settings, rows = prepare_rows(finetune, tmp_path, "lfm2")
-    monkeypatch.setattr(short_convolution, "_convolve", convolve_across_documents)
-    with pytest.raises(UserError, match="use --no_packing"):
         place(accelerator, finetune.build(settings, rows, "no"))
