@@ -42,13 +42,6 @@ def stop_tokens(tokenizer: PreTrainedTokenizerFast) -> set[str]:
 # --- chatml
 
 
-@pytest.fixture
-def chatml_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = make()
-    set_template(tokenizer, "chatml")
-    return tokenizer
-
-
 def test_chatml_adds_its_two_tokens_once_and_keeps_bos_and_eos():
     backend = tok.train_tokenizer("byte", TEXT, lambda: iter(TEXT))
     tokenizer = tok.as_pretrained(backend, block_size=32)
@@ -65,25 +58,27 @@ def test_chatml_adds_its_two_tokens_once_and_keeps_bos_and_eos():
     assert stop_tokens(tokenizer) == {"<|im_end|>", tok.END_OF_TEXT}
 
 
-def test_chatml_shows_tools_calls_and_reasoning(chatml_tokenizer):
+def test_chatml_shows_tools_calls_and_reasoning():
+    tokenizer = make()
+    set_template(tokenizer, "chatml")
     question, call, *rest = CALLING
     calls = {**call, "tool_calls": [CALL, CALL["function"]]}
     conversation = Conversation([question, calls, *rest], [TOOL, TOOL])
 
-    sequence = only_sequence(chatml_tokenizer, conversation)
+    sequence = only_sequence(tokenizer, conversation)
 
     tool = json.dumps(TOOL)
     shown = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [3]}}\n</tool_call>'
     first_turn = f"<think>\nI add.\n</think>\n\n{shown}\n{shown}<|im_end|>"
     second_turn = "Five.<|im_end|>"
-    assert chatml_tokenizer.decode(sequence.ids) == (
+    assert tokenizer.decode(sequence.ids) == (
         f"<|im_start|>system\n<tools>\n{tool}\n{tool}\n</tools><|im_end|>\n"
         "<|im_start|>user\n2 + 3?<|im_end|>\n"
         f"<|im_start|>assistant\n{first_turn}\n"
         "<|im_start|>tool\n5<|im_end|>\n"
         f"<|im_start|>assistant\n{second_turn}"
     )
-    assert target_texts(chatml_tokenizer, conversation) == [first_turn, second_turn]
+    assert target_texts(tokenizer, conversation) == [first_turn, second_turn]
     assert (sequence.turns, sequence.ended) == (2, 2)
 
 

@@ -543,17 +543,6 @@ def test_a_few_conversations_leave_some_in_each_split(tmp_path, count, fraction)
     assert eval
 
 
-@pytest.mark.parametrize("copies", [[0, 0, 1], [0] + [1] * 9], ids=["2+1", "1+9"])
-def test_copies_of_a_conversation_are_in_the_same_split(tmp_path, copies):
-    two_conversations = chat_records(2)
-
-    # This checks that no text is in both.
-    train, eval = split_of(tmp_path, [two_conversations[copy] for copy in copies], fraction=0.1)
-
-    assert train
-    assert eval
-
-
 def test_a_single_conversation_is_training_data(tmp_path):
     tokenized = tokenize_chats(tmp_path, chat_records(1), eval_fraction=0.9)
 
