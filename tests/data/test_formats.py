@@ -199,7 +199,7 @@ def test_tool_calls_of_openai_and_of_templates_are_the_same():
     ("arguments", "expected"),
     [("null", {}), (None, {}), ("", {}), ({}, {}), ("not JSON", "not JSON"), ("[1]", "[1]")],
 )
-def test_absent_arguments_are_an_empty_object_and_others_stay_as_they_are(arguments, expected):
+def test_absent_arguments_are_an_empty_object(arguments, expected):
     call = {"id": None, "function": {"name": "now", "arguments": arguments, "strict": None}}
     messages = read_messages(USER, calling(call, content=None))
     assert messages == [USER, calling({"function": {"name": "now", "arguments": expected}})]
@@ -231,7 +231,7 @@ def test_nulls_in_json_of_arguments_and_schemas_are_kept(has_artificial_nulls):
         (True, {"filters": [{}]}, {"name": "find", "parameters": {"type": "object"}}),
     ],
 )
-def test_nulls_in_objects_are_kept_unless_the_file_format_may_have_added_them(
+def test_nulls_in_objects_are_kept_unless_the_file_format_adds_them(
     has_artificial_nulls, arguments, tool
 ):
     record = search_record(SEARCH_ARGUMENTS, [SEARCH_TOOL])

@@ -440,15 +440,15 @@ def test_an_answer_that_is_only_compared_with_is_truncated_and_not_overlong(
         labelled_answer("q", "x" * 30),
         labelled_answer("a longer question", "y"),
     ]
-    longest = byte_tokens(answers_to("q", "x" * 30, "").sequences[0])
+    longest = token_count(answers_to("q", "x" * 30, "").sequences[0])
 
     tokenized = tokenize_records(
-        tmp_path, records, unpaired=True, max_length=len(longest), overlong="error"
+        tmp_path, records, unpaired=True, max_length=longest, overlong="error"
     )
 
     texts = pair_texts(tokenized.train, tokenized)
     (truncated,) = [text for text in texts if "longer" in text.sequences[0]]
-    assert len(byte_tokens(truncated.sequences[1])) == len(longest)
+    assert token_count(truncated.sequences[1]) == longest
     assert truncated.targets[0] == f"y{CHATML_END}"
     assert set(truncated.targets[1]) == {"x"}
     assert audit_of(tokenized).overlong == 0
@@ -522,9 +522,7 @@ BAD_PAIRS: dict[str, Fields] = {
     "no-chosen": {"prompt": "q", "rejected": "b"},
     "null-rejected": pair("q", "a", None),
     "prompt-is-a-number": pair(3, "a", "b"),
-    "answer-is-nan": pair("q", float("nan"), "b"),
     "tools-of-text": pair("q", "a", "b") | {"tools": ["x"]},
-    "prompt-of-texts": pair(["q"], "a", "b"),
     "deeply-nested-answer": pair("q", json.loads("[" * 50 + "]" * 50), "b"),
     "empty-prompt": pair([], "a", "b"),
     "prompt-ends-with-an-answer": pair(messages("q", "a"), "a", "b"),
@@ -535,7 +533,6 @@ BAD_PAIRS: dict[str, Fields] = {
     "answer-with-weight-0": pair("q", [message("assistant", "a") | {"weight": 0}], "b"),
     "two-turns-in-a-row": pair("q", [message("assistant", "a"), message("assistant", "c")], "b"),
     "identical-texts": pair("q", "a", "a"),
-    "identical-text-and-message": pair("q", "a", [message("assistant", "a")]),
     "identical-conversations": {"chosen": messages("q", "a"), "rejected": messages("q", "a")},
     "different-questions": {"chosen": messages("q", "a"), "rejected": messages("p", "b")},
     "no-questions": {"chosen": messages("q", "a")[1:], "rejected": messages("q", "b")[1:]},
@@ -561,8 +558,6 @@ BAD_PAIRS: dict[str, Fields] = {
 BAD_LABELLED_ANSWERS: dict[str, Fields] = {
     "no-label": {"prompt": "q", "completion": "a"},
     "label-is-a-word": labelled_answer("q", "a", "yes"),
-    "label-is-a-number": labelled_answer("q", "a", 2),
-    "label-is-nan": labelled_answer("q", "a", float("nan")),
     "label-is-a-list": labelled_answer("q", "a", [True]),
     "no-completion": {"prompt": "q", "label": True},
     "text-without-prompt": {"completion": "a", "label": True},
@@ -646,7 +641,7 @@ def test_a_file_without_preferences_is_an_error(
         ),
     ],
 )
-def test_a_record_that_is_of_no_use_is_an_error_that_names_the_reason(
+def test_a_useless_record_is_an_error_that_names_the_reason(
     tmp_path: Path, cache: Path, record: Fields, settings: dict[str, str], hint: str
 ) -> None:
     path = write_records(tmp_path / "a.jsonl", [record])
@@ -663,20 +658,15 @@ def test_a_record_that_is_of_no_use_is_an_error_that_names_the_reason(
 # --- overlong answers
 
 
-def byte_tokens(text: str) -> list[int | str]:
-    """Return the tokens of a text: its bytes, and the control tokens of ChatML."""
-    tokens: list[int | str] = []
-    for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
-        if piece in ("<|im_start|>", CHATML_END):
-            tokens.append(piece)
-        else:
-            tokens.extend(piece.encode())
-    return tokens
+def token_count(text: str) -> int:
+    """Return the number of tokens of a text: its bytes, and the control tokens of ChatML."""
+    controls = re.findall(r"<\|im_start\|>|<\|im_end\|>", text)
+    return len(text.encode()) - len("".join(controls)) + len(controls)
 
 
 def test_overlong_answers_are_dropped_truncated_or_an_error(tmp_path: Path, cache: Path) -> None:
     long = "x" * 20
-    length = len(byte_tokens(answers_to("q", long, "").sequences[0]))
+    length = token_count(answers_to("q", long, "").sequences[0])
     records = [*pairs(1), pair("q", long, "b"), pair("q", "a", long)]
     path = write_records(tmp_path / "a.jsonl", records)
 
@@ -740,7 +730,7 @@ def test_all_answers_to_a_prompt_are_in_the_same_split(tmp_path: Path, unpaired:
     assert tokenized.metadata.eval_records == 3 * len(eval)
 
 
-def test_eval_bytes_are_the_bytes_of_both_answers_that_are_left(tmp_path: Path) -> None:
+def test_eval_bytes_are_those_of_both_answers(tmp_path: Path) -> None:
     long = [pair(f"long {i}?", "x" * 99, "y") for i in range(20)]
 
     tokenized = tokenize_records(
@@ -787,9 +777,7 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
     stored = stored_pairs(tokenized.train)
     tokens = sum(len(first) + len(second) for first, second in (s.sequences for s in stored))
     texts = expected_texts([*good[:5], *long, *good[5:]])
-    all_tokens = sum(
-        len(byte_tokens(text)) for text in itertools.chain(*(t.sequences for t in texts))
-    )
+    all_tokens = sum(token_count(text) for text in itertools.chain(*(t.sequences for t in texts)))
     audit = audit_of(tokenized)
     assert audit == Audit(
         unit="answer" if unpaired else "pair",
@@ -814,9 +802,7 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
 # --- the cache and the data hash
 
 
-def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_entry(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_other_rows_have_another_hash_and_cache_entry(tmp_path: Path, capsys: Capture) -> None:
     usual = pairs(8)
     swapped = [pair(r["prompt"], chosen=r["rejected"], rejected=r["chosen"]) for r in usual]
     relabelled = [*labelled_answers(7), labelled_answer("7?", "49 ü.", label=False)]

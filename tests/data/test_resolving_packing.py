@@ -62,7 +62,7 @@ def prepare_rows(
         pytest.param(preference, "gemma2", True, False, "Gemma2ForCausalLM", id="pairs-share-none"),
     ],
 )
-def test_the_verdict_on_a_class_decides_and_the_log_says_why_rows_are_not_packed(
+def test_the_verdict_on_a_class_decides_and_is_logged(
     recipe: ModuleType,
     family: str,
     is_packed: bool,
@@ -157,7 +157,7 @@ def set_verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(("flag", "packing"), [("--packing", True), ("--no_packing", False)])
-def test_the_flag_overrules_the_verdict_and_makes_the_rows_of_the_opposite_one(
+def test_the_flag_overrules_the_verdict(
     flag: str, packing: bool, tmp_path: Path, set_verdict: Callable[..., None], capsys: Capture
 ) -> None:
     set_verdict(packs=packing, shares_prompts=False)

@@ -383,9 +383,7 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert audit.targets == (labels != IGNORED).sum()
 
 
-def test_a_conversation_that_truncation_would_leave_empty_is_an_error_or_is_left_out(
-    tmp_path, cache
-):
+def test_a_conversation_that_truncation_empties_is_refused_or_left_out(tmp_path, cache):
     records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
     path = write_records(tmp_path / "a.jsonl", records)
 
@@ -510,7 +508,7 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     return train, eval
 
 
-def test_conversations_keep_their_split_if_others_are_added_and_all_are_shuffled(tmp_path):
+def test_conversations_keep_their_split_if_others_are_added(tmp_path):
     shuffled = chat_records(200)
     random.Random(0).shuffle(shuffled)
 
@@ -574,9 +572,7 @@ def test_the_eval_limit_leaves_some_hashes_on_each_side_if_they_differ(hashes, f
         pytest.param([0.05, 0.3, 0.6, 0.9], 0.1, 0.1, id="one-of-four-is-fair"),
     ],
 )
-def test_the_eval_limit_is_the_fraction_unless_that_chooses_too_few_or_too_many(
-    hashes, fraction, limit
-):
+def test_the_eval_limit_is_the_fraction_if_that_is_fair(hashes, fraction, limit):
     assert eval_limit_of(np.array(hashes), fraction) == limit
 
 
@@ -634,9 +630,7 @@ def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
 # --- the cache and the data hash
 
 
-def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_entry(
-    tmp_path, capsys
-):
+def test_other_rows_have_another_hash_and_cache_entry(tmp_path, capsys):
     variants = {
         "usual": {},
         "records": {"records": chat_records(9)},
@@ -662,9 +656,7 @@ def test_settings_and_records_that_make_other_rows_make_another_hash_and_cache_e
         {"format": "messages"},
     ],
 )
-def test_settings_that_make_the_same_rows_have_the_same_hash_and_another_cache_entry(
-    tmp_path, capsys, setting
-):
+def test_equal_rows_of_other_settings_have_the_same_hash(tmp_path, capsys, setting):
     usual = tokenize_chats(tmp_path, chat_records(8), eval_fraction=0.2)
 
     for source in ("tokenised", "from the cache"):
