@@ -100,6 +100,9 @@ def test_special_tokens_are_text_except_for_eos_at_the_end() -> None:
     assert special_ids == [tokenizer.eos_token_id]
     assert sequence.target_bytes == len("b<|im_end|> </s>")
 
+    with_one_special = sequence_of(tokenizer, "a <s>", " b")
+    assert tokenizer.decode(with_one_special.ids) == "a <s> b</s>"
+
 
 def test_a_text_answer_that_repeats_its_prompt_is_trained_as_it_is() -> None:
     """As TRL does it. An answer that echoes its question may be the rejected one."""

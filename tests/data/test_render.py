@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -219,6 +219,7 @@ words = st.text().filter(is_words)
 
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4))
+@settings(deadline=None)
 def test_the_targets_of_any_conversation_are_its_answers(turns):
     answers = [answer for _, answer in turns]
     conversation = chat(*itertools.chain(*turns))
