@@ -368,7 +368,6 @@ NOT_RUN: dict[str, tuple[str, list[str]]] = {
             "python recipes/finetune.py --dataset qa.jsonl trivia.csv --columns prompt=question completion=answer trivia.csv:completion=solution",
             "python recipes/finetune.py --dataset train.jsonl --eval_dataset val.jsonl hard.jsonl",
             "python recipes/finetune.py --dataset NAME --dataset_train_split train_sft --dataset_test_split test_sft",
-            "python recipes/finetune.py --dataset saved --dataset_test_split test",
         ],
     ),
     "debugging-hangs.md": (

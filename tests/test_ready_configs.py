@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.config.command_line import parse
@@ -144,7 +144,8 @@ def write_data(content: dict[str, Any], folder: Path) -> None:
     splits = {content.get("dataset_train_split", "train"): Dataset.from_list(records)}
     if "dataset_test_split" in content:
         splits[content["dataset_test_split"]] = Dataset.from_list(records[:4])
-    DatasetDict(splits).save_to_disk(folder)
+    for split, rows in splits.items():
+        rows.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
 def recipe_is_preference(content: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ def rename_columns(sources: Sequence[Source], names: ColumnNames) -> list[Source
     unchanged: list[Record] = []  # the first record of each source that stays as it is
     for source in sources:
         columns = names.renamed(source.name)
-        first = source.first() if columns else None
+        first = source.first if columns else None
         if first is None:
             renamed_sources.append(source)
             continue

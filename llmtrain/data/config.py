@@ -81,9 +81,8 @@ class DataConfig(BatchConfig):
 
     dataset: list[str] = flag(
         ["builtin:python-docs"],
-        "training data: a file, folder or glob of .txt, .md, .json, .jsonl, .csv or .tsv (each "
-        "also with .gz, .zst, .bz2 or .xz), .parquet or .arrow; a folder of "
-        "datasets.save_to_disk; a data set on the Hugging Face hub (NAME, NAME:CONFIGURATION, "
+        "training data: a file, folder or glob of .txt, .md, .json, .jsonl or .csv (each also with "
+        ".gz or .zst) or .parquet; a data set on the Hugging Face hub (NAME, NAME:CONFIGURATION, "
         "NAME@REVISION or NAME@REVISION:CONFIGURATION) or a folder in its layout; or, with no "
         "download, builtin:python-docs, builtin:python-functions or builtin:python-preferences; "
         "name several to train on all of them",

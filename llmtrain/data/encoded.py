@@ -6,7 +6,7 @@ is written as rows. There are three kinds: :mod:`llmtrain.data.corpus` for text,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -28,7 +28,6 @@ from llmtrain.data.splits import Split
 from llmtrain.data.store import TokenStore
 
 R = TypeVar("R", Conversation, PreferenceRecord)
-T = TypeVar("T")
 
 
 class SplitStats(NamedTuple):
@@ -139,7 +138,10 @@ class EncodedExamples(EncodedSource, Generic[R]):
         """Read and render all records; see :class:`EncodedSource`."""
         items = ((read, read.record) for read in self.records.used())
         results = render_all(self.renderer, items, self.config.rendering_processes)
-        for read, _, rendered in self._progress(results):
+        bar = tqdm(
+            results, desc="rendering", unit=" records", leave=False, disable=not can_show_bars()
+        )
+        for read, _, rendered in bar:
             check_interrupt()
             if isinstance(rendered, BadRecord):
                 self.refuse(read, rendered)
@@ -219,16 +221,3 @@ class EncodedExamples(EncodedSource, Generic[R]):
             check_not_all_overlong(lengths, name, self.unit, max_length)
         overlong = describe_overlong(lengths, max_length)
         audit.check(name, overlong, self.records.first_fault)
-
-    def _progress(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield one item for each record, and show a progress bar."""
-        return iter(
-            tqdm(
-                items,
-                total=self.records.source.count(),
-                desc="rendering",
-                unit=" records",
-                leave=False,
-                disable=not can_show_bars(),
-            )
-        )

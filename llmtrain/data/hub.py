@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmtrain.console import can_show_bars
-from llmtrain.data.file_sources import digest_of, visible_files
 from llmtrain.data.readers import Record, numbered
 from llmtrain.data.sources import Source, SplitChoice
+from llmtrain.data.text_files import digest_of, visible_files
 from llmtrain.errors import UserError, hub_error
 from llmtrain.files import json_text
 
@@ -115,7 +115,7 @@ def _split_source(
     return replace(
         source,
         has_splits=True,
-        other_splits=lambda: choice.others([str(split) for split in load_once()]),
+        other_splits=lambda: [str(split) for split in load_once() if split != choice.split],
     )
 
 
@@ -140,14 +140,7 @@ def dataset_source(
             dataset = dataset.select_columns([field])
         return numbered(dataset, place, field)
 
-    return Source(
-        name,
-        fingerprint,
-        records,
-        flag=flag,
-        has_artificial_nulls=True,
-        count=lambda: len(load()),
-    )
+    return Source(name, fingerprint, records, flag=flag, has_artificial_nulls=True)
 
 
 def _load_splits(
@@ -187,7 +180,12 @@ def _load_splits(
         raise UserError(f"{failure}: {reason}") from None
 
     if choice.split not in splits:
-        raise choice.missing(name, [str(split) for split in splits])
+        similar = [split for split in splits if choice.split in split]
+        example = [*similar, *splits, choice.split][0]
+        raise UserError(
+            f"{choice.data_flag} {name} has no split '{choice.split}', but {', '.join(splits)}; "
+            f"choose one with {choice.split_flag} {example}."
+        )
     return cast("datasets.DatasetDict", splits)
 
 

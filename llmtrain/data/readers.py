@@ -1,34 +1,23 @@
-"""Read the records of a file: text, JSON, JSON Lines, CSV, TSV, Parquet or Arrow.
+"""Read the records of a file: text, JSON, JSON Lines, CSV or Parquet.
 
 docs/explanation/performance.md says why these are not the readers of ``datasets``.
 """
 
 import csv
-import functools
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from llmtrain.console import say
 from llmtrain.data import text_files
 from llmtrain.data.text_files import CODECS, decode, lines_of, open_bytes, split_suffix
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 
-if TYPE_CHECKING:
-    import pyarrow
-
 _SHOWN_CHARACTERS = 40  # of a value that an error message quotes
-_ROWS_PER_BATCH = 1000  # rows of a parquet or Arrow file that become Python objects at a time
-_ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an IPC file; an IPC stream has others
-_LARGE_JSON = 1_000_000_000  # characters of an array from which the log names JSON Lines
-# A JSON object on the first line, and the beginning of another one after it.
-_JSON_LINES = re.compile(r"[ \t\n\r]*(\{.*)\n[ \t\n\r]*\{")
+_ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a time
 
 
 class Record(NamedTuple):
@@ -69,33 +58,12 @@ def is_readable(path: Path, text_suffixes: Collection[str] = ()) -> bool:
     suffix = split_suffix(path)
     if suffix.kind in text_suffixes:
         return True
-    return suffix.kind in _READERS and not (suffix.compression and suffix.kind in _ARROW_KINDS)
-
-
-def count_records(path: Path) -> int | None:
-    """Count the records of a file without parsing it, for a progress bar.
-
-    Returns:
-        About how many there are; ``None`` if that would take as long as reading the file.
-    """
-    suffix = split_suffix(path)
-    if suffix.kind == ".parquet":
-        return _parquet_rows(path)
-    if suffix.compression or suffix.kind not in _LINE_KINDS:
-        return None
-    with path.open("rb") as file:
-        blocks = iter(functools.partial(file.read, 1 << 20), b"")
-        return sum(block.count(b"\n") for block in blocks)
+    return suffix.kind in _READERS and not (suffix.compression and suffix.kind == ".parquet")
 
 
 def suffix_of(path: Path) -> str:
     """Return the end of a file's name in lower case, such as ``.jsonl`` or ``.jsonl.gz``."""
     return "".join(split_suffix(path))
-
-
-def has_artificial_nulls(path: Path) -> bool:
-    """Return whether nulls in a file may stand for absent keys, as in the structs of Arrow."""
-    return split_suffix(path).kind in _ARROW_KINDS
 
 
 def shown(value: object) -> str:
@@ -173,166 +141,75 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     with open_bytes(path) as file:
         text = decode(file.read(), path)
 
-    if _is_json_lines(text):
-        yield from _read_jsonl(path, field)
-        return
-    if len(text) > _LARGE_JSON:
-        _advise_json_lines(path)
-    values = _values_of(text, path)
+    try:
+        content = json.loads(text, object_pairs_hook=_object_of)
+    except (ValueError, RecursionError) as error:
+        if first_line(error).startswith("Extra data") and text.lstrip().startswith("{"):
+            yield from _read_jsonl(path, field)
+            return
+        # Other errors, such as a number with too many digits, have no place.
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not JSON ({_json_reason(error)}).") from None
+
     del text  # the values take more memory still
+    values = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(values, list):
+        raise UserError(
+            f"{path} holds {shown(content)}, not an array of records; put records into [ and ], "
+            "under the key 'data', or on the lines of a .jsonl file."
+        )
     if not values:
         raise UserError(f"{path}: the array is empty; it must hold records.")
     yield from numbered(values, f"{path}, record", field)
 
 
-def _is_json_lines(text: str) -> bool:
-    """Return whether a text has a JSON object on its first line, and another one after it."""
-    match = _JSON_LINES.match(text)
-    if match is None:
-        return False
-    try:
-        return isinstance(json.loads(match[1]), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-@functools.cache
-def _advise_json_lines(path: Path) -> None:
-    """Log once that JSON Lines take less time and memory than an array."""
-    say(
-        "data",
-        f"{path} is one large array, which is parsed whole before its first record is known; a "
-        ".jsonl file, with a record on each line, is read line by line",
-    )
-
-
-def _values_of(text: str, path: Path) -> list[object]:
-    """Return the values of a JSON array, or of the array under the key ``data`` of an object."""
-    try:
-        content = json.loads(text, object_pairs_hook=_object_of)
-    except (ValueError, RecursionError) as error:
-        # Other errors, such as a number with too many digits, have no place.
-        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not JSON ({_json_reason(error)}).") from None
-    if isinstance(content, list):
-        return content
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {shown(content)}, not an array of records.")
-    if isinstance(content.get("data"), list):
-        return list(content["data"])
-
-    lists = [key for key, value in content.items() if isinstance(value, list)]
-    if lists:
-        raise UserError(
-            f"{path} is an object with lists under {', '.join(map(repr, lists))}; records are read "
-            "from an array, or from the key 'data'. Rename the key, or keep only its list."
-        )
-    raise UserError(
-        f"{path} is one object, not an array of records; put records into [ and ], or write one on "
-        "each line of a .jsonl file."
-    )
-
-
-def _read_csv(path: Path, field: str | None, delimiter: str) -> Iterator[Record]:
+def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
     csv.field_size_limit(text_files.MAX_LINE_LENGTH)
-    kind = "CSV" if delimiter == "," else "TSV"
-    separators = "commas" if delimiter == "," else "tabs"
     try:
         with (
             open_bytes(path) as raw_file,
             io.TextIOWrapper(raw_file, encoding="utf-8-sig", newline="") as file,
         ):
-            reader = csv.DictReader(lines_of(file, path), delimiter=delimiter, strict=True)
+            reader = csv.DictReader(lines_of(file, path), strict=True)
             _check_columns(reader.fieldnames or [], path)
             for fields in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in fields:
                     raise UserError(
-                        f"{place}: the line has more fields than the header; put text with "
-                        f"{separators} in quotes."
+                        f"{place}: the line has more fields than the header; put text with commas "
+                        "in quotes."
                     )
                 yield Record(place, fields)
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.reader.line_num}: not {kind} ({error}).") from None
+        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
     except UnicodeDecodeError:
-        _find_bad_encoding(path)
+        with open_bytes(path) as raw_file:  # once more, to find the line
+            for number, raw in enumerate(lines_of(raw_file, path), start=1):
+                decode(raw, path, number)
         raise
-
-
-def _find_bad_encoding(path: Path) -> None:
-    """Raise :class:`UserError` for the first line of a file that is not UTF-8."""
-    with open_bytes(path) as file:
-        for number, raw in enumerate(lines_of(file, path), start=1):
-            decode(raw, path, number)
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     import pyarrow.parquet
 
-    def batches() -> Iterator["pyarrow.RecordBatch"]:
+    row = 0
+    try:
         with pyarrow.parquet.ParquetFile(path) as file:
             _check_columns(file.schema_arrow.names, path)
             columns = [field] if field in file.schema_arrow.names else None
-            yield from file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns)
-
-    yield from _rows(batches(), path, field)
-
-
-def _parquet_rows(path: Path) -> int | None:
-    """Return the number of rows of a parquet file; ``None`` if it cannot be read."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
-    except (pyarrow.ArrowException, OSError):
-        return None  # reading the file will report what is wrong with it
-
-
-def _read_arrow(path: Path, field: str | None) -> Iterator[Record]:
-    """Yield the rows of an IPC file or an IPC stream, which have the same suffix."""
-    import pyarrow
-
-    def batches() -> Iterator["pyarrow.RecordBatch"]:
-        with path.open("rb") as start:
-            is_file = start.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
-        with pyarrow.OSFile(str(path)) as source:
-            if is_file:
-                reader = pyarrow.ipc.open_file(source)
-                stored = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                stored = iter(pyarrow.ipc.open_stream(source))
-            for batch in stored:
-                _check_columns(batch.schema.names, path)
-                selected = batch.select([field]) if field in batch.schema.names else batch
-                for first in range(0, len(selected), _ROWS_PER_BATCH):
-                    yield selected.slice(first, _ROWS_PER_BATCH)
-
-    yield from _rows(batches(), path, field)
-
-
-def _rows(
-    batches: Iterator["pyarrow.RecordBatch"], path: Path, field: str | None
-) -> Iterator[Record]:
-    """Yield the rows of Arrow batches as records."""
-    import pyarrow
-
-    row = 0
-    try:
-        for batch in batches:
-            for fields in batch.to_pylist():
-                yield Record(f"{path}, row {row}", fields)
-                row += 1
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+                for fields in batch.to_pylist():
+                    yield Record(f"{path}, row {row}", fields)
+                    row += 1
     except UnicodeDecodeError:
         column = f"field '{field}'" if field else "a field"
         raise UserError(f"{path}, row {row} or one of the next: {column} is not UTF-8.") from None
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the file system, not of the content
-        kind = _ARROW_KINDS[split_suffix(path).kind]
         raise UserError(
-            f"{path} is not {kind}, or it is damaged ({first_line(error).rstrip('.')}); copy or "
-            "download it again."
+            f"{path} is not a parquet file, or it is damaged ({first_line(error).rstrip('.')}); "
+            "copy or download it again."
         ) from None
 
 
@@ -342,14 +219,8 @@ _READERS: dict[str, Reader] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
-    ".csv": partial(_read_csv, delimiter=","),
-    ".tsv": partial(_read_csv, delimiter="\t"),
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,  # which compresses its columns itself
 }
-_LINE_KINDS = (".jsonl", ".ndjson", ".csv", ".tsv")
-# These compress their columns themselves.
-_ARROW_KINDS = {".parquet": "a parquet file", ".arrow": "an Arrow file"}
-_TEXT_KINDS = [kind for kind in _READERS if kind not in _ARROW_KINDS]
 # The files that can be read, for error messages.
-READABLE = f"{' '.join(_TEXT_KINDS)} (also with {' '.join(CODECS)}) {' '.join(_ARROW_KINDS)}"
+READABLE = f"{' '.join(_READERS)} (all but .parquet also with {' '.join(CODECS)})"

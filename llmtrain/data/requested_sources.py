@@ -52,7 +52,7 @@ class RequestedSource(NamedTuple):
             return False
         if not FORMATS[self.format].can_be_plain_text:
             return True
-        first = self.source.first()
+        first = self.source.first
         return first is None or not is_plain_text(first.fields)
 
 
@@ -175,7 +175,7 @@ def _preference_format_of(source: Source, unpaired: bool) -> str:
 
 def _first_fields(source: Source) -> list[str]:
     """Return the names of the fields of the first record."""
-    first = source.first()
+    first = source.first
     if first is None:
         raise UserError(f"{source.flag} {source.name} holds no records.")
     return list(first.fields)

@@ -35,19 +35,6 @@ class SplitChoice:
     split_flag: str = "--dataset_train_split"
     text_suffixes: Sequence[str] = ()
 
-    def others(self, splits: list[str]) -> list[str]:
-        """Return the splits of a data set that are not read."""
-        return [split for split in splits if split != self.split]
-
-    def missing(self, name: str, splits: list[str]) -> UserError:
-        """Return the error that the data set with a name has only other splits."""
-        similar = [split for split in splits if self.split in split]
-        example = [*similar, *splits, self.split][0]
-        return UserError(
-            f"{self.data_flag} {name} has no split '{self.split}', but {', '.join(splits)}; choose "
-            f"one with {self.split_flag} {example}."
-        )
-
 
 @dataclass(frozen=True)
 class Source:
@@ -64,8 +51,6 @@ class Source:
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
-        count: returns about how many records there are, for a progress bar; ``None`` if counting
-            would take as long as reading.
         unread_files: how many files of a folder or glob are not read, by suffix.
     """
 
@@ -76,12 +61,12 @@ class Source:
     has_splits: bool = False
     other_splits: Callable[[], list[str]] = lambda: []
     has_artificial_nulls: bool = False
-    count: Callable[[], int | None] = lambda: None
     unread_files: Mapping[str, int] = field(default_factory=dict)
 
+    @functools.cached_property
     def first(self) -> Record | None:
-        """Return the first record, or ``None`` if there is none. It is read only once."""
-        return self._first_record
+        """The first record, or ``None`` if there is none. It is read only once."""
+        return next(self.records(None), None)
 
     def changed(self) -> UserError:
         """Return the error that one pass over the records has read others than another pass."""
@@ -89,10 +74,6 @@ class Source:
             f"{self.flag} {self.name}: the number of records changed while they were read; start "
             "again when nothing writes to the data."
         )
-
-    @functools.cached_property
-    def _first_record(self) -> Record | None:
-        return next(self.records(None), None)
 
 
 def documents(source: Source, field: str) -> Iterator[str]:

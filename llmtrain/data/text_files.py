@@ -1,4 +1,4 @@
-"""The bytes and the lines of a file of text, which may be compressed.
+"""Files of data: their bytes, lines and digests.
 
 A file is decompressed while it is read. An error names the file and, if there is one, the line.
 """
@@ -7,19 +7,19 @@ import codecs
 import contextlib
 import io
 import itertools
-import lzma
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, AnyStr, BinaryIO, NamedTuple
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.file_digests import file_digest
 
 # The most bytes in a line of JSON Lines, and characters in a line or a field of CSV. A file without
 # line breaks is then an error, before it fills the memory.
 MAX_LINE_LENGTH = 1 << 28
 
-# The formats of compressed files, as pyarrow names them. It cannot read xz.
-CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+# The formats of compressed files, as pyarrow names them.
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Suffix(NamedTuple):
@@ -53,22 +53,16 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
 
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty, and no {compression} file; copy or download it again.")
-    try:
-        if compression == ".xz":
-            with lzma.open(path) as stream, io.BufferedReader(stream) as file:
-                yield file
-        else:
-            import pyarrow
+    import pyarrow
 
-            codec = CODECS[compression]
-            with (
-                pyarrow.OSFile(str(path)) as compressed,
-                pyarrow.CompressedInputStream(compressed, codec) as stream,
-                io.BufferedReader(stream) as file,
-            ):
-                yield file
-    except (EOFError, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+    try:
+        with (
+            pyarrow.input_stream(path, compression=CODECS[compression]) as stream,
+            io.BufferedReader(stream) as file,
+        ):
+            yield file
+    except OSError as error:
+        if error.errno is not None:
             raise  # of the file system, not of the compressed data
         raise UserError(
             f"{path} cannot be decompressed ({first_line(error)}); copy or download it again."
@@ -118,3 +112,19 @@ def lines_of(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
                 "each record on a line of its own, or split the record."
             )
         yield line
+
+
+def visible_files(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, but no hidden ones, such as those of git."""
+    for path in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            yield path
+
+
+def digest_of(path: Path) -> bytes:
+    """Return the sha256 of a file's content; see :func:`llmtrain.file_digests.file_digest`."""
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}.") from None

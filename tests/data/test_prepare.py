@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmtrain.data import corpus, file_sources, prepare, text_rows
+from llmtrain.data import corpus, dataset_names, prepare, text_rows
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.corpus import Corpus
@@ -527,7 +527,7 @@ def test_cached_rows_are_used_without_parsing_the_text(tmp_path, monkeypatch, ca
     def refuse_to_read(paths, field):
         raise AssertionError("the text was read again")
 
-    monkeypatch.setattr(file_sources, "_read_files", refuse_to_read)
+    monkeypatch.setattr(dataset_names, "_read_files", refuse_to_read)
     second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
     assert is_from_cache(capsys)
     assert second.metadata == first.metadata

@@ -1,21 +1,19 @@
 """Every kind of file, compressed or not, yields the same records; a damaged file is an error."""
 
-import bz2
 import csv
 import gzip
 import json
-import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data import readers, text_files
+from llmtrain.data import text_files
 from llmtrain.data.dataset_names import open_source
-from llmtrain.data.sources import Source
+from llmtrain.data.sources import SplitChoice, documents
 from llmtrain.errors import UserError
 
 
@@ -28,73 +26,62 @@ def _csv_limit() -> Iterator[None]:
 
 
 RECORDS = [
-    {"id": "0", "text": "first text\nof two lines"},
-    {"id": "1", "text": 'ünï — 漢字 🙂, "quoted"\tand a tab'},
-    {"id": "2", "text": "  spaces  "},
+    {"id": "001", "text": "first text\nof two lines"},
+    {"id": "NA", "text": 'ünï — 漢字 🙂, "quoted"\tand a tab'},
+    {"id": "1.50", "text": "  spaces  "},
 ]
 LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+BOM = b"\xef\xbb\xbf"
 
 
-def table_text(delimiter: str) -> str:
-    """Write the records as CSV or TSV, with all values in quotes."""
-    lines = [delimiter.join(RECORDS[0])]
+def csv_text() -> str:
+    """Write the records as CSV, with all values in quotes."""
+    lines = [",".join(RECORDS[0])]
     for record in RECORDS:
         escaped = [value.replace('"', '""') for value in record.values()]
-        lines.append(delimiter.join(f'"{value}"' for value in escaped))
+        lines.append(",".join(f'"{value}"' for value in escaped))
     return "\r\n".join([*lines, ""])
 
 
-def zstd(content: bytes) -> bytes:
+def gz(content: str) -> bytes:
+    return gzip.compress(content.encode())
+
+
+def zstd(content: str) -> bytes:
     buffer = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(buffer, "zstd") as stream:
-        stream.write(content)
+        stream.write(content.encode())
     return buffer.getvalue().to_pybytes()
 
 
-TABLE = pyarrow.Table.from_pylist(RECORDS)
-TWICE = pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"])
-
-
-def arrow(make_writer: Callable[..., Any], table: pyarrow.Table = TABLE) -> bytes:
+def parquet(table: pyarrow.Table) -> bytes:
     buffer = pyarrow.BufferOutputStream()
-    with make_writer(buffer, table.schema) as writer:
-        for batch in table.to_batches(max_chunksize=2):
-            writer.write_batch(batch)
+    pyarrow.parquet.write_table(table, buffer, row_group_size=2)
     return buffer.getvalue().to_pybytes()
 
 
-def parquet(table: pyarrow.Table = TABLE) -> bytes:
-    buffer = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, buffer)
-    return buffer.getvalue().to_pybytes()
-
-
-TEXT_FILES = {
+PARQUET = parquet(pyarrow.Table.from_pylist(RECORDS))
+FILES = {
     "array.json": json.dumps(RECORDS, indent=1),
-    "one-line-array.json": json.dumps(RECORDS),
     "data.json": json.dumps({"version": 1, "data": RECORDS}),
     "lines.json": LINES,
     "lines.jsonl": LINES,
-    "lines.ndjson": LINES,
-    "table.csv": table_text(","),
-    "table.tsv": table_text("\t"),
+    "LINES.NDJSON": LINES,
+    "empty-lines.jsonl": LINES.replace("\n", "\r\n  \n"),
+    "begins-with-a-byte-order-mark.jsonl": BOM + LINES.encode(),
+    "lines.jsonl.gz": gz(LINES),
+    "lines.jsonl.zst": zstd(LINES),
+    "parts.jsonl.gz": b"".join(gz(line) for line in LINES.splitlines(keepends=True)),
+    "parts.jsonl.zst": b"".join(zstd(line) for line in LINES.splitlines(keepends=True)),
+    "table.csv": csv_text(),
+    "begins-with-a-byte-order-mark.csv": BOM + csv_text().encode(),
+    "table.csv.gz": gz(csv_text()),
+    "table.parquet": PARQUET,
 }
-ARROW_FILES = {
-    "table.parquet": parquet(),
-    "file.arrow": arrow(pyarrow.ipc.new_file),
-    "stream.arrow": arrow(pyarrow.ipc.new_stream),
-}
-COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
-
-
-def compress(content: str | bytes, suffix: str) -> bytes:
-    """Compress the content of a file as its suffix says; without a suffix it stays as it is."""
-    raw = content.encode() if isinstance(content, str) else content
-    return COMPRESSORS[suffix](raw) if suffix else raw
 
 
 def write(path: Path, content: str | bytes) -> Path:
-    path.write_bytes(compress(content, suffix=""))
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
@@ -103,42 +90,38 @@ def read(path: Path, field: str | None = None) -> list[dict]:
 
 
 def complaint(path: Path) -> str:
-    """Return the error for a file without its folder. It is one line, and not too long."""
+    """Return the error for a file, which is one short line."""
     with pytest.raises(UserError) as error:
         read(path)
     message = str(error.value)
     assert "\n" not in message
-    assert message.startswith(str(path))
     assert len(message) < 350 + len(str(path))
-    return message.removeprefix(f"{path.parent}/")
+    return message
 
 
 # --- records
 
 
-@pytest.mark.parametrize("compression", ["", *COMPRESSORS])
-@pytest.mark.parametrize("name", TEXT_FILES)
-def test_every_kind_of_text_file_yields_the_same_records(tmp_path, name, compression):
-    content = compress(TEXT_FILES[name], compression)
-    path = write(tmp_path / f"{name}{compression}".upper(), content)
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_yields_the_same_records(tmp_path, name):
+    path = write(tmp_path / name, FILES[name])
     assert read(path) == RECORDS
-    assert read(path, "text") == RECORDS
-    assert not open_source(str(path)).has_artificial_nulls
+    assert [record["text"] for record in read(path, "text")] == [
+        record["text"] for record in RECORDS
+    ]
 
 
-@pytest.mark.parametrize("name", ARROW_FILES)
-def test_every_kind_of_arrow_file_yields_the_same_records(tmp_path, name):
-    path = write(tmp_path / name, ARROW_FILES[name])
-    assert read(path) == RECORDS
-    assert read(path, "id") == [{"id": "0"}, {"id": "1"}, {"id": "2"}]
-    assert open_source(str(path)).has_artificial_nulls
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".md"])
-@pytest.mark.parametrize("compression", ["", *COMPRESSORS])
-def test_a_compressed_text_file_is_one_document(tmp_path, suffix, compression):
-    path = write(tmp_path / f"a{suffix}{compression}", compress(LINES, compression))
-    assert read(path, "body") == [{"body": LINES}]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", LINES),
+        ("a.md", BOM + LINES.encode()),
+        ("a.txt.gz", gz(LINES)),
+        ("a.md.zst", zstd(LINES)),
+    ],
+)
+def test_a_text_file_is_one_document_to_the_last_byte(tmp_path, name, content):
+    assert read(write(tmp_path / name, content), "body") == [{"body": LINES}]
 
 
 def test_strings_in_a_json_array_are_records(tmp_path):
@@ -147,10 +130,15 @@ def test_strings_in_a_json_array_are_records(tmp_path):
     assert read(path, "body") == [{"body": "one"}, {"body": "two"}]
 
 
-@pytest.mark.parametrize("compression", COMPRESSORS)
-def test_parts_that_were_compressed_one_by_one_are_one_file(tmp_path, compression):
-    parts = [compress(line, compression) for line in LINES.splitlines(keepends=True)]
-    assert read(write(tmp_path / f"a.jsonl{compression}", b"".join(parts))) == RECORDS
+def test_characters_stay_as_they_are(tmp_path):
+    line = '{"text": "\\ufeff\\ud83d\\ude42"}\n'  # a byte order mark and a pair of surrogates
+    assert read(write(tmp_path / "a.jsonl", line)) == [{"text": "\ufeff🙂"}]
+
+
+def test_a_csv_file_may_have_long_fields_and_columns_without_names(tmp_path):
+    long = "x" * 200_000  # more than Python's limit
+    path = write(tmp_path / "a.csv", f"text,,,\n{long},,,\n")
+    assert [record["text"] for record in read(path)] == [long]
 
 
 def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
@@ -159,174 +147,156 @@ def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
     assert read(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
 
 
-def test_the_log_suggests_json_lines_once_for_a_large_array(tmp_path, monkeypatch, capsys):
-    array = TEXT_FILES["one-line-array.json"]
-    monkeypatch.setattr(readers, "_LARGE_JSON", len(array) - 1)
-    path = write(tmp_path / "large.json", array)
-    for _ in range(2):
-        assert read(path) == RECORDS
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"data      {path} is one large array, which is parsed whole")
-    assert "a .jsonl file, with a record on each line" in line
-
-
 @pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param('["text"]', id="a small array"),
-        pytest.param(LINES, id="lines"),
-    ],
+    ("names", "has_artificial_nulls"),
+    [(["table.csv", "table.parquet"], True), (["table.csv", "array.json"], False)],
 )
-def test_the_log_suggests_nothing_for_a_small_array_or_lines(
-    tmp_path, monkeypatch, capsys, content
-):
-    monkeypatch.setattr(readers, "_LARGE_JSON", len(TEXT_FILES["one-line-array.json"]) - 1)
-    read(write(tmp_path / "a.json", content))
-    assert capsys.readouterr().out == ""
-
-
-def open_folder(folder: Path, *names: str) -> Source:
+def test_a_folder_with_a_parquet_file_has_artificial_nulls(tmp_path, names, has_artificial_nulls):
     for name in names:
-        write(folder / name, TEXT_FILES.get(name) or ARROW_FILES[name])
-    return open_source(str(folder))
-
-
-def test_a_folder_with_an_arrow_file_has_artificial_nulls(tmp_path):
-    assert open_folder(tmp_path, "table.csv", "file.arrow").has_artificial_nulls
-
-
-def test_a_folder_of_text_files_has_no_artificial_nulls(tmp_path):
-    assert not open_folder(tmp_path, "table.csv", "array.json").has_artificial_nulls
-
-
-def test_the_fingerprint_depends_on_the_suffix_of_a_compressed_file(tmp_path):
-    plain = write(tmp_path / "a.jsonl", LINES)
-    compressed = write(tmp_path / "a.jsonl.gz", LINES)
-    assert open_source(str(plain)).fingerprint() != open_source(str(compressed)).fingerprint()
-
-
-# --- counts of records
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "count"),
-    [
-        pytest.param("a.jsonl", LINES, 3, id="jsonl"),
-        pytest.param("a.csv", "text\n0\n1\n2\n", 4, id="csv with its header"),
-        pytest.param("a.parquet", ARROW_FILES["table.parquet"], 3, id="parquet"),
-        pytest.param("a.jsonl.gz", compress(LINES, ".gz"), None, id="compressed"),
-        pytest.param("a.json", TEXT_FILES["array.json"], None, id="json"),
-        pytest.param("a.parquet", b"not a parquet file", None, id="damaged"),
-    ],
-)
-def test_records_are_counted_unless_that_takes_as_long_as_reading(tmp_path, name, content, count):
-    assert readers.count_records(write(tmp_path / name, content)) == count
+        write(tmp_path / name, FILES[name])
+    assert open_source(str(tmp_path)).has_artificial_nulls == has_artificial_nulls
 
 
 # --- errors
 
-# The content of a file, and a part of the error.
+TWICE = parquet(pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]))
+# The content of a file, and the place that the error names.
 BAD_CONTENT = {
     # JSON arrays and objects.
-    "no-json.json": ("oops", "line 1: not JSON (Expecting value)"),
-    "cut-array.json": ('[{"a": 1}, {"a"', "line 1: not JSON (Expecting ':' delimiter)"),
-    "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2: not JSON (Expecting ',' delimiter)"),
-    "trailing-comma.json": ('[{"a": 1},\n]', "trailing-comma.json, line "),
-    "unclosed.json": ('[{"a": 1}', "line 1: not JSON (Expecting ',' delimiter)"),
-    "text-after.json": ('[{"a": 1}]\n\n[]', "line 3: not JSON (Extra data)"),
+    "no-json.json": ("oops", "line 1"),
+    "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2"),
+    "text-after.json": ('[{"a": 1}]\n\n[]', "line 3"),
     "empty-array.json": ("[]", "the array is empty"),
-    "empty-data.json": ('{"data": []}', "the array is empty"),
-    "numbers.json": ("[1, 2]", "record 0 is 1, neither text nor a dictionary"),
-    "mixed.json": ('[{"a": 1}, [2]]', "record 1 is [2], neither text nor a dictionary"),
-    "data-of-numbers.json": ('{"data": [{"a": 1}, null]}', "record 1 is null, neither text"),
-    "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "lists under 'rows'; records are read"),
-    "two-keys.json": ('{"train": [{}], "test": []}', "lists under 'train', 'test'; records"),
-    "one-object.json": ('{\n"text": "a"\n}', "is one object, not an array of records"),
-    "one-line.json": ('{"text": "a"}', "is one object, not an array of records"),
-    "number.json": ("3", "holds 3, not an array of records"),
-    "deep.json": ("[" * 100_000, "deep.json: not JSON (maximum recursion"),
-    "long-number.json": (
-        f'[{{"n": {"1" * 5000}}}]',
-        "long-number.json: not JSON (Exceeds the limit",
-    ),
-    "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3: not JSON (Expecting value)"),
+    "mixed.json": ('[{"a": 1}, [2]]', "record 1"),
+    "data-of-numbers.json": ('{"data": [{"a": 1}, null]}', "record 1"),
+    "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "not an array of records"),
+    "one-object.json": ('{\n"text": "a"\n}', "not an array of records"),
+    "deep.json": ("[" * 100_000, "not JSON"),
+    "long-number.json": (f'[{{"n": {"1" * 5000}}}]', "not JSON"),
+    "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3"),
+    # Lines.
+    "cut.jsonl": ('{"text": "a"}\n\n{"text": "b', "line 3"),
+    "two-objects.jsonl": ('{"text": "b"} {"text": "c"}', "line 1"),
+    "deep.jsonl": ("[" * 100_000, "line 1"),
+    "list.jsonl": ('["b"]', "line 1"),
+    "null.jsonl": ('{"text": "a"}\nnull\n', "line 2"),
+    "long-number.jsonl": (f'{{"text": "a"}}\n{{"n": {"1" * 5000}}}\n', "line 2"),
     # Tables.
-    "long.tsv": ("a\tb\n1\t2\n1\t2\t3\n", "line 3: the line has more fields than the header; "),
-    "quote.tsv": ('a\tb\n1\t"2" 3\n', "line 2: not TSV ("),
-    "quote.csv": ('a,b\n1,"2" 3\n', "line 2: not CSV ("),
-    # Names that are there twice. Spreadsheets write empty columns without names.
-    "twice.csv": ("text,id,text\na,1,b\n", "twice.csv: the column 'text' is there twice"),
-    "twice.tsv": ("text\t\t\ttext\n", "twice.tsv: the column 'text' is there twice"),
-    "twice.jsonl": (
-        '{"text": "a"}\n{"text": "b", "text": "c"}\n',
-        "twice.jsonl, line 2: not JSON (the key 'text' is there twice",
-    ),
-    "twice.json": (
-        '[{"messages": [{"role": "user", "content": "a", "role": "b"}]}]',
-        "twice.json: not JSON (the key 'role' is there twice",
-    ),
-    "twice.parquet": (parquet(TWICE), "twice.parquet: the column 'text' is there twice"),
-    "twice.arrow": (arrow(pyarrow.ipc.new_file, TWICE), "twice.arrow: the column 'text' is there"),
+    "quote.csv": ('id,text\n1,a\n2,"b" c\n3,d\n', "line 3"),
+    "unclosed.csv": ('id,text\n1,a\n2,b\n3,"c', "line 4"),
+    "long.csv": ("id,text\n1,a\n2,hello, world\n", "line 3"),
+    # Names that are there twice.
+    "twice.csv": ("text,id,text\na,1,b\n", "'text' is there twice"),
+    "twice.jsonl": ('{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2"),
+    "twice.json": ('[{"turns": [{"role": "user", "role": "b"}]}]', "'role' is there twice"),
+    "twice.parquet": (TWICE, "'text' is there twice"),
     # Encodings. The second is Latin-1 after UTF-8.
-    "utf16.json": (json.dumps(RECORDS).encode("utf-16"), "is UTF-16, not UTF-8"),
+    "utf16.json": (LINES.encode("utf-16"), "UTF-16"),
     "two-encodings.json": ('[\n"é",\n'.encode() + '"é"]'.encode("latin-1"), "line 3: byte 0xe9"),
-    "utf16.jsonl": (LINES.encode("utf-16"), "is UTF-16, not UTF-8; convert it with iconv"),
-    "utf16.csv": (table_text(",").encode("utf-16"), "is UTF-16, not UTF-8"),
-    "utf16.txt": (LINES.encode("utf-16"), "is UTF-16, not UTF-8"),
-    "two-encodings.jsonl": (LINES.encode() + '{"a": "é"}'.encode("latin-1"), "line 4: byte 0xe9"),
-    "two-encodings.tsv": ("a\né\n".encode() + "é\n".encode("latin-1"), "line 3: byte 0xe9"),
-    "two-encodings.md": ("é\n".encode() + "é\n".encode("latin-1"), "line 2: byte 0xe9"),
-    # Arrow.
-    "junk.arrow": (b"junk", "is not an Arrow file, or it is damaged ("),
-    "empty.arrow": (b"", "is not an Arrow file, or it is damaged ("),
-    "cut-file.arrow": (ARROW_FILES["file.arrow"][:-20], "is not an Arrow file, or it is"),
-    "cut-stream.arrow": (ARROW_FILES["stream.arrow"][:-100], "is not an Arrow file, or it is"),
-    "cut.parquet": (ARROW_FILES["table.parquet"][:-20], "is not a parquet file, or it is"),
+    "utf16.jsonl": (LINES.encode("utf-16"), "UTF-16"),
+    "two-encodings.jsonl": (LINES.encode() + b'{"a": "\xe9"}', "line 4: byte 0xe9"),
+    "byte-order-mark.jsonl": (BOM + b'{"text": "a\xfe"}\n', "line 1: byte 0xfe"),
+    "utf16.csv": (csv_text().encode("utf-16"), "UTF-16"),
+    "two-encodings.csv": ("a\né\n".encode() + "é\n".encode("latin-1"), "line 3: byte 0xe9"),
+    "two-encodings.md": (BOM + b"one\r\n\r\n\xe9\r\n", "line 3: byte 0xe9"),
+    "cut-character.txt": ("one\ntwö".encode()[:-1], "line 2: byte 0xc3"),
+    # Parquet.
+    "empty.parquet": (b"", "not a parquet file"),
+    "cut.parquet": (PARQUET[:-20], "not a parquet file"),
+    "damaged.parquet": (PARQUET[:20] + b"\x99" * 20 + PARQUET[40:], "damaged"),
+    # Compressed files.
+    "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "decompressed"),
+    "half.csv.gz": (gz("a\n" * 50_000)[:60], "decompressed"),
+    "half.jsonl.zst": (zstd(LINES * 1000)[:60], "decompressed"),
+    "no-archive.json.zst": (b"no archive " * 9, "decompressed"),
+    "empty.txt.gz": (b"", "empty"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CONTENT)
 def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
-    content, error = BAD_CONTENT[name]
-    assert error in complaint(write(tmp_path / name, content))
+    content, place = BAD_CONTENT[name]
+    path = write(tmp_path / name, content)
+    message = complaint(path)
+    assert message.startswith(str(path))
+    assert place in message
 
 
-def test_columns_without_a_name_may_be_there_twice(tmp_path):
-    path = write(tmp_path / "sheet.csv", "text,,,\na,,,\n")
-    assert [record["text"] for record in read(path)] == ["a"]
-
-
-@pytest.mark.parametrize("compression", COMPRESSORS)
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".md", ".ndjson"])
-def test_a_damaged_archive_is_an_error(tmp_path, kind, compression):
-    content = "a\n" * 50_000 if kind in (".csv", ".tsv") else LINES * 1000
-    archive = compress(content, compression)
-    half = archive[: len(archive) // 2]
-    for damaged in (archive[:-1], half, b"no archive " * 9, b""):
-        message = complaint(write(tmp_path / f"a{kind}{compression}", damaged))
-        assert "copy or download it again" in message
-
-
-@pytest.mark.parametrize("compression", ["", ".gz", ".xz"])
 @pytest.mark.parametrize(
-    ("name", "content", "error"),
+    ("name", "content", "place"),
     [
-        ("a.jsonl", '{"a": 1}\n{"a": "' + "x" * 100, "line 2: the line is longer than 64 bytes"),
-        ("a.jsonl", '{"a": "' + "x" * 100 + '"}\n', "line 1: the line is longer than 64 bytes"),
-        ("a.csv", "a,b\n1," + "x" * 100, "line 2: the line is longer than 64 bytes"),
-        ("a.tsv", 'a\n"' + "x\n" * 100, "not TSV (field larger than field limit (64))"),
+        ("a.jsonl", '{"a": 1}\n{"a": "' + "x" * 100, "line 2"),
+        ("a.csv", "a,b\n1," + "x" * 100, "line 2"),
+        ("a.csv", 'a\n"' + "x\n" * 100, "a.csv"),
+        ("a.jsonl.gz", gz('{"a": "' + "x" * 100), "line 1"),
     ],
 )
-def test_a_line_that_is_too_long_is_an_error(
-    tmp_path, monkeypatch, name, content, error, compression
-):
+def test_a_line_that_is_too_long_is_an_error(tmp_path, monkeypatch, name, content, place):
     monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", 64)
-    path = write(tmp_path / f"{name}{compression}", compress(content, compression))
-    assert error in complaint(path)
+    assert place in complaint(write(tmp_path / name, content))
 
 
-@pytest.mark.parametrize("name", ["a.docx.gz", "a.parquet.gz", "a.tar.gz", "a.gz"])
-def test_a_compressed_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path, name):
-    path = write(tmp_path / name, compress("words", ".gz"))
-    with pytest.raises(UserError, match=r"cannot read '.*\.gz' files.* \.json .*\.zst"):
-        open_source(str(path))
+# The records of a file, and the place that the error for the field `text` names.
+BAD_FIELDS = {
+    "absent.jsonl": ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3"),
+    "null.jsonl": ('{"text": null}\n', "line 1"),
+    "list.jsonl": ('{"text": "a"}\n{"text": ["b"]}\n', "line 2"),
+    "surrogate.jsonl": ('{"text": "a"}\n{"text": "b\\ud800"}\n', "line 2"),
+    "absent.csv": ("id,body\n1,a\n", "line 2"),
+    "short.csv": ("id,text\n1,a\n2\n", "line 3"),
+    "null.parquet": (parquet(pyarrow.table({"text": ["a", None]})), "row 1"),
+    "bytes.parquet": (parquet(pyarrow.table({"text": [b"a"]})), "row 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_a_field_without_text_is_an_error_that_names_the_place(tmp_path, name):
+    content, place = BAD_FIELDS[name]
+    source = open_source(str(write(tmp_path / name, content)))
+    with pytest.raises(UserError) as error:
+        list(documents(source, "text"))
+    assert f"{tmp_path / name}, {place}: " in str(error.value)
+    assert "'text'" in str(error.value)
+
+
+def test_a_parquet_text_that_is_not_utf8_is_an_error(tmp_path):
+    offsets = pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1]
+    content = pyarrow.py_buffer(b"a\xff\xfe")
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, content])
+    path = write(tmp_path / "a.parquet", parquet(pyarrow.table({"text": column})))
+    assert f"{path}, row 0" in complaint(path)
+
+
+# --- files of other kinds
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.docx.gz", "a.parquet.gz", "a.gz"])
+def test_a_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path, name):
+    message = complaint(write(tmp_path / name, gz("words")))
+    assert name.partition(".")[2] in message
+    assert ".parquet" in message
+    assert "--text_suffixes" in message
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz", "a.arrow", "a.jsonl.bz2", "a.csv.xz"])
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_files_that_must_be_converted_are_an_error_with_the_command(tmp_path, name, pattern):
+    path = write(tmp_path / name, "words")
+    write(tmp_path / "0.jsonl", LINES)
+    for named in (path, tmp_path / pattern):
+        message = complaint(named)
+        assert f"'{path}'" in message or message.endswith(f" {path}")
+
+    as_text = SplitChoice(text_suffixes=[".tsv"])
+    if name == "a.tsv":
+        assert [*documents(open_source(str(path), as_text), "text")] == ["words"]
+
+
+@pytest.mark.parametrize("has_splits", [True, False])
+def test_a_folder_of_save_to_disk_is_an_error_with_the_command(tmp_path, has_splits):
+    rows = datasets.Dataset.from_list(RECORDS)
+    saved = datasets.DatasetDict(train=rows) if has_splits else rows
+    saved.save_to_disk(tmp_path / "saved")
+    assert f"load_from_disk('{tmp_path / 'saved'}')" in complaint(tmp_path / "saved")
+    with pytest.raises(UserError, match="load_from_disk"):
+        open_source(str(tmp_path / "saved"), SplitChoice("test", is_named=True))

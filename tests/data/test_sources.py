@@ -620,12 +620,12 @@ def test_the_first_record_is_read_only_once():
 
     source = records_source(texts)
     for _ in range(2):
-        assert source.first() == ("texts(), record 0", {"text": TEXTS[0]})
+        assert source.first == ("texts(), record 0", {"text": TEXTS[0]})
     assert calls == 1
 
 
 def test_there_is_no_first_record_of_an_empty_list():
-    assert records_source([]).first() is None
+    assert records_source([]).first is None
 
 
 def test_the_fingerprint_of_a_list_depends_on_its_content():
