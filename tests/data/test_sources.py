@@ -42,75 +42,13 @@ def write_jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
     return write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def write_csv(path: Path, texts: list[str], field: str = "text") -> Path:
-    lines = [f"id,{field}\r\n"]
-    for i, text in enumerate(texts):
-        escaped = text.replace('"', '""')
-        lines.append(f'{i},"{escaped}"\r\n')
-    return write(path, "".join(lines))
-
-
 def write_parquet(path: Path, texts: list[str], field: str = "text") -> Path:
-    table = pyarrow.table({"id": list(range(len(texts))), field: texts})
-    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    pyarrow.parquet.write_table(pyarrow.table({field: texts}), path)
     return path
-
-
-WRITERS = {".jsonl": write_jsonl, ".csv": write_csv, ".parquet": write_parquet}
-
-
-# --- files
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".md"])
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_file_is_one_document_to_the_last_byte(tmp_path, suffix, text):
-    assert read(write(tmp_path / f"a{suffix}", text)) == [text]
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-@pytest.mark.parametrize("field", ["text", "body"])
-def test_every_record_is_a_document(tmp_path, suffix, field):
-    path = WRITERS[suffix](tmp_path / f"a{suffix}", TEXTS, field)
-    assert read(path, field) == TEXTS
 
 
 def test_the_name_of_a_parquet_column_may_have_a_dot(tmp_path):
     assert read(write_parquet(tmp_path / "a.parquet", TEXTS, "a.b"), "a.b") == TEXTS
-
-
-def test_empty_lines_of_jsonl_are_no_documents(tmp_path):
-    path = write(tmp_path / "a.jsonl", '\n{"text": "a"}\r\n  \n{"text": "b"}')
-    assert read(path) == ["a", "b"]
-
-
-def test_an_escaped_pair_of_surrogates_is_one_character(tmp_path):
-    assert read(write(tmp_path / "a.jsonl", '{"text": "\\ud83d\\ude42"}\n')) == ["🙂"]
-
-
-def test_a_csv_field_may_be_longer_than_python_s_limit(tmp_path):
-    long = "x" * 200_000
-    assert read(write_csv(tmp_path / "a.csv", [long])) == [long]
-
-
-BOM = b"\xef\xbb\xbf"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a.txt", "text", ["text"]),
-        ("a.md", "text", ["text"]),
-        ("a.jsonl", '{"text": "a"}\n{"text": "\\ufeffb"}\n', ["a", "\ufeffb"]),
-        ("a.csv", "text,id\na,1\n", ["a"]),
-    ],
-)
-def test_a_byte_order_mark_at_the_start_is_not_part_of_the_text(tmp_path, name, content, expected):
-    assert read(write(tmp_path / name, BOM + content.encode())) == expected
-
-
-def test_a_byte_order_mark_inside_a_text_stays(tmp_path):
-    assert read(write(tmp_path / "a.txt", "a\ufeffb")) == ["a\ufeffb"]
 
 
 # --- folders and patterns
@@ -137,9 +75,8 @@ def test_a_folder_is_read_in_the_order_of_its_paths(folder):
     [
         ("*.txt", ["b"]),
         ("*", ["a", "b", "c1", "c2"]),
-        ("**/*.txt", ["b", "d"]),
+        ("**/**/*.txt", ["b", "d"]),
         ("[ab].*", ["a", "b"]),
-        ("deep/*/?.txt", ["d"]),
     ],
 )
 def test_a_glob_is_read_in_the_order_of_its_paths(folder, pattern, expected):
@@ -156,7 +93,7 @@ def test_hidden_files_and_folders_are_no_data_as_in_a_glob(folder):
     assert read(root / ".b.txt") == ["hidden"]
 
 
-@pytest.mark.parametrize("pattern", ["", "*", "**/*"])
+@pytest.mark.parametrize("pattern", ["", "**/*"])
 def test_files_of_other_kinds_are_counted_by_suffix_or_read_as_text(folder, pattern):
     (folder / "deep" / "ignored.PY").write_text("print()")
     (folder / "Makefile").write_text("all:")
@@ -165,226 +102,52 @@ def test_files_of_other_kinds_are_counted_by_suffix_or_read_as_text(folder, patt
     without_flag = open_source(str(folder / pattern))
     with_flag = open_source(str(folder / pattern), SplitChoice(text_suffixes=suffixes))
 
-    python_files = 1 if pattern == "*" else 2
-    assert without_flag.unread_files == {".py": python_files, ".docx.gz": 1, "": 1}
+    assert without_flag.unread_files == {".py": 2, ".docx.gz": 1, "": 1}
     assert with_flag.unread_files == {"": 1}
     lines = (folder / "c.jsonl").read_text()
     expected = ["a", "b", lines, "d", "print()", "no text", "no text"]
-    if pattern == "*":
-        expected = ["a", "b", lines, "no text", "no text"]
     assert list(documents(with_flag, "text")) == expected
 
 
-def test_a_file_of_another_kind_is_read_as_text_if_its_suffix_is_named(tmp_path):
-    path = write(tmp_path / "a.PY.gz", gzip.compress(b"print()"))
-    source = open_source(str(path), SplitChoice(text_suffixes=[".py"]))
-    assert list(documents(source, "text")) == ["print()"]
-
-
-def test_a_glob_that_matches_a_file_twice_reads_it_once(folder):
-    assert read(folder / "**" / "**" / "*.txt") == ["b", "d"]
-
-
-@pytest.mark.parametrize("path", ["texts/b.txt", "./texts/b.txt", "~/texts/b.txt", "~/texts/b*"])
+@pytest.mark.parametrize("path", ["./texts/b.txt", "~/texts/b*"])
 def test_paths_are_relative_to_the_working_folder_or_to_home(folder, monkeypatch, path):
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("HOME", str(folder.parent))
     assert read(path) == ["b"]
 
 
-def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
-    assert read(write(tmp_path / "a[1].txt", "bracket")) == ["bracket"]
-
-
-def test_a_file_whose_name_has_a_colon_is_that_file(tmp_path, monkeypatch):
+def test_a_file_name_with_brackets_or_a_colon_is_that_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a[1].txt", "bracket")
     write(tmp_path / "a:b.txt", "colon")
     write(tmp_path / "c:d" / "e.txt", "folder")
+    assert read("a[1].txt") == ["bracket"]
     assert read("a:b.txt") == ["colon"]
     assert read("a:*.txt") == ["colon"]
     assert read("c:d") == ["folder"]
 
 
-def test_a_readme_beside_files_of_records_is_not_read(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [("a.jsonl", '{"text": "x"}\n', ["x"]), ("a.md", "x", ["# Data", "x"])],
+)
+def test_a_readme_is_text_unless_it_describes_records(tmp_path, name, content, expected):
     write(tmp_path / "README.md", "# Data")
     write(tmp_path / "dataset_infos.json", '{"default": {}}')
-    write(tmp_path / "a.jsonl", '{"text": "x"}\n')
-    assert read(tmp_path) == ["x"]
-
-
-def test_a_readme_beside_text_files_is_text(tmp_path):
-    write(tmp_path / "README.md", "# Data")
-    write(tmp_path / "dataset_infos.json", '{"default": {}}')
-    write(tmp_path / "a.md", "x")
-    assert sorted(read(tmp_path)) == ["# Data", "x"]
+    write(tmp_path / name, content)
+    assert sorted(read(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(
-    "name", ["absent.txt", "absent/", "*.parquet", "./absent", "empty", "~/absent.md"]
+    "name",
+    ["absent/", "*.parquet", "./absent", "empty", "~/absent.md", "~nobody-of-this-name/a.txt"],
 )
-def test_a_path_without_files_is_an_error_that_names_the_kinds(tmp_path, monkeypatch, name):
+def test_a_path_without_files_is_an_error_that_names_it(tmp_path, monkeypatch, name):
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     path = name if name[0] in ".~" else str(tmp_path / name)
-    message = complaint(path)
-    assert path.rstrip("/") in message
-    assert ".jsonl" in message
-
-
-def test_a_home_folder_that_does_not_exist_is_an_error():
-    assert "~nobody-of-this-name/a.txt" in complaint("~nobody-of-this-name/a.txt")
-
-
-def test_a_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path):
-    message = complaint(write(tmp_path / "a.docx", "text"))
-    assert "'.docx'" in message
-    assert ".parquet" in message
-    assert "--text_suffixes" in message
-
-
-# --- errors in records
-
-
-@pytest.mark.parametrize("suffix", WRITERS)
-def test_a_missing_field_is_an_error_that_names_the_fields_of_the_record(tmp_path, suffix):
-    message = complaint(WRITERS[suffix](tmp_path / f"a{suffix}", TEXTS, "body"))
-    assert f"a{suffix}" in message
-    assert "no field 'text'" in message
-    assert "id, body" in message
-    assert "--text_field" in message
-
-
-def test_a_field_that_is_missing_later_is_an_error_that_names_the_line(tmp_path):
-    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n\n{"txt": "b"}\n')
-    assert "a.jsonl, line 3:" in complaint(path)
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".md"])
-@pytest.mark.parametrize(
-    ("content", "line", "byte"),
-    [
-        pytest.param(b"\xff", 1, "0xff", id="first line"),
-        pytest.param(b"one\ntwo\nthr\xffee\nfour\n", 3, "0xff", id="third line"),
-        pytest.param(b"one\r\ntwo\r\n\xff\r\n", 3, "0xff", id="after CRLF"),
-        pytest.param("one\ntwö".encode()[:-1], 2, "0xc3", id="cut character"),
-        pytest.param("one\n\ntwö\n".encode("latin-1"), 3, "0xf6", id="latin-1"),
-        pytest.param(b"one\n\xed\xa0\x80\n", 2, "0xed", id="encoded surrogate"),
-        pytest.param(BOM + b"a\n\xff", 2, "0xff", id="after a byte order mark"),
-    ],
-)
-def test_a_text_that_is_not_utf8_is_an_error_that_names_the_line(
-    tmp_path, suffix, content, line, byte
-):
-    message = complaint(write(tmp_path / f"a{suffix}", content))
-    assert f"a{suffix}, line {line}: byte {byte}" in message
-
-
-@pytest.mark.parametrize("start", [b"", BOM], ids=["plain", "bom"])
-@pytest.mark.parametrize(
-    ("name", "content", "error"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b"}\n{"text": "\xff"}\n', "line 3: byte 0xff"),
-        ("a.jsonl", b'{"text": "a\xfe"}\n{"text": "b"}\n', "line 1: byte 0xfe"),
-        ("a.csv", b"id,text\n1,a\n2,\xff\n", "line 3: byte 0xff"),
-    ],
-)
-def test_a_record_that_is_not_utf8_is_an_error_that_names_the_line(
-    tmp_path, start, name, content, error
-):
-    assert f"{name}, {error}" in complaint(write(tmp_path / name, start + content))
-
-
-@pytest.mark.parametrize("lines_before", [0, 2])
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        pytest.param('{"text": "b', "not JSON", id="cut"),
-        pytest.param("b", "not JSON", id="plain text"),
-        pytest.param('{"text": "b"} {"text": "c"}', "not JSON", id="two objects"),
-        pytest.param("[" * 100_000, "not JSON", id="endless nesting"),
-        pytest.param('["b"]', "not a JSON object", id="list"),
-        pytest.param('"text"', "not a JSON object", id="string"),
-        pytest.param("3", "not a JSON object", id="number"),
-        pytest.param("null", "not a JSON object", id="null"),
-        pytest.param('{"text": null}', "'text' is null, not text", id="null field"),
-        pytest.param('{"text": 3}', "'text' is 3, not text", id="number in the field"),
-        pytest.param('{"text": ["b"]}', "not text", id="list in the field"),
-        pytest.param('{"text": {"b": 1}}', "not text", id="object in the field"),
-        pytest.param('{"text": "b\\ud800"}', "surrogate", id="high surrogate"),
-        pytest.param('{"text": "\\udc00b"}', "surrogate", id="low surrogate"),
-        pytest.param('{"text": "\\udc00\\ud800"}', "surrogate", id="surrogates in reverse"),
-    ],
-)
-def test_a_bad_line_of_jsonl_is_an_error_that_names_it(tmp_path, lines_before, line, error):
-    content = '{"text": "a"}\n' * lines_before + line + '\n{"text": "c"}\n'
-    path = write(tmp_path / "a.jsonl", content)
-    message = complaint(path)
-    assert f"a.jsonl, line {lines_before + 1}: " in message
-    assert error in message
-    assert len(message) < 300 + len(str(path))
-
-
-def test_a_number_that_is_too_long_for_python_is_an_error_that_names_the_line(tmp_path):
-    path = write(tmp_path / "a.jsonl", f'{{"text": "a"}}\n{{"text": "b", "n": {"1" * 5000}}}\n')
-    assert "a.jsonl, line 2: " in complaint(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        pytest.param('id,text\n1,a\n2,"b" c\n3,d\n', 3, id="text after a quote"),
-        pytest.param('id,text\n1,a\n2,b\n3,"c', 4, id="unclosed quote"),
-        pytest.param("id,text\n1,a\n2\n", 3, id="too few fields"),
-        pytest.param("id,text\n1,a\n2,hello, world\n", 3, id="too many fields"),
-    ],
-)
-def test_a_bad_line_of_csv_is_an_error_that_names_it(tmp_path, content, line):
-    assert f"a.csv, line {line}: " in complaint(write(tmp_path / "a.csv", content))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(b"PAR1 junk", id="junk"),
-        pytest.param(b"", id="empty"),
-        pytest.param(b'{"text": "a"}\n' * 9, id="jsonl"),
-    ],
-)
-def test_a_file_that_is_not_parquet_is_an_error_that_names_it(tmp_path, content):
-    assert "a.parquet" in complaint(write(tmp_path / "a.parquet", content))
-
-
-def test_a_damaged_parquet_file_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["abc" * 1000]}), path)
-    content = bytearray(path.read_bytes())
-    content[20:40] = b"\x99" * 20
-    path.write_bytes(content)
-    assert "a.parquet" in complaint(path)
-
-
-@pytest.mark.parametrize(
-    ("column", "row"),
-    [
-        pytest.param(["a", None], 1, id="null"),
-        pytest.param([[], ["a"]], 0, id="list"),
-        pytest.param([1, 2], 0, id="number"),
-        pytest.param([b"a", b"b"], 0, id="bytes"),
-    ],
-)
-def test_a_parquet_value_that_is_not_text_is_an_error_that_names_its_row(tmp_path, column, row):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-    assert f"a.parquet, row {row}: field 'text'" in complaint(path)
-
-
-def test_a_parquet_text_that_is_not_utf8_is_an_error_that_names_the_file(tmp_path):
-    offsets = pyarrow.array([0, 1, 3], pyarrow.int32()).buffers()[1]
-    content = pyarrow.py_buffer(b"a\xff\xfe")
-    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, content])
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    assert "a.parquet" in complaint(tmp_path / "a.parquet")
+    assert f"--dataset {path.rstrip('/')}" in complaint(path)
 
 
 # --- fingerprints
@@ -464,9 +227,6 @@ def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
     ("name", "path", "configuration", "revision"),
     [
         ("someone/something", "someone/something", None, None),
-        ("someone/something:first-half", "someone/something", "first-half", None),
-        ("something:20231101.en", "something", "20231101.en", None),
-        ("someone/something@v1.0", "someone/something", None, "v1.0"),
         ("something@refs/pr/3:20231101.en", "something", "20231101.en", "refs/pr/3"),
     ],
 )
@@ -485,12 +245,9 @@ def test_a_hub_name_may_have_a_revision_and_a_configuration(
     assert open_source(name).name == name
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("no such dataset\nand an essay"), ValueError(""), KeyError("x")]
-)
-def test_any_error_of_the_hub_becomes_one_line(monkeypatch, error):
+def test_any_error_of_the_hub_becomes_one_line(monkeypatch):
     def load_dataset(*_, **__):
-        raise error
+        raise ValueError("no such dataset\nand an essay")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     message = complaint("someone/something")
@@ -501,11 +258,8 @@ def test_any_error_of_the_hub_becomes_one_line(monkeypatch, error):
 # --- builtin corpora
 
 
-@pytest.mark.parametrize("name", ["builtin:python", "builtin:", "builtin:PYTHON-DOCS"])
-def test_an_unknown_builtin_is_an_error_that_names_the_others(name):
-    message = complaint(name)
-    assert f"{name} does not exist" in message
-    assert "builtin:python-docs" in message
+def test_an_unknown_builtin_is_an_error_that_names_the_others():
+    assert "builtin:python-docs" in complaint("builtin:PYTHON-DOCS")
 
 
 @long_form
@@ -567,12 +321,14 @@ def test_a_dataset_of_a_recipe_is_read_like_a_hub_dataset():
     assert not source.has_splits
 
 
-def test_the_fingerprint_of_a_dataset_depends_on_its_rows_and_their_order():
+def test_the_fingerprint_of_records_depends_on_their_content_and_order():
     dataset = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
     equal = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
     fingerprint = records_source(dataset).fingerprint()
     assert records_source(equal).fingerprint() == fingerprint
     assert records_source(dataset.select([1, 0])).fingerprint() != fingerprint
+    assert records_source(["a"]).fingerprint() == records_source(["a"]).fingerprint()
+    assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
 
 
 def test_streamed_records_have_artificial_nulls_and_another_fingerprint_than_a_list():
@@ -596,7 +352,6 @@ class Reiterable:
     "records",
     [
         pytest.param(TEXTS, id="list"),
-        pytest.param(tuple(TEXTS), id="tuple"),
         pytest.param([{"text": text} for text in TEXTS], id="dictionaries"),
         pytest.param(Reiterable(TEXTS), id="iterable"),
         pytest.param(lambda: TEXTS, id="function"),
@@ -622,36 +377,22 @@ def test_the_first_record_is_read_only_once():
     for _ in range(2):
         assert source.first == ("texts(), record 0", {"text": TEXTS[0]})
     assert calls == 1
-
-
-def test_there_is_no_first_record_of_an_empty_list():
     assert records_source([]).first is None
 
 
-def test_the_fingerprint_of_a_list_depends_on_its_content():
-    assert records_source(["a"]).fingerprint() == records_source(["a"]).fingerprint()
-    assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
-
-
 @pytest.mark.parametrize(
-    ("records", "error"),
+    ("records", "kind"),
     [
-        pytest.param(
-            iter(TEXTS), "can be read only once; pass a list, or a function", id="iterator"
-        ),
-        pytest.param((text for text in TEXTS), "a generator can be read only once", id="generator"),
-        pytest.param(
-            {"train": TEXTS}, "cannot read a dict; pass a datasets.Dataset, a list", id="dict"
-        ),
-        pytest.param("some text", "cannot read a str; pass", id="str"),
-        pytest.param({"a", "b"}, "cannot read a set; pass", id="set"),
-        pytest.param(3, "cannot read a int; pass", id="int"),
+        pytest.param((text for text in TEXTS), "a generator", id="generator"),
+        pytest.param({"train": TEXTS}, "a dict", id="dict"),
+        pytest.param("some text", "a str", id="str"),
+        pytest.param({"a", "b"}, "a set", id="set"),
+        pytest.param(3, "a int", id="int"),
     ],
 )
-def test_records_without_a_repeatable_order_are_an_error(records, error):
-    with pytest.raises(UserError) as raised:
+def test_records_without_a_repeatable_order_are_an_error(records, kind):
+    with pytest.raises(UserError, match=kind):
         records_source(records)
-    assert error in str(raised.value)
 
 
 def test_a_bad_record_of_a_list_is_an_error_that_names_its_number():
