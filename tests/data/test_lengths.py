@@ -13,7 +13,6 @@ from llmtrain.data.audit import covering_length
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from llmtrain.models.config import parse_max_length
 from recipes import finetune, gpt
 from tests.data.chat_records import chat_record, size_of
 from tests.data.preparation import data_config, left_behind, write_records
@@ -51,8 +50,7 @@ def tokenize_lengths(
 # --- the covering length
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("count", [1, 2, 199, 200, 201, 1000])
+@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 199), (2, 200), (3, 201), (4, 1000)])
 def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_percent(
     seed: int, count: int
 ) -> None:
@@ -117,32 +115,20 @@ def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path:
     assert settings.model.row_length == 192
 
 
-@pytest.mark.parametrize("chat_config", [None, ChatConfig()])
-def test_auto_is_an_error_for_text(
-    text_path: Path, cache: Path, chat_config: ChatConfig | None
-) -> None:
-    with pytest.raises(UserError, match=r"--max_length auto is for conversations, but .* is text"):
-        tokenize(data_config(text_path), "auto", chat_config)
-    assert left_behind(cache) == []
-
-
-def test_auto_is_an_error_for_text_that_is_evaluated_on_conversations(
+def test_auto_is_an_error_for_text_and_without_targets(
     tmp_path: Path, text_path: Path, cache: Path
 ) -> None:
     chats = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a")])
-    data = data_config(text_path, eval_dataset=[str(chats)])
-    with pytest.raises(UserError, match=r"auto is for conversations, but .*a\.txt is text"):
-        tokenize(data, "auto", ChatConfig())
-    assert left_behind(cache) == []
+    for_text = "--max_length auto .*a.txt is text"
+    for chat_config in (None, ChatConfig()):
+        with pytest.raises(UserError, match=for_text):
+            tokenize(data_config(text_path), "auto", chat_config)
+    with pytest.raises(UserError, match=for_text):
+        tokenize(data_config(text_path, eval_dataset=[str(chats)]), "auto", ChatConfig())
 
-
-def test_auto_is_an_error_if_no_conversation_has_a_target(
-    tmp_path: Path, text_path: Path, cache: Path
-) -> None:
     question, answer = chat_record("q", "a")["messages"]
-    untrained = {"messages": [question, {**answer, "weight": 0}]}
-    chats = write_records(tmp_path / "chats.jsonl", [untrained])
-    with pytest.raises(UserError, match=r"would be trained \(.*; 1 turn has weight 0\)"):
+    write_records(chats, [{"messages": [question, {**answer, "weight": 0}]}])
+    with pytest.raises(UserError, match="1 turn has weight 0"):
         tokenize(data_config(text_path, chats), "auto", ChatConfig())
     assert left_behind(cache) == []
 
@@ -164,9 +150,7 @@ def test_the_configuration_of_a_model_limits_the_length_by_its_positions(tmp_pat
     assert lt.parse(finetune.DEFAULTS, overridden.split()).model.max_positions() == 128
 
 
-@pytest.mark.parametrize(
-    ("row_tokens", "expected"), [(128, 16), (256, 16), (257, 8), (1024, 4), (9000, 1)]
-)
+@pytest.mark.parametrize(("row_tokens", "expected"), [(256, 16), (257, 8), (9000, 1)])
 def test_the_default_micro_batch_holds_at_most_4096_tokens(row_tokens: int, expected: int) -> None:
     data = DataConfig()
     data.fit_micro_batch(row_tokens)
@@ -191,45 +175,26 @@ def test_each_recipe_accepts_both_names_of_the_flag(flag: str) -> None:
     assert lt.parse(gpt.DEFAULTS, [flag, "96"]).model.block_size == 96
 
 
-def test_auto_is_a_value_of_the_flag() -> None:
-    assert parse_max_length("auto") == "auto"
-
-
-@pytest.mark.parametrize("value", ["", "x", "1.5", "Auto", "1e3"])
+@pytest.mark.parametrize("value", ["", "1.5", "Auto"])
 def test_a_value_that_is_no_length_is_an_error(value: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="--max_length"):
         lt.parse(finetune.DEFAULTS, ["--max_length", value])
-    assert f"--max_length: '{value}' is neither a number of tokens nor auto" in str(error.value)
 
 
-def recipe_error(recipe: ModuleType, flags: str) -> str:
-    settings = lt.parse(recipe.DEFAULTS, flags.split())
-    with pytest.raises(UserError) as error:
-        recipe.tokenized(settings)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("flag", ["--block_size", "--max_length", "--max-length"])
-def test_errors_of_the_gpt_recipe_call_the_flag_block_size(text_path: Path, flag: str) -> None:
-    flags = f"--dataset {text_path} --tokenizer byte --eval_fraction 0 {flag} 500"
-    message = recipe_error(gpt, flags)
-    assert message.startswith("--block_size 500 is larger than the training text (")
-
-
-@pytest.mark.parametrize("flag", ["--block_size", "--max_length"])
-def test_messages_of_the_finetune_recipe_call_the_flag_max_length(
-    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("recipe", "flag"), [(gpt, "--block_size"), (finetune, "--max_length")])
+@pytest.mark.parametrize("typed", ["--block_size", "--max_length"])
+def test_errors_name_the_flag_of_the_recipe(
+    tmp_path: Path, text_path: Path, recipe: ModuleType, flag: str, typed: str
 ) -> None:
-    path = write_chats(tmp_path / "chats.jsonl", 12)
-    flags = f"--from_config llama --tokenizer byte --eval_fraction 0 --dataset {path}"
-    assert (
-        " conversations are longer than --max_length 8; set --max_length 128, if the model has as "
-        "many positions, or "
-    ) in recipe_error(finetune, f"{flags} {flag} 8")
-
-    finetune.tokenized(lt.parse(finetune.DEFAULTS, f"{flags} {flag} 32".split()))
-    line = "are longer than --max_length 32; --max_length 128 holds 99.5%\n"
-    assert line in capsys.readouterr().out
+    if recipe is gpt:
+        flags = f"--dataset {text_path} --tokenizer byte --eval_fraction 0 {typed} 500"
+        expected = f"{flag} 500 "
+    else:
+        path = write_chats(tmp_path / "chats.jsonl", 12)
+        flags = f"--from_config llama --tokenizer byte --eval_fraction 0 --dataset {path} {typed} 8"
+        expected = f"{flag} 8; set {flag} 128"
+    with pytest.raises(UserError, match=expected):
+        recipe.tokenized(lt.parse(recipe.DEFAULTS, flags.split()))
 
 
 # --- lengths that are too short
@@ -248,33 +213,22 @@ def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(
     assert line in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("lengths", "subject"),
-    [([66], "the only conversation is"), ([66, 70, 100], "all 3 conversations are")],
-)
 @pytest.mark.parametrize("max_length", [64, "auto"])
 def test_the_error_if_no_conversation_fits_suggests_a_length(
-    tmp_path: Path, lengths: list[int], subject: str, max_length: int | str
+    tmp_path: Path, max_length: int | str
 ) -> None:
-    with pytest.raises(UserError) as error:
-        tokenize_lengths(tmp_path, lengths, max_length, max_positions=64)
-    assert str(error.value).endswith(
-        f": {subject} longer than --max_length 64; set --max_length 128, if the model has as many "
-        "positions, or --overlong truncate."
-    )
+    with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
+        tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)
 
 
-@pytest.mark.parametrize(
-    ("overlong", "advice"),
-    [
-        (
-            "drop",
-            r"the only pair is longer than --max_length 64; set --max_length 128, if the model "
-            r"has as many positions, or ",
-        ),
-        ("error", r"; raise it, or set --overlong drop or truncate\."),
-    ],
-)
+def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path) -> None:
+    train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
+    eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
+    with pytest.raises(UserError, match=f"--eval_dataset {eval}: .*--max_length 320 holds"):
+        tokenize(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
+
+
+@pytest.mark.parametrize(("overlong", "advice"), [("drop", "--max_length 128"), ("error", "drop")])
 def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(
     tmp_path: Path, overlong: str, advice: str
 ) -> None:
@@ -282,15 +236,3 @@ def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(
     path = write_records(tmp_path / "pairs.jsonl", [pair])
     with pytest.raises(UserError, match=advice):
         tokenize(data_config(path), 64, PairConfig(overlong=overlong))
-
-
-def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path) -> None:
-    train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
-    eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
-    with pytest.raises(UserError) as error:
-        tokenize(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
-    assert str(error.value) == (
-        f"--eval_dataset {eval}: no record can be used for evaluation (0 of 2 conversations: 2 "
-        "overlong dropped (100.0% of the tokens), 0 without a target token and 0 bad ones left "
-        "out); 2 of 2 are longer than --max_length 95; --max_length 320 holds 99.5%."
-    )

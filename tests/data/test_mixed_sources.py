@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.commands.row_text import row_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.loader import IGNORED, Collate, eval_loader, train_loader
+from llmtrain.data.loader import IGNORED, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
 from tests.data.chat_records import CHATML_END, answers_of, chat_record, chat_records, texts_of
 from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
@@ -50,67 +50,33 @@ def from_command_line(data: DataConfig | RowConfig, flag: str) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_conversations_have_the_rows_that_they_have_without_text(chat_file, text_file, packing):
-    separate = tokenize_files(chat_file, chat=ChatConfig(packing=packing))
-    mixed = tokenize_files(chat_file, text_file, chat=ChatConfig(packing=packing))
-    conversations, _ = rows_by_source(mixed)
-    assert conversations == list(separate.train)
-    assert mixed.is_packed == packing
-    assert mixed.metadata.train_tokens == sum(mixed.metadata.source_targets)
-
-    _, conversations = rows_by_source(
-        tokenize_files(text_file, chat_file, chat=ChatConfig(packing=packing))
-    )
-    assert conversations == list(separate.train)
-
-
-@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("is_text_first", [True, False])
-def test_text_has_its_rows_with_the_columns_of_conversations(
+def test_both_kinds_have_their_own_rows_with_the_same_columns(
     chat_file, text_file, is_text_first, packing
 ):
     paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
-    separate = tokenize(data_config(text_file, isolate_documents=packing), BLOCK)
     mixed = tokenize_files(*paths, chat=ChatConfig(packing=packing))
     assert mixed.is_packed == packing
     assert mixed.metadata.train_tokens == sum(mixed.metadata.source_targets)
 
     rows_of_sources = rows_by_source(mixed)
-    text = rows_of_sources[0] if is_text_first else rows_of_sources[1]
-    for row, expected in zip(text, separate.train, strict=True):
-        expected["labels"] = expected["input_ids"]
-        if not packing:
-            expected["lengths"] = [sum(token != IGNORED for token in expected["input_ids"])]
-        assert row == expected
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_every_token_of_text_and_every_answer_are_targets(chat_file, text_file, packing):
-    mixed = tokenize_files(chat_file, text_file, chat=ChatConfig(packing=packing))
-    conversations, text = rows_by_source(mixed)
-
-    tokens = stream_of(text)
-    documents = [f"<|endoftext|>{document}" for document in TEXTS]
-    assert mixed.tokenizer.decode(tokens) == "".join(documents) + "<|endoftext|>"
-    labels = np.array([row["labels"] for row in text])[:, 1:]
-    assert (labels != IGNORED).sum() == len(tokens) - 1 == mixed.metadata.source_targets[1]
-
+    text, conversations = rows_of_sources if is_text_first else rows_of_sources[::-1]
+    only_chats = tokenize_files(chat_file, chat=ChatConfig(packing=packing))
+    assert conversations == list(only_chats.train)
     answers = answers_of(conversations, mixed)
     assert len(answers) == 40
     assert all(answer.endswith(CHATML_END) for answer in answers)
 
-
-def test_text_beside_packed_conversations_is_isolated_without_a_flag(chat_file, text_file, capsys):
-    mixed = tokenize_files(chat_file, text_file)
-    capsys.readouterr()
-    with_flag = tokenize_files(chat_file, text_file, isolate_documents=True)
-    assert "; from the cache" in capsys.readouterr().out
-    assert with_flag.metadata == mixed.metadata
-
-    _, text = rows_by_source(mixed)
-    for row in text[:-1]:  # the last row ends with the end-of-text of the last document
-        positions = np.array(row["position_ids"])
-        assert (positions[np.array(row["input_ids"]) == E] == 0).all()
+    only_text = tokenize(data_config(text_file, isolate_documents=packing), BLOCK)
+    for row, expected in zip(text, only_text.train, strict=True):
+        expected["labels"] = expected["input_ids"]
+        if not packing:
+            expected["lengths"] = [sum(token != IGNORED for token in expected["input_ids"])]
+        assert row == expected
+    if packing:
+        for row in text[:-1]:  # the last row ends with the end-of-text of the last document
+            positions = np.array(row["position_ids"])
+            assert (positions[np.array(row["input_ids"]) == E] == 0).all()
 
 
 def test_a_tokenizer_is_trained_on_text_and_conversations(chat_file, text_file):
@@ -136,28 +102,33 @@ def test_flags_of_conversations_and_of_text_apply_to_their_own_source(
     assert text == rows_by_source(tokenize_files(chat_file, text_file))[1]
 
 
-def test_every_row_can_be_collated(chat_file, text_file):
-    mixed = tokenize_files(chat_file, text_file)
-    loader = train_loader(mixed.train, 8, micro_batch=3, steps=range(6), seed=1)
-    assert isinstance(loader.collate_fn, Collate)
-    for local_batch in loader:
-        for batch in local_batch.batches:
-            assert set(batch) == {"input_ids", "labels", "position_ids"}
-            assert (batch["input_ids"] >= 0).all()
-
-
 # --- counts
 
 
-def test_the_audit_counts_only_conversations(chat_file, text_file, capsys):
-    separate = tokenize_files(chat_file, eval_fraction=0.2)
+@pytest.mark.parametrize("is_text_first", [True, False])
+def test_counts_and_losses_of_both_kinds(chat_file, text_file, capsys, is_text_first):
+    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
+    chats = tokenize_files(chat_file, eval_fraction=0.2)
+    text = tokenize(data_config(text_file, eval_fraction=0.2), BLOCK)
     capsys.readouterr()
-    mixed = tokenize_files(chat_file, text_file, eval_fraction=0.2)
-    assert mixed.metadata.audit == separate.metadata.audit
-    assert mixed.metadata.eval_audit == separate.metadata.eval_audit
-    assert mixed.metadata.task == "conversations"
-    assert mixed.stop_token_ids == separate.stop_token_ids
+    mixed = tokenize_files(*paths, eval_fraction=0.2)
     assert ": 70 conversations and documents, " in capsys.readouterr().out
+    assert mixed.metadata.task == "conversations"
+    assert mixed.metadata.audit == chats.metadata.audit
+    assert mixed.metadata.eval_audit == chats.metadata.eval_audit
+    assert mixed.metadata.eval_bytes == chats.metadata.eval_bytes + text.metadata.eval_bytes
+    assert mixed.stop_token_ids == chats.stop_token_ids
+
+    names = [path.stem for path in paths]
+    rows_of_sources = mixed.metadata.eval_source_rows
+    assert mixed.eval_sources == dict(zip(names, rows_of_sources, strict=True))
+    loader = eval_loader(mixed.eval, 1, micro_batch=4, source_rows=rows_of_sources)
+    rows = [row for batch in loader for row in batch.rows.tolist()]
+    assert sum(row >= 0 for row in rows) == mixed.metadata.eval_rows
+
+    prompt = mixed.tokenizer.decode(mixed.eval_prompt())
+    assert prompt.startswith("<|im_start|>user")
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file, capsys):
@@ -165,38 +136,9 @@ def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file
         tmp_path / "eval.jsonl", [*chat_records(3), chat_record("q", "long " * BLOCK)]
     )
     tokenize_files(text_file, eval_dataset=[str(eval_file)])
-    assert "eval      3 of 4 conversations: 1 overlong dropped" in capsys.readouterr().out
-
-
-def test_bits_per_byte_count_the_text_and_the_answers(chat_file, text_file):
-    mixed = tokenize_files(chat_file, text_file, eval_fraction=0.2)
-    conversations = tokenize_files(chat_file, eval_fraction=0.2)
-    text = tokenize(data_config(text_file, eval_fraction=0.2), BLOCK)
-    expected = conversations.metadata.eval_bytes + text.metadata.eval_bytes
-    assert mixed.metadata.eval_bytes == expected
-
-
-@pytest.mark.parametrize("is_text_first", [True, False])
-def test_each_source_has_an_eval_loss(chat_file, text_file, is_text_first):
-    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
-    mixed = tokenize_files(*paths, eval_fraction=0.2)
-    names = [path.stem for path in paths]
-    rows_of_sources = mixed.metadata.eval_source_rows
-    assert mixed.eval_sources == dict(zip(names, rows_of_sources, strict=True))
-
-    source_rows = list(mixed.eval_sources.values())
-    loader = eval_loader(mixed.eval, 1, micro_batch=4, source_rows=source_rows)
-    rows = [row for batch in loader for row in batch.rows.tolist()]
-    assert sum(row >= 0 for row in rows) == mixed.metadata.eval_rows
-
-
-@pytest.mark.parametrize("is_text_first", [True, False])
-def test_the_eval_prompt_is_from_a_conversation(chat_file, text_file, is_text_first):
-    paths = [text_file, chat_file] if is_text_first else [chat_file, text_file]
-    mixed = tokenize_files(*paths, eval_fraction=0.2)
-    prompt = mixed.tokenizer.decode(mixed.eval_prompt())
-    assert prompt.startswith("<|im_start|>user")
-    assert prompt.endswith("<|im_start|>assistant\n")
+    output = capsys.readouterr().out
+    assert "eval      3 of 4 conversations: 1 overlong dropped" in output
+    assert "the training records are text, not conversations\n" in output
 
 
 # --- shares of a mixture
@@ -206,14 +148,7 @@ def percentages(line: str) -> list[float]:
     return [float(word.strip("%,;")) for word in line.split() if "%" in word]
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        pytest.param([3, 1], id="3 to 1"),
-        pytest.param([1, 1], id="1 to 1"),
-        pytest.param([], id="all rows once"),
-    ],
-)
+@pytest.mark.parametrize("weights", [[3, 1], []], ids=["3 to 1", "all rows once"])
 def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, capsys, weights):
     mixed = tokenize_files(chat_file, text_file, mixture=weights)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mixture")]
@@ -252,35 +187,6 @@ def test_a_mixture_of_texts_has_shares_of_target_tokens(tmp_path, capsys):
     assert f"\n{line}\n" in capsys.readouterr().out
 
 
-def test_one_data_set_has_no_shares(text_file, capsys):
-    tokenize(data_config(text_file), 2)
-    assert "\nmixture" not in capsys.readouterr().out
-
-
-# --- the log
-
-
-def test_the_log_says_that_every_token_of_text_is_trained_on(chat_file, text_file, capsys):
-    tokenize_files(chat_file, text_file)
-    line = (
-        "fine-tuning on the assistant's turns, and on every token of the text: the records are "
-        "messages, text\n"
-    )
-    assert line in capsys.readouterr().out
-
-
-def test_the_log_does_not_say_that_eval_text_is_trained_on(chat_file, text_file, capsys):
-    tokenize_files(chat_file, eval_dataset=[str(text_file)], eval_fraction=0.1)
-    line = "fine-tuning on the assistant's turns: the records are messages, text\n"
-    assert line in capsys.readouterr().out
-
-
-def test_the_log_says_that_training_on_text_is_continued_pretraining(chat_file, text_file, capsys):
-    tokenize_files(text_file, eval_dataset=[str(chat_file)])
-    line = "continued pretraining: the training records are text, not conversations\n"
-    assert line in capsys.readouterr().out
-
-
 def test_rows_of_both_kinds_are_shown(chat_file, text_file):
     mixed = tokenize_files(text_file, chat_file)
     texts = [row_text(mixed.train[i], mixed.tokenizer) for i in range(len(mixed.train))]
@@ -297,92 +203,45 @@ PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4
 @pytest.mark.parametrize(
     ("names", "row_config", "settings", "error"),
     [
-        pytest.param(
-            "pairs corpus",
-            PairConfig(),
-            {},
-            "corpus.jsonl is not preference data",
-            id="text beside preferences",
-        ),
-        pytest.param(
-            "pairs corpus",
-            ChatConfig(),
-            {},
-            "pairs.jsonl, line 1: no field 'text'",
-            id="preferences beside text",
-        ),
-        pytest.param(
-            "pairs",
-            PairConfig(),
-            {"isolate_documents": True},
-            "holds preference data; leave it out",
-            id="isolated preferences",
-        ),
-        pytest.param(
-            "chats",
-            ChatConfig(),
-            {"isolate_documents": True},
-            "--isolate_documents is for text, but {folder}/chats.jsonl holds conversations",
-            id="isolated conversations",
-        ),
-        pytest.param(
+        ("pairs corpus", PairConfig(), {}, "corpus.jsonl is not preference data"),
+        ("pairs corpus", ChatConfig(), {}, "pairs.jsonl, line 1: no field 'text'"),
+        ("pairs", PairConfig(), {"isolate_documents": True}, "--isolate_documents"),
+        ("chats", ChatConfig(), {"isolate_documents": True}, "--isolate_documents"),
+        (
             "chats corpus",
             ChatConfig(packing=False),
             {"isolate_documents": True},
-            "--isolate_documents needs packed rows",
-            id="isolated text in unpacked rows",
+            "--isolate_documents",
         ),
-        pytest.param(
-            "chats corpus",
-            ChatConfig(format="messages"),
-            {},
-            "corpus.jsonl, line 1: ",
-            id="a format that only one source has",
-        ),
-        pytest.param(
-            "chats corpus",
-            ChatConfig(),
-            {"mixture": [1, 1e-6]},
-            "share below one in 1000",
-            id="too small a weight",
-        ),
-        pytest.param(
-            "chats broken",
-            ChatConfig(),
-            {},
-            "broken.jsonl, line 2: no field 'text'",
-            id="a bad record of text",
-        ),
-        pytest.param(
+        ("chats corpus", ChatConfig(format="messages"), {}, "corpus.jsonl, line 1: "),
+        ("chats corpus", ChatConfig(), {"mixture": [1, 1e-6]}, "--mixture 1 1e-06"),
+        ("chats broken", ChatConfig(), {}, "broken.jsonl, line 2: no field 'text'"),
+        (
             "chats late",
             ChatConfig(),
-            {"eval_dataset": ["{folder}/corpus.jsonl"], "max_train_samples": 1},
-            "--max_train_samples 1 leaves no text of {folder}/late.jsonl to train on; raise it.",
-            id="a source without rows",
+            {"eval_dataset": ["chats.jsonl"], "max_train_samples": 1},
+            "--max_train_samples 1 leaves no text of late.jsonl",
         ),
     ],
 )
+@pytest.mark.usefixtures("chat_file", "text_file")
 def test_sources_and_settings_that_do_not_fit_are_an_error(
-    tmp_path, chat_file, text_file, cache, names, row_config, settings, error
+    tmp_path, monkeypatch, cache, names, row_config, settings, error
 ):
+    monkeypatch.chdir(tmp_path)
     write_records(tmp_path / "pairs.jsonl", PAIRS)
     write_records(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
     write_records(tmp_path / "late.jsonl", [{"text": ""}, {"text": "words " * 40}])
-    if "eval_dataset" in settings:
-        settings = {**settings, "eval_dataset": [str(text_file)]}
-    files = [tmp_path / f"{name}.jsonl" for name in names.split()]
-    message = complaint(data_config(*files, **settings), BLOCK, row_config)
-    assert error.format(folder=tmp_path) in message
+    data = data_config(*[Path(f"{name}.jsonl") for name in names.split()], **settings)
+    assert error in complaint(data, BLOCK, row_config)
     assert left_behind(cache) == []
 
 
-def test_a_flag_of_conversations_is_an_error_for_text(text_file):
+def test_a_flag_of_the_other_kind_is_an_error(chat_file, text_file):
     chat_config = ChatConfig(turns="last")
     from_command_line(chat_config, "turns")
-    assert "--turns is for conversations" in complaint(data_config(text_file), BLOCK, chat_config)
+    assert complaint(data_config(text_file), BLOCK, chat_config).startswith("--turns ")
 
-
-def test_a_flag_of_text_is_an_error_for_conversations(chat_file):
     data = data_config(chat_file, text_field="body")
     from_command_line(data, "text_field")
-    assert "--text_field is for text" in complaint(data, BLOCK, ChatConfig())
+    assert complaint(data, BLOCK, ChatConfig()).startswith("--text_field ")
