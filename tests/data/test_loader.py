@@ -21,7 +21,7 @@ from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
 from llmtrain.interfaces.batches import Batch
 from tests.data.batches import assert_same_batches, micro_batches_of, shard_of, shares_of_steps
 
-SIZES = [(1, 1), (1, 4), (3, 8), (8, 8), (9, 8), (16, 8), (23, 4), (50, 7), (64, 1)]
+SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
 BLOCK = 4
 
 
@@ -50,7 +50,7 @@ def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[int | None
 
 
 @pytest.mark.parametrize(("n", "size"), SIZES)
-@pytest.mark.parametrize("seed", [None, 0, 2**63 - 1])
+@pytest.mark.parametrize("seed", [None, 2**63 - 1])
 def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, seed):
     for epoch in range(3):
         order = epoch_of(epoch, n, size, seed=seed)
@@ -59,10 +59,10 @@ def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, 
         assert order[n:] == [None] * (-n % size)
 
 
-@pytest.mark.parametrize(("n", "size"), SIZES)
-def test_positions_count_the_slots_of_the_whole_run(n, size):
-    slots = chain.from_iterable(slots_of(step, n, size, seed=0) for step in range(7))
-    assert [slot.position for slot in slots] == list(range(7 * size))
+def test_positions_count_the_slots_of_the_whole_run():
+    slots = list(chain.from_iterable(slots_of(step, 9, 8, seed=0) for step in range(7)))
+    assert [slot.position for slot in slots] == list(range(56))
+    assert {type(slot.row) for slot in slots} == {int, type(None)}
 
 
 def test_epochs_and_seeds_have_different_orders():
@@ -82,22 +82,13 @@ def test_the_rows_of_a_step_never_change_between_versions():
     assert epoch_of(1, 10, 4, seed=0)[:4] == [6, 0, 9, 1]
 
 
-def test_the_rows_of_a_step_are_python_integers():
-    assert {type(slot.row) for slot in slots_of(0, 10, 4, seed=0)} == {int}
-
-
 @pytest.mark.parametrize(("n", "size"), SIZES)
 def test_a_sampler_that_starts_late_yields_the_rest_of_the_run(n, size):
     from_the_start = list(GlobalBatchSampler(n, size, range(12), seed=3))
-    for start in (0, 1, 5, 11, 12):
+    for start in (0, 1, 11, 12):
         sampler = GlobalBatchSampler(n, size, range(start, 12), seed=3)
-        assert list(sampler) == from_the_start[start:]
+        assert list(sampler) == list(sampler) == from_the_start[start:]
         assert len(sampler) == 12 - start
-
-
-def test_a_sampler_can_be_read_again():
-    sampler = GlobalBatchSampler(10, 4, range(3), seed=0)
-    assert list(sampler) == list(sampler)
 
 
 def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
@@ -118,9 +109,8 @@ def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
 # --- layouts and resuming
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize(("n", "size"), [(50, 8), (8, 8), (3, 8), (64, 4)])
-def test_the_slices_of_accelerate_join_to_the_global_batch(processes, n, size):
+@pytest.mark.parametrize(("n", "size", "processes"), [(50, 8, 2), (3, 8, 4), (64, 4, 1)])
+def test_the_slices_of_accelerate_join_to_the_global_batch(n, size, processes):
     sampler = GlobalBatchSampler(n, size, range(2, 20), seed=1)
     shards = [shard_of(sampler, processes, rank) for rank in range(processes)]
     steps = list(zip(*shards, strict=True))
@@ -128,9 +118,7 @@ def test_the_slices_of_accelerate_join_to_the_global_batch(processes, n, size):
     assert {len(part) for part in chain.from_iterable(steps)} == {size // processes}
 
 
-@pytest.mark.parametrize(
-    ("processes", "micro_batch"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)]
-)
+@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 3), (2, 4), (4, 2), (8, 1)])
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro_batch):
     reference = train_loader(rows, 8, micro_batch=8, steps=range(9), seed=5, dropout_seed=6)
     loader = train_loader(rows, 8, micro_batch=micro_batch, steps=range(9), seed=5, dropout_seed=6)
@@ -154,7 +142,7 @@ def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows):
 # --- evaluation
 
 
-@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 1), (1, 8), (2, 3), (4, 8), (3, 5)])
+@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 8), (2, 3), (4, 8)])
 def test_an_evaluation_has_every_row_once_in_the_stored_order(rows, processes, micro_batch):
     steps = shares_of_steps(eval_loader(rows, processes, micro_batch), processes)
     batches = micro_batches_of(chain.from_iterable(steps))
@@ -170,12 +158,10 @@ def test_an_evaluation_has_every_row_once_in_the_stored_order(rows, processes, m
 @pytest.mark.parametrize(
     ("micro_batch", "sizes"),
     [
-        (8, [8, 8, 8]),
         (10, [8, 8, 8]),
         (12, [12, 12]),
         (16, [13, 13]),  # not 12, which is three quarters
         (23, [23]),
-        (1, [1] * 23),
     ],
 )
 def test_eval_batches_are_smaller_if_fewer_rows_are_then_empty(rows, micro_batch, sizes):
@@ -192,17 +178,11 @@ def test_no_eval_batch_has_rows_of_two_sources(rows):
 # --- rows of slots
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        pytest.param([Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)], id="some empty"),
-        pytest.param([Slot(9, None), Slot(10, None)], id="all empty"),
-        pytest.param([Slot(11, 0)], id="a row after empty slots"),
-    ],
-)
-def test_an_empty_slot_has_no_label_and_does_not_change_the_rows(rows, slots):
+def test_an_empty_slot_has_no_label_and_does_not_change_the_rows(rows):
     stored = SlotRows(rows)
-    for _ in range(2):
+    some_empty = [Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)]
+    all_empty = [Slot(9, None), Slot(10, None)]
+    for slots in (some_empty, all_empty, [Slot(11, 0)]):
         row_batch = stored.__getitems__(slots)
         assert row_batch.slots == slots
         for slot, labels in zip(slots, row_batch.columns["labels"].tolist(), strict=True):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmtrain.commands.row_text import row_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 BLOCK = 63
 TEXTS = [f"document {i} " + "abcdefgh " * (i % 7) for i in range(30)]
 E = 0  # end-of-text of the tokenizer ``byte``
-OPEN_QUOTE = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"  # before targets, in a preview
 
 
 @pytest.fixture
@@ -185,14 +183,6 @@ def test_a_mixture_of_texts_has_shares_of_target_tokens(tmp_path, capsys):
     tokenize(data_config(short, long, mixture=[1, 1]), 2)
     line = "mixture   short 50.0% of rows, 42.9% of target tokens; long 50.0%, 57.1%"
     assert f"\n{line}\n" in capsys.readouterr().out
-
-
-def test_rows_of_both_kinds_are_shown(chat_file, text_file):
-    mixed = tokenize_files(text_file, chat_file)
-    texts = [row_text(mixed.train[i], mixed.tokenizer) for i in range(len(mixed.train))]
-    output = "\n".join(texts)
-    assert f"----- the next document\n{OPEN_QUOTE}<|endoftext|>document 1 abcdefgh " in output
-    assert " padding token" in output
 
 
 # --- errors

@@ -16,10 +16,8 @@ from llmtrain.errors import UserError
 from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 WEIGHTS = [
-    *([1], [1, 1], [7, 3], [1, 99], [0.999, 0.001], [39, 40]),
-    *([1, 1, 1], [5, 3, 2], [1, 16, 16], [16, 1, 10], [0.5, 0.25, 0.25]),
-    *([1, 1, 1, 1, 1], [1, 1, 1, 6, 6], [5, 5, 5, 5, 6]),
-    *([224, 1, 1, 143, 21], [500, 250, 125, 100, 25]),
+    *([1], [1, 99], [0.999, 0.001], [39, 40], [5, 3, 2], [16, 1, 10]),
+    *([1, 1, 1, 1, 1], [224, 1, 1, 143, 21]),
 ]
 
 
@@ -42,7 +40,7 @@ def sources_at(mixture: Mixture, start: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("start", [0, 1, 17, 10**9])
+@pytest.mark.parametrize("start", [0, 17, 10**9])
 def test_each_period_has_the_proportions_exactly(weights, start):
     mixture = large_mixture(weights)
     period = len(mixture.source_at)
@@ -106,10 +104,8 @@ def test_the_check_of_proportions_rejects_sources_in_blocks():
 @pytest.mark.parametrize(
     ("weights", "equal_weights"),
     [
-        ([7, 3], [[0.7, 0.3], [70, 30], [7e-5, 3e-5], [7.0, 3]]),
-        ([1, 1, 1], [[0.1, 0.1, 0.1], [333.3, 333.3, 333.3]]),
-        ([1, 6], [[0.1, 0.6], [0.7, 4.2]]),
-        ([1, 2, 1], [[0.25, 0.5, 0.25]]),
+        ([7, 3], [[0.7, 0.3], [7e-5, 3e-5], [7.0, 3]]),
+        ([1, 1, 1], [[333.3, 333.3, 333.3]]),
         ([1, 999], [[1e-3, 0.999], [0.5, 499.5]]),
     ],
     ids=str,
@@ -125,24 +121,16 @@ def test_equal_sources_take_turns():
     assert sources_at(large_mixture([1, 1, 1]), 0, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    "weights", [[1, 2**0.5], [1 / 3, 2 / 3], [0.12345, 0.6, 0.27655], [1, 998.5], [3, 1001]]
-)
+@pytest.mark.parametrize("weights", [[1, 2**0.5], [0.12345, 0.6, 0.27655], [1, 998.5]])
 def test_other_weights_are_exact_to_a_thousandth(weights):
     counts = np.bincount(sources_at(large_mixture(weights), 0, 1000), minlength=len(weights))
     assert counts / 1000 == pytest.approx(np.array(weights) / sum(weights), rel=0, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "weights", [[0.9999, 0.0001], [1, 1000], [1000, 1], [0.5, 0.4993, 0.0007], [1e-9, 1]]
-)
+@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [1000, 1], [0.5, 0.4993, 0.0007]])
 def test_a_share_below_a_thousandth_is_an_error(weights):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"--mixture {' '.join(map(str, weights))}: .* 1000"):
         large_mixture(weights)
-    assert str(error.value) == (
-        f"--mixture {' '.join(map(str, weights))}: a data set has a share below one in 1000, "
-        "which is too small; give it a larger number, or leave it out."
-    )
 
 
 # --- the row at a position
@@ -177,9 +165,7 @@ def epochs_of(mixture: Mixture, source: int, rows: np.ndarray) -> np.ndarray:
     return rows_of_source[: epochs * size].reshape(epochs, size)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "weights"), [([5, 1, 23], [0.5, 0.2, 0.3]), ([20, 65], [1, 4]), ([40], [1])]
-)
+@pytest.mark.parametrize(("sizes", "weights"), [([5, 1, 23], [0.5, 0.2, 0.3]), ([40], [1])])
 def test_each_epoch_of_a_source_has_each_of_its_rows_once(sizes, weights):
     mixture = Mixture(sizes, weights)
     rows = mixture.rows_at(np.arange(400), seed=1)
@@ -237,9 +223,7 @@ def rows() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": table.tolist()})
 
 
-@pytest.mark.parametrize(
-    ("processes", "micro_batch"), [(1, 8), (1, 3), (2, 4), (2, 1), (4, 2), (8, 1)]
-)
+@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 3), (2, 4), (8, 1)])
 def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro_batch):
     loader = train_loader(rows, 8, micro_batch=micro_batch, steps=range(9), seed=5, mixture=MIXTURE)
     steps = shares_of_steps(loader, processes)
@@ -266,16 +250,15 @@ def test_a_mixture_does_not_change_dropout_keys(rows):
     assert dropout_keys(MIXTURE) == dropout_keys(None)
 
 
-@pytest.mark.parametrize("start", [0, 1, 7, 9])
-def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows, start):
+def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows):
     options = {"micro_batch": 2, "seed": 5, "dropout_seed": 5, "mixture": MIXTURE}
     unbroken = list(train_loader(rows, 8, steps=range(10), **options))
-    resumed = train_loader(rows, 8, steps=range(start, 10), **options)
-    for actual, expected in zip(resumed, unbroken[start:], strict=True):
+    resumed = train_loader(rows, 8, steps=range(7, 10), **options)
+    for actual, expected in zip(resumed, unbroken[7:], strict=True):
         assert_same_batches(actual, expected)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8])
+@pytest.mark.parametrize("size", [1, 7])
 def test_the_size_of_the_global_batch_does_not_change_the_order(size):
     sampler = GlobalBatchSampler(23, size, range(56 // size), seed=5, mixture=MIXTURE)
     slots = [slot for batch in sampler for slot in batch]

@@ -20,39 +20,19 @@ from llmtrain.seeds import key_of
     ("n", "key", "rows"),
     [
         (1, 0, [0]),
-        (5, 1, [4, 2, 3, 1, 0]),
         (10, 12035550249420947055, [6, 8, 4, 2, 3, 1, 9, 0]),
         (10, 3069472533636442495, [6, 0, 9, 1, 7, 5, 3, 8]),
-        (64, 3, [0, 54, 50, 4, 9, 23, 39, 29]),
         (65, 3, [4, 24, 31, 30, 18, 37, 52, 35]),
         (1000, 13608149317741381227, [774, 225, 680, 45, 655, 145, 582, 764]),
         (
             10**9 + 7,
             17670481865470212032,
-            [
-                835871604,
-                213055772,
-                937545444,
-                811617177,
-                482053719,
-                669595524,
-                935846500,
-                280019555,
-            ],
+            [835871604, 213055772, 937545444, 811617177],
         ),
         (
             2**40,
             11,
-            [
-                292531921451,
-                663399835455,
-                233243256784,
-                11401880584,
-                222374582963,
-                1022865773083,
-                486091454300,
-                884962564692,
-            ],
+            [292531921451, 663399835455, 233243256784, 11401880584],
         ),
     ],
 )
@@ -69,15 +49,13 @@ def test_a_small_epoch_has_every_row_once():
         assert sorted(order.tolist()) == list(range(n))
 
 
-@pytest.mark.parametrize(
-    "n", [1023, 1024, 1025, 4095, 4096, 4097, 16383, 16384, 16385, 65536, 65537, 99_991, 100_000]
-)
+@pytest.mark.parametrize("n", [1023, 1024, 1025, 65537, 99_991])
 def test_an_epoch_has_every_row_once(n):
     order = permute(np.arange(n), n, key_of(0, n))
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
-@pytest.mark.parametrize("n", [10**9 + 7, 2**31 - 1, 2**32, 2**32 + 1, 10**12])
+@pytest.mark.parametrize("n", [2**31 - 1, 2**32 + 1, 10**12])
 def test_a_huge_epoch_has_no_row_twice_and_rows_from_everywhere(n):
     positions = np.unique(np.random.default_rng(0).integers(0, n, 100_000))
     rows = permute(positions, n, key_of(1, 2))
@@ -92,42 +70,21 @@ def test_a_huge_epoch_has_no_row_twice_and_rows_from_everywhere(n):
 
 # --- positions of any shape
 
-for_each_size = pytest.mark.parametrize("n", [1, 5, 64, 100, 10**9 + 7])
 
-
-@for_each_size
-def test_the_row_at_a_position_does_not_depend_on_other_positions(n):
+@pytest.mark.parametrize("n", [1, 5, 100, 10**9 + 7])
+def test_the_row_at_a_position_depends_on_nothing_else(n):
     positions = np.arange(min(n, 60))
     rows = permute(positions, n, key=9)
     assert permute(positions[::-1], n, key=9).tolist() == rows.tolist()[::-1]
+    assert permute(positions.astype(np.int32), n, key=9).tolist() == rows.tolist()
     for position, row in zip(positions, rows, strict=True):
         assert permute(position[None], n, key=9).tolist() == [row]
-
-
-@for_each_size
-def test_rows_have_the_shape_of_their_positions(n):
-    positions = np.arange(min(n, 60))
-    rows = permute(positions, n, key=9)
+        assert permute(position, n, key=9).shape == ()
 
     column = permute(positions[:, None], n, key=9)
     assert column.shape == (len(positions), 1)
     assert column[:, 0].tolist() == rows.tolist()
-
     assert permute(positions[:0], n, key=9).shape == (0,)
-
-
-@for_each_size
-def test_positions_can_be_int32(n):
-    positions = np.arange(min(n, 60))
-    rows = permute(positions, n, key=9)
-    assert permute(positions.astype(np.int32), n, key=9).tolist() == rows.tolist()
-
-
-def test_the_row_at_a_single_position_has_no_axis():
-    order = permute(np.arange(20), 20, key=9)
-    rows = [permute(np.array(position), 20, key=9) for position in range(20)]
-    assert all(row.shape == () for row in rows)
-    assert [int(row) for row in rows] == order.tolist()
 
 
 def test_permute_does_not_change_the_positions():
@@ -193,7 +150,7 @@ def test_every_row_is_equally_likely_at_every_position(orders_of: Orders, n, cou
     assert min(scores.values()) > -3.5, f"too even to be chance: {scores}"
 
 
-@pytest.mark.parametrize("n", [4, 5, 17])
+@pytest.mark.parametrize("n", [4, 17])
 def test_the_check_of_chance_rejects_a_network_of_two_rounds(monkeypatch, n):
     monkeypatch.setattr(shuffle, "_ROUNDS", 2)
     assert max(z_scores(feistel_orders(n, 480)).values()) > 5
@@ -208,8 +165,7 @@ def adjacent_neighbours(order: np.ndarray) -> int:
     return int((np.abs(np.diff(order)) == 1).sum())
 
 
-@pytest.mark.parametrize("n", [1000, 10_000, 16_384])
-@pytest.mark.parametrize("epoch", range(4))
+@pytest.mark.parametrize(("n", "epoch"), [(1000, 0), (1000, 1), (10_000, 2), (16_384, 3)])
 def test_rows_that_are_stored_side_by_side_are_drawn_apart(n, epoch):
     order = permute(np.arange(n), n, key_of(0, epoch))
     assert correlation(order[:-1], order[1:]) < 4 / n**0.5
@@ -222,14 +178,8 @@ def test_the_check_of_neighbours_rejects_a_rotation():
     assert adjacent_neighbours(order) > 10
 
 
-def test_the_check_of_neighbours_rejects_a_network_of_one_round(monkeypatch):
-    monkeypatch.setattr(shuffle, "_ROUNDS", 1)
-    order = permute(np.arange(10_000), 10_000, key_of(0, 0))
-    assert correlation(order[:-1], order[1:]) > 0.04
-
-
-@pytest.mark.parametrize("n", [1000, 10_000])
-def test_orders_of_epochs_and_seeds_are_independent(n):
+def test_orders_of_epochs_and_seeds_are_independent():
+    n = 10_000
     orders = [np.arange(n)]
     for seed in range(3):
         orders += [permute(np.arange(n), n, key_of(seed, epoch)) for epoch in range(3)]
