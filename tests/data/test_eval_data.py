@@ -11,7 +11,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, RowConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.tokenized import short_names
 from llmtrain.errors import UserError
-from tests.data.preparation import documents_of, left_behind
+from tests.data.preparation import complaint, documents_of, left_behind
 from tests.data.tasks import TASKS, completion_record, shown, text_record, write_dataset
 from tests.launching import GPT, ROOT, TINY, series
 
@@ -29,13 +29,6 @@ def config(*dataset: str, **settings: Any) -> DataConfig:
     return DataConfig(dataset=list(dataset), tokenizer="byte", **settings)
 
 
-def complaint(data: DataConfig, chat: RowConfig | None = None, **options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        tokenize(data, BLOCK, chat, **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 # --- rows
 
 
@@ -49,31 +42,25 @@ def three_files(tmp_path, request) -> Tokenized:
     return tokenize(config(train, eval_dataset=[a, b]), BLOCK, chat_config(request.param))
 
 
-def test_all_training_data_are_trained_on_and_all_eval_data_evaluated_on(three_files):
+def test_training_data_are_trained_on_and_eval_data_evaluated_on(three_files):
     assert three_files.metadata.records == 30 + 4 + 9
     assert three_files.metadata.eval_records == 4 + 9
+    assert three_files.metadata.source_rows == [three_files.metadata.train_rows]
 
     train = shown(three_files.train, three_files)
     assert all(f"train{i:02}" in train for i in range(30))
     assert "first" not in train
     assert "second" not in train
 
-    eval = shown(three_files.eval, three_files)
-    assert all(f"first{i:02}" in eval for i in range(4))
-    assert all(f"second{i:02}" in eval for i in range(9))
-    assert "train" not in eval
-
-
-def test_the_rows_of_each_eval_file_are_counted(three_files):
     rows_of_a, rows_of_b = three_files.metadata.eval_source_rows
     assert three_files.eval_sources == {"a": rows_of_a, "b": rows_of_b}
     assert rows_of_a + rows_of_b == three_files.metadata.eval_rows == len(three_files.eval)
-    assert three_files.metadata.source_rows == [three_files.metadata.train_rows]
-
-    first_rows = [three_files.eval[i] for i in range(rows_of_a)]
-    other_rows = [three_files.eval[rows_of_a + i] for i in range(rows_of_b)]
-    assert "second" not in shown(first_rows, three_files)
-    assert "first" not in shown(other_rows, three_files)
+    a = shown([three_files.eval[i] for i in range(rows_of_a)], three_files)
+    b = shown([three_files.eval[rows_of_a + i] for i in range(rows_of_b)], three_files)
+    assert all(f"first{i:02}" in a for i in range(4))
+    assert all(f"second{i:02}" in b for i in range(9))
+    assert "second" not in a
+    assert "first" not in b
 
 
 def test_one_eval_file_of_two_training_files_has_no_loss_of_its_own(tmp_path):
@@ -107,13 +94,6 @@ def test_bad_eval_records_are_counted_as_eval_records(tmp_path, capsys):
     assert "eval      1 of 2 conversations" in capsys.readouterr().out
 
 
-def test_the_log_names_the_eval_data(tmp_path, capsys):
-    train = write_dataset(tmp_path / "t.jsonl", [text_record("t")])
-    eval = write_dataset(tmp_path / "e.jsonl", [text_record("e")])
-    tokenize(config(train, eval_dataset=[eval]), 8)
-    assert f"eval      the eval data are {eval}\n" in capsys.readouterr().out
-
-
 def test_the_data_hash_differs_for_each_choice_of_training_and_eval_files(tmp_path, capsys):
     a, b, c = (write_dataset(tmp_path / f"{name}.jsonl", [text_record(name)]) for name in "abc")
 
@@ -137,29 +117,19 @@ def test_new_content_of_an_eval_file_makes_new_rows(tmp_path, capsys):
     eval = write_dataset(tmp_path / "e.jsonl", [text_record("e")])
     data = config(train, eval_dataset=[eval])
     before = tokenize(data, 8).metadata.data_sha256
+    assert f"eval      the eval data are {eval}\n" in capsys.readouterr().out
 
     write_dataset(tmp_path / "e.jsonl", [text_record("e"), text_record("another")])
     assert tokenize(data, 8).metadata.data_sha256 != before
     assert "from the cache" not in capsys.readouterr().out
-    tokenize(data, 8)
-    assert "from the cache" in capsys.readouterr().out
 
 
-# --- names
-
-
-def test_a_short_name_keeps_a_version_number():
+def test_short_names_have_no_folders_and_suffixes():
     names = ["teknium/OpenHermes-2.5", "data/easy.v2.jsonl.gz", "builtin:python-docs"]
     assert short_names(names) == ["OpenHermes-2.5", "easy.v2", "builtin:python-docs"]
 
 
-def test_eval_sources_have_the_names_of_files_without_folders_and_suffixes(tmp_path):
-    (tmp_path / "x").mkdir()
-    hard = write_dataset(tmp_path / "hard.v2.jsonl", [text_record("hard")])
-    easy = write_dataset(tmp_path / "x" / "easy.ndjson", [text_record("easy")])
-    train = write_dataset(tmp_path / "train.jsonl", [text_record("train")])
-    tokenized = tokenize(config(train, eval_dataset=[hard, easy]), 8)
-    assert list(tokenized.eval_sources) == ["hard.v2", "easy"]
+# --- runs
 
 
 @pytest.fixture
@@ -190,18 +160,11 @@ def test_a_run_logs_a_loss_of_each_eval_file(tmp_path, text_file):
 @pytest.mark.parametrize(
     ("task", "records"),
     [
-        pytest.param("text", [], id="text: no record"),
-        pytest.param("text", [{"text": ""}], id="text: an empty document"),
-        pytest.param("chats", [], id="chats: no record"),
-        pytest.param("chats", [{"prompt": "a", "completion": "b" * 500}], id="chats: too long"),
-        pytest.param("chats", [{"prompt": "a", "completion": ""}], id="chats: no answer"),
-        pytest.param("pairs", [], id="pairs: no record"),
-        pytest.param(
-            "pairs", [{"prompt": "a", "chosen": "b" * 500, "rejected": "c"}], id="pairs: too long"
-        ),
-        pytest.param(
-            "pairs", [{"prompt": "a", "chosen": "b", "rejected": "b"}], id="pairs: equal answers"
-        ),
+        ("text", []),
+        ("text", [{"text": ""}]),
+        ("chats", [{"prompt": "a", "completion": "b" * 500}]),
+        ("chats", [{"prompt": "a", "completion": ""}]),
+        ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "b"}]),
     ],
 )
 def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, records):
@@ -209,7 +172,7 @@ def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, r
     settings = {} if task == "text" else {"on_bad_row": "skip"}
     train = write_dataset(tmp_path / "t.jsonl", [record(str(i)) for i in range(9)])
     eval = write_dataset(tmp_path / "e.jsonl", records)
-    message = complaint(config(train, eval_dataset=[eval]), chat_config(task, **settings))
+    message = complaint(config(train, eval_dataset=[eval]), BLOCK, chat_config(task, **settings))
     assert message.startswith(f"--eval_dataset {eval}")
     assert left_behind(cache) == []
 
@@ -217,13 +180,12 @@ def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, r
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"eval_dataset": ["./absent.jsonl"]}, "--eval_dataset ./absent.jsonl: no file"),
-        ({"eval_dataset": ["builtin:nothing"]}, "--eval_dataset builtin:nothing does not exist"),
+        ({"eval_dataset": ["./absent.jsonl"]}, "--eval_dataset ./absent.jsonl: "),
         ({"dataset_test_split": "test"}, "--dataset_test_split test: "),
         ({"dataset_train_split": "train_sft"}, "--dataset_train_split train_sft: "),
         (
             {"eval_dataset": ["builtin:python-docs"], "dataset_test_split": "test"},
-            "--dataset_test_split test: builtin:python-docs has no splits",
+            "--dataset_test_split test: builtin:python-docs ",
         ),
     ],
 )
@@ -231,7 +193,7 @@ def test_a_wrong_name_of_eval_data_is_an_error_that_names_the_flag(
     tmp_path, cache, settings, error
 ):
     train = write_dataset(tmp_path / "t.jsonl", [text_record("t")])
-    assert complaint(config(train, **settings)).startswith(error)
+    assert complaint(config(train, **settings), BLOCK).startswith(error)
     assert left_behind(cache) == []
 
 
@@ -244,26 +206,27 @@ def test_an_empty_name_is_an_error(name, value):
         DataConfig(**{name: value})
 
 
-@pytest.mark.parametrize("flags", ["--eval_dataset e.jsonl", "--dataset_test_split test"])
-def test_eval_fraction_and_eval_data_together_are_an_error(tmp_path, flags):
-    main = runpy.run_path(str(ROOT / GPT))["main"]
-    name = flags.split()[0]
-    with pytest.raises(UserError, match=f"--eval_fraction keeps a share .* {name} names"):
-        main([*TINY, *flags.split(), *f"--output_dir {tmp_path} --eval_fraction 0.1".split()])
+@pytest.mark.parametrize(
+    ("name", "value"), [("eval_dataset", ["e.jsonl"]), ("dataset_test_split", "test")]
+)
+def test_eval_fraction_and_eval_data_together_are_an_error(name, value):
+    data = DataConfig(tokenizer="byte", **{name: value})
+    data.origins = {"eval_fraction": "command line"}
+    message = complaint(data, BLOCK)
+    assert message.startswith("--eval_fraction ")
+    assert f"--{name} " in message
 
 
 # --- records of a recipe
 
 
-@pytest.mark.parametrize("kind", ["list", "data set", "function"])
-def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path, kind):
+def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path):
     names = [f"train{i:02}" for i in range(9)]
-    chats = [completion_record(name) for name in names]
-    records = {"list": chats, "data set": datasets.Dataset.from_list(chats), "function": chats.copy}
+    records = datasets.Dataset.from_list([completion_record(name) for name in names])
     eval = write_dataset(tmp_path / "e.jsonl", [completion_record("eval")])
     data = DataConfig(tokenizer="byte", eval_dataset=[eval])
 
-    tokenized = tokenize(data, BLOCK, ChatConfig(), records=records[kind])
+    tokenized = tokenize(data, BLOCK, ChatConfig(), records=records)
     train = shown(tokenized.train, tokenized)
     assert all(name in train for name in names)
     assert "eval" in shown(tokenized.eval, tokenized)
@@ -271,11 +234,12 @@ def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path, kind):
     assert tokenized.metadata.eval_records == 1
 
 
-@pytest.mark.parametrize("name", ["dataset", "dataset_train_split", "dataset_test_split"])
-def test_a_recipe_with_its_own_records_accepts_no_flag_for_others(name):
-    data = DataConfig(tokenizer="byte")
+@pytest.mark.parametrize(
+    "settings",
+    [{"dataset": ["a.txt"]}, {"dataset_train_split": "a"}, {"dataset_test_split": "test"}],
+)
+def test_a_recipe_with_its_own_records_accepts_no_flag_for_others(settings):
+    data = DataConfig(tokenizer="byte", **settings)
+    (name,) = settings
     data.origins = {name: "command line"}
-    if name == "dataset_test_split":
-        data.dataset_test_split = "test"
-    error = complaint(data, records=["a text"])
-    assert error.startswith(f"--{name}: this recipe has its own data")
+    assert complaint(data, BLOCK, records=["a text"]).startswith(f"--{name}: ")

@@ -1,6 +1,5 @@
 """``--max_train_samples``: the first training records of each data set, and the same eval data."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from llmtrain.data.config import ChatConfig, DataConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
-from tests.data.preparation import documents_of
 from tests.data.tasks import TASKS, shown, text_record, write_dataset
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -23,14 +21,14 @@ def names_in(rows: Any, tokenized: Tokenized) -> list[str]:
     return [name for name in NAMES if name in content]
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
 @pytest.mark.parametrize(
-    ("task", "unpaired"),
+    ("task", "unpaired", "tokenizer"),
     [
-        pytest.param("text", False, id="text"),
-        pytest.param("chats", False, id="chats"),
-        pytest.param("pairs", False, id="pairs"),
-        pytest.param("pairs", True, id="single-answers"),
+        ("text", False, "bpe:300"),
+        ("chats", False, "byte"),
+        ("chats", False, "bpe:300"),
+        ("pairs", False, "byte"),
+        ("pairs", True, "byte"),
     ],
 )
 def test_the_first_training_records_are_used_and_the_eval_data_stay(
@@ -84,31 +82,11 @@ def test_each_data_set_has_its_own_count_and_eval_files_are_read_completely(
     assert names_in(tokenized.eval, tokenized) == NAMES[20:]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_end_of_the_longest_document_is_eval_data_even_if_it_is_not_trained_on(
-    tmp_path: Path, count: int
-) -> None:
-    """If there are too few documents, the end of the longest one is the eval data."""
-    longest = "a document that is much longer than the others"
-    documents = ["one", "two", longest]
-    path = write_dataset(tmp_path / "data.jsonl", [{"text": document} for document in documents])
-    data = DataConfig(dataset=[path], tokenizer="byte", eval_fraction=0.1, max_train_samples=count)
-
-    tokenized = tokenize(data, max_length=4)
-
-    (eval_document,) = documents_of(tokenized.eval, tokenized)
-    assert longest.endswith(eval_document)
-    assert len(eval_document) == pytest.approx(0.1 * sum(map(len, documents)), abs=1)
-    train_documents = ["one", "two", longest.removesuffix(eval_document)]
-    assert documents_of(tokenized.train, tokenized) == train_documents[:count]
-
-
 def test_a_bad_record_that_is_skipped_counts_as_one_of_the_first(tmp_path: Path) -> None:
     bad = {"prompt": "1?", "completion": None}
     good = [{"prompt": f"{name}?", "completion": f"it is {name}"} for name in NAMES]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in [bad, *good]))
-    data = DataConfig(dataset=[str(path)], tokenizer="byte", eval_fraction=0.0, max_train_samples=3)
+    path = write_dataset(tmp_path / "data.jsonl", [bad, *good])
+    data = DataConfig(dataset=[path], tokenizer="byte", eval_fraction=0.0, max_train_samples=3)
 
     tokenized = tokenize(data, max_length=95, chat=ChatConfig(on_bad_row="skip"))
 

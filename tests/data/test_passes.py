@@ -59,66 +59,32 @@ class CountedRecords:
         self.passes += 1
 
 
-@pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_records_are_read_once(records: list[dict[str, Any]], chat: RowConfig | None) -> None:
-    counted = CountedRecords(records)
-    tokenize_records(counted, chat)
-    assert counted.passes == 1
-
-
 @pytest.mark.parametrize(
-    ("records", "chat"),
+    ("records", "chat", "tokenizer", "unpaired", "passes"),
     [
-        pytest.param(TEXTS[-1:], None, id="a document that is cut"),
-        pytest.param(CHATS[:3], ChatConfig(), id="few conversations"),
+        pytest.param(TEXTS, None, "byte", False, 1, id="text"),
+        pytest.param(TEXTS[-1:], None, "byte", False, 1, id="a document that is cut"),
+        # All characters are needed first.
+        pytest.param(TEXTS, None, "char", False, 2, id="char"),
+        # The eval texts must not shape the vocabulary, so the split is needed before.
+        pytest.param(TEXTS, None, "bpe:300", False, 3, id="bpe"),
+        pytest.param(CHATS, ChatConfig(), "byte", False, 1, id="conversations"),
+        pytest.param(PAIRS, PairConfig(), "byte", False, 1, id="pairs"),
+        # An answer is compared with another one of its split.
+        pytest.param(PAIRS, PairConfig(), "byte", True, 2, id="single answers"),
     ],
 )
-def test_records_that_are_hard_to_split_are_read_once(
-    records: list[dict[str, Any]], chat: RowConfig | None
+def test_records_are_read_as_rarely_as_possible_and_never_if_rows_are_cached(
+    records: list[dict[str, Any]],
+    chat: RowConfig | None,
+    tokenizer: str,
+    unpaired: bool,
+    passes: int,
 ) -> None:
     counted = CountedRecords(records)
-    tokenize_records(counted, chat)
-    assert counted.passes == 1
-
-
-def test_char_reads_all_characters_first() -> None:
-    counted = CountedRecords(TEXTS)
-    tokenize_records(counted, None, tokenizer="char")
-    assert counted.passes == 2
-
-
-def test_bpe_reads_the_split_and_then_the_training_texts_first() -> None:
-    # The eval texts must not shape the vocabulary, so the split is needed before.
-    counted = CountedRecords(TEXTS)
-    tokenize_records(counted, None, tokenizer="bpe:300")
-    assert counted.passes == 3
-
-
-def test_single_answers_are_split_first() -> None:
-    # An answer is compared with another one of its split.
-    counted = CountedRecords(PAIRS)
-    tokenize_records(counted, PairConfig(), unpaired=True)
-    assert counted.passes == 2
-
-
-@pytest.mark.parametrize(
-    ("records", "chat", "tokenizer", "unpaired"),
-    [
-        pytest.param(TEXTS, None, "byte", False, id="text"),
-        pytest.param(TEXTS, None, "char", False, id="char"),
-        pytest.param(TEXTS, None, "bpe:300", False, id="bpe"),
-        pytest.param(CHATS, ChatConfig(), "byte", False, id="conversations"),
-        pytest.param(PAIRS, PairConfig(), "byte", True, id="single answers"),
-    ],
-)
-def test_records_with_a_fingerprint_are_not_read_again_if_rows_are_cached(
-    records: list[dict[str, Any]], chat: RowConfig | None, tokenizer: str, unpaired: bool
-) -> None:
-    counted = CountedRecords(records)
-    tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
-    counted.passes = 0
-    tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
-    assert counted.passes == 0
+    for _ in range(2):
+        tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
+        assert counted.passes == passes
 
 
 # --- errors

@@ -63,32 +63,30 @@ def saved(request, tmp_path_factory) -> SavedTokenizer:
 # --- texts and tokens
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokens_decode_to_the_same_text_also_after_save_and_load(saved, text):
-    ids = encode(saved.trained, text)
-    assert encode(saved.loaded, text) == ids
-    assert saved.trained.decode(ids) == text
-    assert saved.loaded.decode(ids) == text
+def test_tokens_decode_to_the_same_text_also_after_save_and_load(saved):
+    for text in TEXTS:
+        ids = encode(saved.trained, text)
+        assert encode(saved.loaded, text) == ids
+        assert saved.trained.decode(ids) == text
+        assert saved.loaded.decode(ids) == text
+        assert saved.trained.eos_token_id not in ids
+        assert all(0 <= token < len(saved.trained) for token in ids)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_no_text_contains_the_end_of_text_token(saved, text):
-    ids = encode(saved.trained, text)
-    assert saved.trained.eos_token_id not in ids
-    assert all(0 <= token < len(saved.trained) for token in ids)
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_char_has_a_token_per_character_and_byte_one_per_byte(text):
-    assert len(encode(make("char"), text)) == len(text)
-    assert len(encode(make("byte"), text)) == len(text.encode())
+def test_char_has_a_token_per_character_and_byte_one_per_byte():
+    char = make("char")
+    byte = make("byte")
+    assert len(byte) == 257
+    for text in TEXTS:
+        assert len(encode(char, text)) == len(text)
+        assert len(encode(byte, text)) == len(text.encode())
 
 
 @pytest.mark.parametrize("spec", ["byte", "bpe:300"])
-@pytest.mark.parametrize("text", TEXTS)
-def test_bytes_that_the_training_text_does_not_have_are_encoded(spec, text):
+def test_bytes_that_the_training_text_does_not_have_are_encoded(spec):
     tokenizer = make(spec, ["only ascii words here"])
-    assert tokenizer.decode(encode(tokenizer, text)) == text
+    for text in TEXTS:
+        assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
 # --- training
@@ -101,18 +99,6 @@ def test_bpe_has_the_chosen_size_if_the_text_has_enough_pairs():
     assert len(make("bpe:400", ["ab"])) < 400
 
 
-def test_byte_has_256_bytes_and_end_of_text():
-    assert len(make("byte")) == 257
-
-
-def test_char_has_tokens_for_the_characters_of_eval_texts():
-    tokenizer = make("char", ["abc"], eval=["xyz漢"])
-    ids = encode(tokenizer, "cab漢zyx")
-    assert tokenizer.decode(ids) == "cab漢zyx"
-    assert tokenizer.eos_token_id not in ids
-    assert len(tokenizer) == 1 + len("abcxyz漢")
-
-
 def test_bpe_learns_no_merges_from_eval_texts():
     train = ["one two three " * 50]
     eval = ["zzzz qqqq " * 500]
@@ -121,9 +107,8 @@ def test_bpe_learns_no_merges_from_eval_texts():
     assert tok.digest(make("bpe:300", eval)) != without_eval
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_the_same_texts_make_the_same_tokenizer(spec):
-    assert tok.digest(make(spec)) == tok.digest(make(spec))
+def test_the_same_texts_make_the_same_tokenizer():
+    assert tok.digest(make("bpe:300")) == tok.digest(make("bpe:300"))
 
 
 # --- the files of Hugging Face
@@ -139,17 +124,12 @@ def test_a_loaded_tokenizer_is_the_one_that_was_saved(saved):
     assert loaded.bos_token == loaded.eos_token == loaded.unk_token == "<|endoftext|>"
 
 
-def test_a_loaded_tokenizer_adds_no_special_token_to_a_text(saved):
-    saved.loaded.backend_tokenizer.encode_special_tokens = False
-    ids = saved.loaded("some words")["input_ids"]
-    assert saved.loaded.decode(ids) == "some words"
-    assert saved.loaded.eos_token_id not in ids
-
-
 def test_outside_of_rows_the_text_of_a_special_token_is_the_token(saved):
     loaded = saved.loaded
     loaded.backend_tokenizer.encode_special_tokens = False
     words = loaded("some words")["input_ids"]
+    assert loaded.decode(words) == "some words"
+    assert loaded.eos_token_id not in words
     ids = loaded("some words<|endoftext|>")["input_ids"]
     assert ids == [*words, loaded.eos_token_id]
     assert loaded.decode(ids, skip_special_tokens=True) == "some words"
@@ -158,25 +138,10 @@ def test_outside_of_rows_the_text_of_a_special_token_is_the_token(saved):
 # --- --tokenizer
 
 
-@pytest.mark.parametrize(
-    "size", ["", "0", "1", "256", "-300", "many", "300.0", "3e2", " ", "4096x", "0x200"]
-)
-def test_a_size_that_bpe_cannot_have_is_an_error_with_the_smallest(size):
-    with pytest.raises(UserError, match=r"--tokenizer bpe:.*257"):
-        tok.vocabulary_size(f"bpe:{size}")
-
-
-def test_bpe_needs_a_size():
-    assert tok.vocabulary_size("bpe:257") == 257
-    with pytest.raises(UserError, match="write bpe:N"):
-        tok.vocabulary_size("bpe")
-
-
-@pytest.mark.parametrize("kind", ["char", "byte"])
-def test_char_and_byte_take_no_size(kind):
-    assert tok.vocabulary_size(kind) == 0
-    with pytest.raises(UserError, match=f"{kind} takes no size"):
-        tok.vocabulary_size(f"{kind}:300")
+@pytest.mark.parametrize("spec", ["bpe", "bpe:", "bpe:256", "bpe:-300", "bpe:3e2", "byte:300"])
+def test_a_size_that_a_kind_cannot_have_is_an_error(spec):
+    with pytest.raises(UserError, match=f"--tokenizer {spec}: "):
+        tok.vocabulary_size(spec)
 
 
 def test_a_folder_called_like_a_kind_is_loaded_instead_of_trained(tmp_path, monkeypatch):
@@ -189,29 +154,21 @@ def test_a_folder_called_like_a_kind_is_loaded_instead_of_trained(tmp_path, monk
     assert not tok.is_trained("char")
 
 
-@pytest.mark.parametrize("name", ["nobody/of-this-name", "no-such-tokenizer", "bpe-4096", "empty"])
-def test_a_name_without_a_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", ["nobody/of-this-name", "no-such-tokenizer", "empty", "gpt2", "words"]
+)
+def test_a_name_without_a_usable_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    # transformers makes a tokenizer for GPT-2 whose only token is end-of-text.
+    AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    model = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    without_eos = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model))
+    without_eos.save_pretrained(tmp_path / "words")
+
     with pytest.raises(UserError) as error:
         tok.load_tokenizer(name)
     message = str(error.value)
-    assert message.startswith(f"{name}: no tokenizer can be loaded (")
-    assert "name one with --tokenizer" in message
+    assert message.startswith(name)
+    assert "--tokenizer" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_model_without_a_tokenizer_has_none(tmp_path, family):
-    """transformers makes one for GPT-2 whose only token is end-of-text."""
-    AutoConfig.for_model(family).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no tokenizer"):
-        tok.load_tokenizer(str(tmp_path))
-
-
-def test_a_tokenizer_without_an_end_of_text_token_is_an_error(tmp_path):
-    model = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
-    without_eos = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(model))
-    without_eos.save_pretrained(tmp_path / "without-eos")
-    with pytest.raises(UserError, match="no end-of-text token"):
-        tok.load_tokenizer(str(tmp_path / "without-eos"))
