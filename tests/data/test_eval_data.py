@@ -72,16 +72,6 @@ def test_one_eval_file_of_two_training_files_has_no_loss_of_its_own(tmp_path):
     assert tokenized.mixture.sizes == tokenized.metadata.source_rows
 
 
-def test_conversations_can_be_evaluated_on_text(tmp_path):
-    document = text_record("e" * 200)
-    train = write_dataset(tmp_path / "t.jsonl", [completion_record(str(i)) for i in range(9)])
-    eval = write_dataset(tmp_path / "e.jsonl", [document])
-    tokenized = tokenize(config(train, eval_dataset=[eval]), 32, ChatConfig())
-    assert tokenized.eval.column_names == tokenized.train.column_names
-    assert tokenized.metadata.eval_tokens == len(document["text"]) + 1  # its bytes, and the end
-    assert tokenized.metadata.source_targets == [tokenized.metadata.train_tokens]
-
-
 def test_bad_eval_records_are_counted_as_eval_records(tmp_path, capsys):
     train = write_dataset(tmp_path / "t.jsonl", [completion_record(str(i)) for i in range(9)])
     eval = write_dataset(

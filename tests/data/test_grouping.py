@@ -31,7 +31,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import place
-from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
+from tests.data.batches import shares_of_steps
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65
@@ -251,33 +251,6 @@ def test_without_a_seed_the_stored_order_is_kept(rows):
     first = next(iter(loader))
     assert first.rows.tolist() == list(range(8))
     assert first.trimming is not None
-
-
-# --- layouts and resuming
-
-
-@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 3), (2, 4), (8, 1)])
-def test_every_layout_computes_the_same_rows_in_the_same_step(table, processes, micro_batch):
-    steps = range(2, 35)  # some epochs end in between
-    reference = train_loader(table, 8, micro_batch=8, steps=steps, seed=5, dropout_seed=6)
-    loader = train_loader(table, 8, micro_batch=micro_batch, steps=steps, seed=5, dropout_seed=6)
-
-    for shares, expected in zip(shares_of_steps(loader, processes), reference, strict=True):
-        assert torch.cat([share.rows for share in shares]).equal(expected.rows)
-        keys = torch.cat([batch["dropout_keys"] for batch in micro_batches_of(shares)])
-        assert keys.equal(expected.columns["dropout_keys"])
-        token_fingerprint = sum(share.token_fingerprint for share in shares)
-        label_fingerprint = sum(share.label_fingerprint for share in shares)
-        assert token_fingerprint == expected.token_fingerprint
-        assert label_fingerprint == expected.label_fingerprint
-
-
-@pytest.mark.parametrize("start", [1, 49, 50])
-def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows, start):
-    unbroken = list(train_loader(rows, 4, micro_batch=2, steps=range(60), seed=5, dropout_seed=5))
-    resumed = train_loader(rows, 4, micro_batch=2, steps=range(start, 60), seed=5, dropout_seed=5)
-    for actual, expected in zip(resumed, unbroken[start:], strict=True):
-        assert_same_batches(actual, expected)
 
 
 # --- trimming

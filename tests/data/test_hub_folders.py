@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data.config import ChatConfig, DataConfig
+from llmtrain.data.config import DataConfig
 from llmtrain.data.dataset_names import open_source
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.sources import Source, SplitChoice
@@ -152,21 +152,6 @@ def test_a_split_may_have_artificial_nulls_and_its_records_have_a_place(chats):
     place = next(source.records(None)).place
     assert "test_sft" in place
     assert place.endswith("row 0")
-
-
-def test_conversations_can_be_read_from_splits(tmp_path):
-    for split, count in (("train", 9), ("test", 3)):
-        write(
-            tmp_path / "chats" / "data" / f"{split}-00000-of-00001.parquet",
-            [{"prompt": f"{split} {i}?", "completion": f"it is {i}"} for i in range(count)],
-        )
-    config = DataConfig(
-        dataset=[str(tmp_path / "chats")], tokenizer="byte", dataset_test_split="test"
-    )
-    metadata = tokenize(config, 95, ChatConfig()).metadata
-    assert metadata.task == "conversations"
-    assert metadata.records == 12
-    assert metadata.eval_records == 3
 
 
 def test_the_fingerprint_depends_on_the_content_and_the_split(chats, tmp_path):

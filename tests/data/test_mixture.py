@@ -2,18 +2,14 @@
 
 from fractions import Fraction
 
-import datasets
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.loader import train_loader
 from llmtrain.data.samplers import GlobalBatchSampler
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
-from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 WEIGHTS = [
     *([1], [1, 99], [0.999, 0.001], [39, 40], [5, 3, 2], [16, 1, 10]),
@@ -214,48 +210,6 @@ def test_the_rows_of_a_mixture_never_change_between_versions():
 # --- batches of a mixture
 
 MIXTURE = Mixture([4, 10, 9], [2, 1, 1])
-
-
-@pytest.fixture(scope="module")
-def rows() -> datasets.Dataset:
-    """23 rows; row i holds i*10 to i*10 + 4."""
-    table = np.arange(23)[:, None] * 10 + np.arange(5)
-    return datasets.Dataset.from_dict({"input_ids": table.tolist()})
-
-
-@pytest.mark.parametrize(("processes", "micro_batch"), [(1, 3), (2, 4), (8, 1)])
-def test_every_layout_computes_the_same_rows_in_the_same_step(rows, processes, micro_batch):
-    loader = train_loader(rows, 8, micro_batch=micro_batch, steps=range(9), seed=5, mixture=MIXTURE)
-    steps = shares_of_steps(loader, processes)
-    assert len(steps) == 9
-    for step, shares in enumerate(steps):
-        expected = MIXTURE.rows_at(np.arange(8 * step, 8 * step + 8), seed=5)
-        assert torch.cat([share.rows for share in shares]).tolist() == expected.tolist()
-        assert torch.cat([share.targets for share in shares]).tolist() == [4] * 8  # none is empty
-
-        batches = micro_batches_of(shares)
-        assert max(len(batch["labels"]) for batch in batches) <= micro_batch
-        for name in ("input_ids", "labels"):
-            column = torch.cat([batch[name] for batch in batches])
-            assert column.tolist() == rows[expected]["input_ids"]
-
-
-def test_a_mixture_does_not_change_dropout_keys(rows):
-    def dropout_keys(mixture: Mixture | None) -> list[list[int]]:
-        loader = train_loader(
-            rows, 8, micro_batch=4, steps=range(3), seed=5, dropout_seed=6, mixture=mixture
-        )
-        return [batch["dropout_keys"].tolist() for batch in micro_batches_of(loader)]
-
-    assert dropout_keys(MIXTURE) == dropout_keys(None)
-
-
-def test_a_resumed_run_has_the_batches_of_an_unbroken_one(rows):
-    options = {"micro_batch": 2, "seed": 5, "dropout_seed": 5, "mixture": MIXTURE}
-    unbroken = list(train_loader(rows, 8, steps=range(10), **options))
-    resumed = train_loader(rows, 8, steps=range(7, 10), **options)
-    for actual, expected in zip(resumed, unbroken[7:], strict=True):
-        assert_same_batches(actual, expected)
 
 
 @pytest.mark.parametrize("size", [1, 7])

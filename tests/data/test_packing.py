@@ -53,33 +53,6 @@ def best_fit_rooms(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-def first_fit_count(lengths: list[int], capacity: int) -> int:
-    """Return the number of rows after first-fit decreasing."""
-    rooms: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [i for i, room in enumerate(rooms) if room >= length]
-        if fitting:
-            rooms[fitting[0]] -= length
-        else:
-            rooms.append(capacity - length)
-    return len(rooms)
-
-
-def optimal_count(lengths: list[int], capacity: int) -> int:
-    """Return the smallest possible number of rows, by trying all ways to pack."""
-
-    def search(remaining: list[int], rooms: list[int], best: int) -> int:
-        if len(rooms) >= best or not remaining:
-            return min(best, len(rooms))
-        length, *rest = remaining
-        for i, room in enumerate(rooms):
-            if room >= length and room not in rooms[:i]:
-                best = search(rest, [*rooms[:i], room - length, *rooms[i + 1 :]], best)
-        return search(rest, [*rooms, capacity - length], best)
-
-    return search(sorted(lengths, reverse=True), [], len(lengths))
-
-
 @settings(deadline=None)
 @given(random_documents())
 def test_every_document_is_in_one_row_and_no_row_is_too_long(documents):
@@ -93,34 +66,6 @@ def test_every_document_is_in_one_row_and_no_row_is_too_long(documents):
 @given(random_documents())
 def test_each_document_goes_into_the_row_with_the_least_room(documents):
     assert rooms_of(pack(*documents), *documents) == best_fit_rooms(*documents)
-
-
-# Best fit and first fit need at most 11/9 of the fewest rows, plus a constant (Johnson et al. 1974).
-# Best fit rarely needs more rows than first fit, and only if documents are shorter than a sixth of
-# a row.
-@pytest.mark.parametrize(("capacity", "count"), [(1, 40), (7, 1), (64, 400), (1000, 400)])
-def test_documents_as_in_chat_data_need_few_rows(capacity, count):
-    squares = np.random.default_rng(0).random(count) ** 2  # many short ones, a few long ones
-    lengths = np.ceil(capacity * squares).clip(1).astype(int).tolist()
-    rows = pack(lengths, capacity)
-    at_least = -(-sum(lengths) // capacity)
-    assert len(rows) <= first_fit_count(lengths, capacity)
-    assert 9 * (len(rows) - 1) <= 11 * at_least
-
-
-@settings(deadline=None)
-@given(random_documents(smallest=1 / 6))
-def test_documents_of_a_sixth_of_a_row_need_no_more_rows_than_first_fit(documents):
-    assert len(pack(*documents)) <= first_fit_count(*documents)
-
-
-@settings(max_examples=50, deadline=None)
-@given(random_documents(count=9))
-def test_the_number_of_rows_is_close_to_the_optimum(documents):
-    rows = pack(*documents)
-    optimum = optimal_count(*documents)
-    assert optimum <= len(rows)
-    assert 9 * (len(rows) - 1) <= 11 * optimum
 
 
 def test_a_document_as_long_as_a_row_fills_it():

@@ -197,17 +197,6 @@ def test_a_killed_process_is_an_error_of_one_line(started: Processes) -> None:
     assert_all_ended(started)
 
 
-def test_ctrl_c_ends_all_processes(started: Processes) -> None:
-    def interrupted_source() -> Iterator[tuple[str, Any]]:
-        yield from chats(100)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        list(render_all(renderer(), interrupted_source(), processes=2))
-    assert len(started) == 2
-    assert_all_ended(started)
-
-
 # It has no main guard: if the processes ran it again, each would start others.
 SCRIPT = """
 import time

@@ -1,6 +1,5 @@
 """Documents become rows without a token lost, doubled or moved, and are tokenised only once."""
 
-import json
 import random
 import re
 import threading
@@ -33,6 +32,7 @@ from tests.data.preparation import (
     log_lines,
     stream_of,
     tokenize_texts,
+    write_records,
     write_texts,
 )
 from tests.launching import PYTHON, run
@@ -70,17 +70,11 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     tokens = stream_of(tokenized.train)
     assert tokens == expected_stream(TEXTS, tokenized)
     assert documents_of(tokenized.train, tokenized) == TEXTS
+    assert tokenized.eval is None
 
     targets = np.array(tokenized.train.dataset[:]["input_ids"])[:, 1:]
     assert targets.shape == (tokenized.metadata.train_rows, block_size)
     assert (targets != IGNORED).sum() == len(tokens) - 1 == tokenized.metadata.train_tokens
-
-
-def test_byte_tokens_are_the_bytes(tmp_path):
-    tokenized = tokenize_texts(tmp_path, ["abca", "b"], block_size=3)
-    a, b, c = (tokenized.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
-    assert stream_of(tokenized.train) == [0, a, b, c, a, 0, b, 0]
-    assert np.array(tokenized.train.dataset[:]["input_ids"]).dtype.kind == "i"
 
 
 def random_pieces(length: int) -> list[text_rows.Piece]:
@@ -254,13 +248,6 @@ def test_a_document_is_not_cut_at_white_space_of_python_alone(monkeypatch, tmp_p
     assert stream_of(tokenized.train) == expected_stream(texts, tokenized)
 
 
-@pytest.mark.parametrize("size", [1, 50])
-def test_a_segment_is_at_most_one_word_too_long(monkeypatch, long_text, size):
-    monkeypatch.setattr(corpus, "_SEGMENT_CHARACTERS", size)
-    longest_word = max(map(len, re.findall(r"\S*\s*", long_text)))
-    assert max(map(len, corpus._segments_of(long_text))) <= size + longest_word
-
-
 # --- the eval split
 
 
@@ -338,26 +325,6 @@ def test_a_large_document_beside_a_small_one_is_cut(tmp_path, other, is_first):
     assert 0 < sum(map(len, eval)) < 0.1 * len(large)
 
 
-@pytest.mark.parametrize("fraction", [0.25, 0.001])
-def test_the_end_of_a_single_document_is_the_eval_split(tmp_path, fraction):
-    lines = [chr(0x4E00 + i) + chr(0x5E00 + i) + "\n" for i in range(66)]
-    text = "\n" + "".join(lines) + "."
-    (train,), (eval,) = split_of(tmp_path, [text], fraction)
-    assert train + eval == text
-    assert eval
-    assert len(eval) == pytest.approx(200 * fraction, abs=1)
-
-
-def test_without_a_fraction_there_is_no_eval_split(tmp_path):
-    for texts in (["one document of some words"], numbered_documents(20)):
-        tokenized = tokenize_texts(tmp_path, texts)
-        assert tokenized.eval is None
-        assert documents_of(tokenized.train, tokenized) == texts
-        assert tokenized.metadata.eval_records == 0
-        assert tokenized.metadata.eval_tokens == 0
-        assert tokenized.metadata.eval_bytes == 0
-
-
 def test_char_has_tokens_for_characters_of_the_eval_split_alone(tmp_path):
     rare_texts = [f"perhaps in the eval split: {chr(0x4E00 + i)}" for i in range(200)]
     texts = numbered_documents(50) + rare_texts
@@ -376,12 +343,8 @@ def test_metadata_describe_the_rows_and_the_tokenizer(tmp_path):
     metadata = tokenized.metadata
 
     assert metadata.dataset == str(tmp_path / "corpus.jsonl")
-    assert metadata.block_size == BLOCK
-    assert metadata.train_rows == len(tokenized.train)
     assert metadata.eval_rows == len(tokenized.eval)
-    assert metadata.train_tokens == len(stream_of(tokenized.train)) - 1
     assert metadata.eval_tokens == len(stream_of(tokenized.eval)) - 1
-
     assert metadata.tokenizer == "bpe:300"
     assert metadata.vocabulary == len(tokenized.tokenizer) == 300
     assert metadata.tokenizer_sha256 == tok.digest(tokenized.tokenizer)
@@ -415,17 +378,6 @@ def test_a_saved_tokenizer_makes_the_rows_of_the_trained_one(tmp_path, long_text
     loaded = tokenize_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
     assert stream_of(loaded.train) == stream_of(trained.train)
     assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
-
-
-def test_only_the_first_process_prints_a_line_about_the_data(tmp_path, monkeypatch, capsys):
-    tokenize_texts(tmp_path, TEXTS)
-    output = capsys.readouterr().out
-    assert output.startswith("data ")
-    assert output.count("\n") == 1
-
-    monkeypatch.setenv("RANK", "1")
-    tokenize_texts(tmp_path, TEXTS)
-    assert capsys.readouterr().out == ""
 
 
 # --- the cache
@@ -470,14 +422,11 @@ def test_cached_rows_are_read_without_slow_imports(tmp_path):
     assert result.out.splitlines()[-1] == "set()"
 
 
-DOCUMENTS = numbered_documents(20)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"texts": [*DOCUMENTS[:-1], "another"]}, id="text"),
-        pytest.param({"texts": DOCUMENTS[::-1]}, id="order"),
+        pytest.param({"texts": [*numbered_documents(19), "another"]}, id="text"),
+        pytest.param({"texts": numbered_documents(20)[::-1]}, id="order"),
         pytest.param({"tokenizer": "char"}, id="tokenizer"),
         pytest.param({"tokenizer": "bpe:258"}, id="vocabulary"),
         pytest.param({"block_size": BLOCK + 1}, id="block size"),
@@ -487,63 +436,39 @@ DOCUMENTS = numbered_documents(20)
 )
 def test_a_change_of_the_text_or_a_setting_makes_new_rows(tmp_path, capsys, change):
     path = tmp_path / "corpus.jsonl"
-    default = {
-        "texts": DOCUMENTS,
-        "tokenizer": "bpe:257",
-        "block_size": BLOCK,
-        "eval_fraction": 0.5,
-        "text_field": "text",
-    }
 
-    def documents(texts, block_size, **settings) -> list[str]:
-        records = [{"text": text, "body": f"{text} body"} for text in texts]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    def make_rows(texts: list[str], block_size: int = BLOCK, **settings) -> None:
+        write_records(path, [{"text": text, "body": f"{text} body"} for text in texts])
+        settings = {"tokenizer": "bpe:257", "eval_fraction": 0.5, **settings}
         tokenized = tokenize(data_config(path, **settings), block_size)
         assert tokenized.metadata.block_size == block_size
-        train = documents_of(tokenized.train, tokenized)
-        return train + documents_of(tokenized.eval, tokenized)
+        documents = documents_of(tokenized.train, tokenized)
+        documents += documents_of(tokenized.eval, tokenized)
+        suffix = " body" if "text_field" in settings else ""
+        assert sorted(documents) == sorted(text + suffix for text in texts)
 
-    documents(**default)
+    before = {"texts": numbered_documents(20)}
+    make_rows(**before)
     assert not is_from_cache(capsys)
-
-    changed = default | change
-    suffix = " body" if changed["text_field"] == "body" else ""
-    expected = sorted(text + suffix for text in changed["texts"])
-
-    assert sorted(documents(**changed)) == expected
-    assert not is_from_cache(capsys)
-    assert sorted(documents(**changed)) == expected
-    assert is_from_cache(capsys)
+    for is_cached in (False, True):
+        make_rows(**before | change)
+        assert is_from_cache(capsys) == is_cached
 
 
 def test_files_that_are_not_read_are_counted_and_suffixes_of_text_make_new_rows(tmp_path, capsys):
-    for name in ["a.md", "a.py", "b.py", "c.rst", "Makefile", "README.md", ".git/d.md"]:
-        path = tmp_path / "texts" / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(f"the text of {name}")
     folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ["a.md", "a.py", "b.py", "Makefile"]:
+        (folder / name).write_text(f"the text of {name}")
 
     for outcome in ("tokenised", "from the cache"):
-        tokenized = tokenize(data_config(folder), 4)
+        tokenize(data_config(folder), 4)
         about_rows, about_files = log_lines(capsys, "data")
         assert about_rows.endswith(outcome)
-        assert "4 files are not read: 2 .py, 1 without a suffix, 1 .rst; " in about_files
-        assert tokenized.metadata.records == 2
+        assert "3 files are not read: 2 .py, 1 without a suffix; " in about_files
 
-    tokenized = tokenize(data_config(folder, text_suffixes=[".PY", ".rst"]), 4)
-
-    about_rows, about_files = log_lines(capsys, "data")
-    assert about_rows.endswith("tokenised")
-    assert "1 file is not read: 1 without a suffix; " in about_files
-    assert tokenized.metadata.records == 5
+    tokenized = tokenize(data_config(folder, text_suffixes=[".PY"]), 4)
     assert "the text of b.py" in documents_of(tokenized.train, tokenized)
-
-
-def test_settings_that_do_not_shape_the_rows_use_the_cached_ones(tmp_path, capsys):
-    tokenize_texts(tmp_path, TEXTS)
-    capsys.readouterr()
-    tokenize_texts(tmp_path, TEXTS, global_batch_size=7, per_device_train_batch_size=3)
-    assert is_from_cache(capsys)
 
 
 def test_a_moved_data_set_is_in_the_cache_and_has_its_new_name(tmp_path, capsys):
@@ -551,7 +476,8 @@ def test_a_moved_data_set_is_in_the_cache_and_has_its_new_name(tmp_path, capsys)
     capsys.readouterr()
 
     moved = (tmp_path / "corpus.jsonl").rename(tmp_path / "elsewhere.jsonl")
-    assert tokenize(data_config(moved), BLOCK).metadata.dataset == str(moved)
+    data = data_config(moved, global_batch_size=7, per_device_train_batch_size=3)
+    assert tokenize(data, BLOCK).metadata.dataset == str(moved)
     output = capsys.readouterr().out
     assert "elsewhere.jsonl" in output
     assert output.endswith("; from the cache\n")
@@ -655,20 +581,13 @@ def test_a_full_disk_leaves_no_cache_entry_and_the_next_try_succeeds(tmp_path, c
 
 
 def test_the_error_for_too_large_a_block_names_one_that_fits(tmp_path, cache):
-    path = tmp_path / "a.txt"
-    path.write_text("some words")
-    error = complaint(data_config(path), 100)
-    assert "--block_size 100 is larger" in error
-    assert left_behind(cache) == []
-
-    largest = int(re.search(r"use at most (\d+)", error)[1])
-    assert tokenize(data_config(path), largest).metadata.block_size == largest
-    assert "is larger" in complaint(data_config(path), largest + 1)
-
-
-def test_the_error_for_too_large_a_block_names_the_shortest_text(tmp_path):
     long = tmp_path / "long.txt"
     long.write_text("words " * 60)
     short = tmp_path / "short.txt"
     short.write_text("words ")
-    assert f"{short}); use at most 7" in complaint(data_config(long, short), 100)
+    for size in (100, 8):
+        error = complaint(data_config(long, short), size)
+        assert error.startswith(f"--block_size {size} ")
+        assert f"{short}); use at most 7" in error
+    assert left_behind(cache) == []
+    assert tokenize(data_config(long, short), 7).metadata.block_size == 7

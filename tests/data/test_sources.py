@@ -13,7 +13,7 @@ import pytest
 from llmtrain.data import builtin
 from llmtrain.data.dataset_names import open_source
 from llmtrain.data.recipe_records import records_source
-from llmtrain.data.sources import Source, SplitChoice, documents
+from llmtrain.data.sources import SplitChoice, documents
 from llmtrain.errors import UserError
 from tests.launching import long_form
 
@@ -189,40 +189,6 @@ def test_a_fingerprint_depends_on_how_a_file_is_read(tmp_path):
 # --- the hub
 
 
-@pytest.fixture
-def hub_folder(tmp_path, monkeypatch) -> Path:
-    """A dataset that ``datasets.load_dataset`` loads without a network."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
-    write_jsonl(tmp_path / "corpus" / "train.jsonl", TEXTS)
-    write_jsonl(tmp_path / "corpus" / "test.jsonl", ["in the test split"])
-    return tmp_path / "corpus"
-
-
-def open_train_split(folder: Path) -> Source:
-    return open_source(str(folder), SplitChoice("train", is_named=True))
-
-
-def test_a_hub_dataset_yields_the_rows_of_its_train_split(hub_folder):
-    source = open_train_split(hub_folder)
-    assert list(documents(source, "text")) == TEXTS
-    assert [record.fields["id"] for record in source.records(None)] == [0, 1, 2]
-
-
-def test_the_fingerprint_of_a_hub_dataset_depends_on_its_content(hub_folder):
-    original = open_train_split(hub_folder).fingerprint()
-    assert open_train_split(hub_folder).fingerprint() == original
-    write_jsonl(hub_folder / "train.jsonl", TEXTS[1:])
-    assert open_train_split(hub_folder).fingerprint() != original
-
-
-def test_bad_rows_of_a_hub_dataset_are_errors_that_name_the_row(hub_folder):
-    source = open_train_split(hub_folder)
-    with pytest.raises(UserError, match=r"corpus, row 0: field 'id' is 0, not text"):
-        list(documents(source, "id"))
-    with pytest.raises(UserError, match=r"corpus, row 0: no field 'body'; the record has id, text"):
-        list(documents(source, "body"))
-
-
 @pytest.mark.parametrize(
     ("name", "path", "configuration", "revision"),
     [
@@ -275,30 +241,6 @@ def test_the_documentation_of_python_is_more_than_a_megabyte():
     assert open_source("builtin:python-functions").fingerprint() != fingerprint
 
 
-@pytest.mark.parametrize("name", list(builtin.CORPORA))
-def test_a_builtin_corpus_is_parsed_once_and_only_as_far_as_it_is_read(name, monkeypatch):
-    files = builtin._files()[:40]
-    parsed = []
-    parse = builtin._parse
-
-    def parse_and_count(path):
-        parsed.append(path)
-        return parse(path)
-
-    monkeypatch.setattr(builtin, "_files", lambda: files)
-    monkeypatch.setattr(builtin, "_parse", parse_and_count)
-    builtin._documentation.cache_clear()
-    builtin._pairs.cache_clear()
-    records = builtin.CORPORA[name]
-
-    assert next(records())
-    assert len(parsed) < 10
-
-    all_records = list(records())
-    assert list(records()) == all_records
-    assert sorted(parsed) == files
-
-
 def test_builtin_corpora_leave_out_tests_and_installed_packages(tmp_path, monkeypatch):
     sources = ["a/c.py", "a.py", "b.py"]
     other_files = ["test/d.py", "a/tests/e.py", "site-packages/f.py", "a/notes.txt"]
@@ -341,42 +283,19 @@ def test_streamed_records_have_artificial_nulls_and_another_fingerprint_than_a_l
 class Reiterable:
     """An object that can be iterated several times."""
 
-    def __init__(self, records: list) -> None:
-        self.records = records
-
-    def __iter__(self) -> Iterator:
-        return iter(self.records)
+    def __iter__(self) -> Iterator[str]:
+        return iter(TEXTS)
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        pytest.param(TEXTS, id="list"),
-        pytest.param([{"text": text} for text in TEXTS], id="dictionaries"),
-        pytest.param(Reiterable(TEXTS), id="iterable"),
-        pytest.param(lambda: TEXTS, id="function"),
-    ],
-)
-def test_records_of_a_recipe_can_be_read_several_times(records):
-    source = records_source(records)
-    for _ in range(2):
-        assert list(documents(source, "text")) == TEXTS
-    assert source.fingerprint() == source.fingerprint()
-    assert not source.has_artificial_nulls
-
-
-def test_the_first_record_is_read_only_once():
-    calls = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal calls
-        calls += 1
-        yield from TEXTS
-
-    source = records_source(texts)
-    for _ in range(2):
-        assert source.first == ("texts(), record 0", {"text": TEXTS[0]})
-    assert calls == 1
+def test_records_of_a_recipe_can_be_read_several_times():
+    dictionaries = [{"text": text} for text in TEXTS]
+    for records in (TEXTS, dictionaries, Reiterable(), lambda: TEXTS):
+        source = records_source(records)
+        for _ in range(2):
+            assert list(documents(source, "text")) == TEXTS
+        assert source.first.fields == {"text": TEXTS[0]}
+        assert source.fingerprint() == source.fingerprint()
+        assert not source.has_artificial_nulls
     assert records_source([]).first is None
 
 
