@@ -85,11 +85,8 @@ def assert_equal(rows: Tokenized, expected: Tokenized) -> None:
 
 @pytest.mark.parametrize("make", [text, packed, padded, pairs])
 def test_a_flipped_bit_in_any_column_is_noticed_and_the_rows_are_made_again(
-    make: Callable[[Path], Tokenized],
-    tmp_path: Path,
-    cache: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    make, tmp_path, cache, capsys
+):
     expected = undisturbed(make, tmp_path)
     entry = entry_of(make(tmp_path), cache)
 
@@ -111,9 +108,7 @@ def test_a_flipped_bit_in_any_column_is_noticed_and_the_rows_are_made_again(
     assert "from the cache" in capsys.readouterr().out
 
 
-def test_a_flipped_bit_anywhere_in_the_entry_is_noticed(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flipped_bit_anywhere_and_an_absent_file_are_noticed(tmp_path, cache, capsys):
     expected = undisturbed(packed, tmp_path)
     entry = entry_of(packed(tmp_path), cache)
     draw = random.Random(0)
@@ -125,24 +120,13 @@ def test_a_flipped_bit_anywhere_in_the_entry_is_noticed(
         assert_equal(packed(tmp_path), expected)
         assert f": {name} differs from its hash; " in capsys.readouterr().err
         assert (entry / name).read_bytes() == content
-
-
-def test_an_entry_without_a_file_is_made_again(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = undisturbed(packed, tmp_path)
-    entry = entry_of(packed(tmp_path), cache)
-    for name in ("facts.json", "train-0.arrow", "tokenizer/tokenizer.json"):
+    for name in names:
         (entry / name).unlink()
         assert_equal(packed(tmp_path), expected)
-        assert f": [Errno 2] No such file or directory: '{entry / name}'; " in (
-            capsys.readouterr().err
-        )
+        assert f"No such file or directory: '{entry / name}'; " in capsys.readouterr().err
 
 
-def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(tmp_path, cache, monkeypatch):
     entry = entry_of(text(tmp_path), cache)
     path = entry / "train-0.arrow"
     flip(path, position_of(path, "input_ids"))
@@ -161,9 +145,7 @@ DRY_RUN = [*PYTHON, GPT, *TINY, "--dry_run", "--output_dir", "none", "--dataset"
 
 
 @needs_failing_calls
-def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(tmp_path, cache):
     command = [*DRY_RUN, str(write_texts(tmp_path / "texts.jsonl", TEXTS * 20))]
     expected = run_forked(command).assert_ok().out.splitlines()[1:]
     [entry] = [path for path in cache.iterdir() if path.is_dir()]
@@ -176,7 +158,7 @@ def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(
 
 @needs_failing_calls
 @pytest.mark.parametrize("kind", ["read", pytest.param("open", marks=long_form)])
-def test_a_cache_that_cannot_be_read_is_one_line(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_a_cache_that_cannot_be_read_is_one_line(kind, tmp_path, cache):
     command = [*DRY_RUN, str(write_texts(tmp_path / "texts.jsonl", TEXTS * 20))]
     for name in ("facts.json", "train-0.arrow", "tokenizer.json"):
         shutil.rmtree(cache, ignore_errors=True)
@@ -189,7 +171,7 @@ def test_a_cache_that_cannot_be_read_is_one_line(kind: str, tmp_path: Path, cach
 # --- several processes
 
 
-def test_rows_are_read_on_while_their_entry_is_made_again(tmp_path: Path, cache: Path) -> None:
+def test_rows_are_read_on_while_their_entry_is_made_again(tmp_path, cache):
     def batches(rows: Tokenized) -> Iterator[list[list[int]]]:
         for batch in train_loader(rows.train, 4, 4, range(8), seed=0):
             yield batch.columns["input_ids"].tolist()
@@ -204,9 +186,7 @@ def test_rows_are_read_on_while_their_entry_is_made_again(tmp_path: Path, cache:
     assert [*read, *reading] == [*batches(expected)]
 
 
-def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(tmp_path, cache):
     # Threads stand for the processes: a file lock of another object excludes both.
     expected = undisturbed(text, tmp_path)
     config = data_config(tmp_path / "texts.jsonl", isolate_documents=True, eval_fraction=0.3)
@@ -248,9 +228,7 @@ sys.stdout.write(f"rows {rows.metadata.data_sha256} {rows.train.data.to_pylist()
 
 
 @long_form
-def test_one_process_of_a_machine_checks_the_files_for_the_others(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_one_process_of_a_machine_checks_the_files_for_the_others(tmp_path, cache):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     texts = write_texts(tmp_path / "texts.jsonl", [f"{i} words {i * i}" for i in range(30)])

@@ -50,9 +50,7 @@ def tokenize_lengths(
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 199), (2, 200), (3, 201), (4, 1000)])
-def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_percent(
-    seed: int, count: int
-) -> None:
+def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_percent(seed, count):
     lengths = np.random.default_rng(seed).lognormal(5.5, 0.8, count).astype(np.int64)
     covering = covering_length(lengths)
     assert covering % 64 == 0
@@ -60,7 +58,7 @@ def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_perc
     assert covering == 64 or (lengths <= covering - 64).mean() < 0.995
 
 
-def test_the_covering_length_of_no_examples_is_0() -> None:
+def test_the_covering_length_of_no_examples_is_0():
     assert covering_length(np.array([], np.int64)) == 0
 
 
@@ -73,15 +71,15 @@ def test_the_covering_length_of_no_examples_is_0() -> None:
     [(100, None, 128), (129, None, 128), (130, None, 192), (300, None, 320), (300, 150, 150)],
 )
 def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
-    tmp_path: Path, longest: int, max_positions: int | None, expected: int
-) -> None:
+    tmp_path, longest, max_positions, expected
+):
     tokenized = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
     assert tokenized.metadata.block_size == tokenized.positions == expected
     assert tokenized.metadata.audit is not None
     assert tokenized.metadata.audit["overlong"] == (longest > expected + 1)
 
 
-def test_auto_holds_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
+def test_auto_holds_the_longer_answer_of_a_pair(tmp_path):
     long_pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
     short_pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     path = write_records(tmp_path / "pairs.jsonl", [long_pair, short_pair])
@@ -90,9 +88,7 @@ def test_auto_holds_the_longer_answer_of_a_pair(tmp_path: Path) -> None:
     assert tokenized.positions == 2 * 128 - 1  # of both answers; the last token is no input
 
 
-def test_the_log_has_the_length_that_auto_has_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_has_the_length_that_auto_has_chosen(tmp_path, capsys):
     lengths = [40, 60, 100, 200]
     tokenized = tokenize_lengths(tmp_path, lengths, "auto")
     assert "lengths   --max_length auto is 256\n" in capsys.readouterr().out
@@ -100,7 +96,7 @@ def test_the_log_has_the_length_that_auto_has_chosen(
     assert same_length.metadata.data_sha256 == tokenized.metadata.data_sha256
 
 
-def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path: Path) -> None:
+def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path):
     path = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a" * 150)] * 4)
     flags = f"--dataset {path} --max_length auto --tokenizer byte".split()
     settings = lt.parse(finetune.DEFAULTS, flags)
@@ -110,9 +106,7 @@ def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path:
     assert settings.model.row_length == 192
 
 
-def test_auto_is_an_error_for_text_and_without_targets(
-    tmp_path: Path, text_path: Path, cache: Path
-) -> None:
+def test_auto_is_an_error_for_text_and_without_targets(tmp_path, text_path, cache):
     chats = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a")])
     for_text = "--max_length auto .*a.txt is text"
     for chat_config in (None, ChatConfig()):
@@ -131,7 +125,7 @@ def test_auto_is_an_error_for_text_and_without_targets(
 # --- the length of the model
 
 
-def test_the_configuration_of_a_model_limits_the_length_by_its_positions(tmp_path: Path) -> None:
+def test_the_configuration_of_a_model_limits_the_length_by_its_positions(tmp_path):
     configuration = {"model_type": "gpt2", "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps(configuration))
     flags = f"--from_config {tmp_path}"
@@ -145,7 +139,7 @@ def test_the_configuration_of_a_model_limits_the_length_by_its_positions(tmp_pat
     assert lt.parse(finetune.DEFAULTS, overridden.split()).model.max_positions() == 128
 
 
-def test_the_default_micro_batch_holds_at_most_4096_tokens() -> None:
+def test_the_default_micro_batch_holds_at_most_4096_tokens():
     for row_tokens, expected in ((256, 16), (257, 8), (9000, 1)):
         data = DataConfig()
         data.fit_micro_batch(row_tokens)
@@ -161,7 +155,7 @@ def test_the_default_micro_batch_holds_at_most_4096_tokens() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
-def test_each_recipe_accepts_both_names_of_the_flag(flag: str) -> None:
+def test_each_recipe_accepts_both_names_of_the_flag(flag):
     model = lt.parse(finetune.DEFAULTS, [flag, "96"]).model
     assert model.max_length == 96
     assert model.is_set("max_length")
@@ -169,13 +163,13 @@ def test_each_recipe_accepts_both_names_of_the_flag(flag: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "1.5", "Auto"])
-def test_a_value_that_is_no_length_is_an_error(value: str) -> None:
+def test_a_value_that_is_no_length_is_an_error(value):
     with pytest.raises(UserError, match="--max_length"):
         lt.parse(finetune.DEFAULTS, ["--max_length", value])
 
 
 @pytest.mark.parametrize("typed", ["--block_size", "--max_length"])
-def test_errors_name_the_flag_of_the_recipe(tmp_path: Path, text_path: Path, typed: str) -> None:
+def test_errors_name_the_flag_of_the_recipe(tmp_path, text_path, typed):
     text = f"--dataset {text_path} --tokenizer byte --eval_fraction 0 {typed} 500"
     with pytest.raises(UserError, match="--block_size 500 "):
         gpt.tokenized(lt.parse(gpt.DEFAULTS, text.split()))
@@ -189,9 +183,7 @@ def test_errors_name_the_flag_of_the_recipe(tmp_path: Path, text_path: Path, typ
 # --- lengths that are too short
 
 
-def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(tmp_path, capsys):
     tokenize_lengths(tmp_path, [50] * 199 + [600], 95)
     assert "are longer than" not in capsys.readouterr().out
     tokenize_lengths(tmp_path, [50] * 198 + [600] * 2, 95)
@@ -199,14 +191,12 @@ def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(
 
 
 @pytest.mark.parametrize("max_length", [64, "auto"])
-def test_the_error_if_no_conversation_fits_suggests_a_length(
-    tmp_path: Path, max_length: int | str
-) -> None:
+def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path, max_length):
     with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
         tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)
 
 
-def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path) -> None:
+def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path):
     train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
     eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
     with pytest.raises(UserError, match=f"--eval_dataset {eval}: .*--max_length 320 holds"):
@@ -214,9 +204,7 @@ def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path: Path
 
 
 @pytest.mark.parametrize(("overlong", "advice"), [("drop", "--max_length 128"), ("error", "drop")])
-def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(
-    tmp_path: Path, overlong: str, advice: str
-) -> None:
+def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(tmp_path, overlong, advice):
     pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
     path = write_records(tmp_path / "pairs.jsonl", [pair])
     with pytest.raises(UserError, match=advice):

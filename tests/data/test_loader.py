@@ -19,7 +19,7 @@ from llmtrain.data.loader import (
 )
 from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
 from llmtrain.interfaces.batches import Batch
-from tests.data.batches import assert_same_batches, micro_batches_of, shard_of, shares_of_steps
+from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
 BLOCK = 4
@@ -74,15 +74,6 @@ def test_the_rows_of_a_step_never_change_between_versions():
     assert epoch_of(1, 10, 4, seed=0)[:4] == [6, 0, 9, 1]
 
 
-@pytest.mark.parametrize(("n", "size"), SIZES)
-def test_a_sampler_that_starts_late_yields_the_rest_of_the_run(n, size):
-    from_the_start = list(GlobalBatchSampler(n, size, range(12), seed=3))
-    for start in (0, 1, 11, 12):
-        sampler = GlobalBatchSampler(n, size, range(start, 12), seed=3)
-        assert list(sampler) == list(sampler) == from_the_start[start:]
-        assert len(sampler) == 12 - start
-
-
 def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
     permuted = []
 
@@ -99,15 +90,6 @@ def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
 
 
 # --- layouts and resuming
-
-
-@pytest.mark.parametrize(("n", "size", "processes"), [(50, 8, 2), (3, 8, 4), (64, 4, 1)])
-def test_the_slices_of_accelerate_join_to_the_global_batch(n, size, processes):
-    sampler = GlobalBatchSampler(n, size, range(2, 20), seed=1)
-    shards = [shard_of(sampler, processes, rank) for rank in range(processes)]
-    steps = list(zip(*shards, strict=True))
-    assert [list(chain.from_iterable(slices)) for slices in steps] == list(sampler)
-    assert {len(part) for part in chain.from_iterable(steps)} == {size // processes}
 
 
 @pytest.mark.parametrize(("processes", "micro_batch"), [(1, 3), (2, 4), (4, 2), (8, 1)])

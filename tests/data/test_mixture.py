@@ -99,22 +99,12 @@ def test_the_check_of_proportions_rejects_sources_in_blocks():
 
 @pytest.mark.parametrize(
     ("weights", "equal_weights"),
-    [
-        ([7, 3], [[0.7, 0.3], [7e-5, 3e-5], [7.0, 3]]),
-        ([1, 1, 1], [[333.3, 333.3, 333.3]]),
-        ([1, 999], [[1e-3, 0.999], [0.5, 499.5]]),
-    ],
-    ids=str,
+    [([7, 3], [7e-5, 3e-5]), ([1, 1, 1], [333.3, 333.3, 333.3]), ([1, 999], [1e-3, 0.999])],
 )
 def test_the_sum_of_the_weights_does_not_matter(weights, equal_weights):
     positions = np.arange(1, 3000, 2)
     expected = large_mixture(weights).rows_at(positions, seed=0).tolist()
-    for other in equal_weights:
-        assert large_mixture(other).rows_at(positions, seed=0).tolist() == expected
-
-
-def test_equal_sources_take_turns():
-    assert sources_at(large_mixture([1, 1, 1]), 0, 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert large_mixture(equal_weights).rows_at(positions, seed=0).tolist() == expected
 
 
 @pytest.mark.parametrize("weights", [[1, 2**0.5], [0.12345, 0.6, 0.27655], [1, 998.5]])

@@ -183,21 +183,6 @@ def test_columns_are_int32_of_one_width_also_without_rows(tmp_path):
         assert write(tmp_path, documents).features == datasets.Features(columns)
 
 
-def test_two_open_stores_do_not_mix(tmp_path):
-    stores = [TokenStore(tmp_path / "train.tokens"), TokenStore(tmp_path / "eval.tokens")]
-    for number, (ids, is_target) in enumerate(DOCUMENTS):
-        stores[number % 2].add(np.array(ids), np.array(is_target))
-
-    for i, store in enumerate(stores):
-        path = tmp_path / f"{i}.arrow"
-        examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
-        write_rows(path, store, examples, width=WIDTH, packing=True)
-        rows = datasets.Dataset.from_file(str(path))
-        tokens = itertools.chain.from_iterable(rows["input_ids"])
-        expected = itertools.chain.from_iterable(document.ids for document in DOCUMENTS[i::2])
-        assert sorted(token for token in tokens if token) == sorted(expected)
-
-
 def test_a_batch_has_the_columns_of_its_rows(tmp_path):
     rows = write(tmp_path, DOCUMENTS)
     (local_batch,) = train_loader(rows, 8, micro_batch=8, steps=range(1), seed=0)

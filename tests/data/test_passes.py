@@ -4,7 +4,6 @@ import copy
 import shutil
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,12 +74,8 @@ class CountedRecords:
     ],
 )
 def test_records_are_read_as_rarely_as_possible_and_never_if_rows_are_cached(
-    records: list[dict[str, Any]],
-    chat: RowConfig | None,
-    tokenizer: str,
-    unpaired: bool,
-    passes: int,
-) -> None:
+    records, chat, tokenizer, unpaired, passes
+):
     counted = CountedRecords(records)
     for _ in range(2):
         tokenize_records(counted, chat, tokenizer=tokenizer, unpaired=unpaired)
@@ -91,9 +86,7 @@ def test_records_are_read_as_rarely_as_possible_and_never_if_rows_are_cached(
 
 
 @pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_an_error_while_records_are_read_is_raised_and_leaves_no_cache_entry(
-    cache: Path, records: list[dict[str, Any]], chat: RowConfig | None
-) -> None:
+def test_an_error_while_records_are_read_is_raised_and_leaves_no_cache_entry(cache, records, chat):
     def read() -> Iterator[dict[str, Any]]:
         for number in range(1_000):
             yield records[number % len(records)]
@@ -106,9 +99,7 @@ def test_an_error_while_records_are_read_is_raised_and_leaves_no_cache_entry(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_ctrl_c_that_a_destructor_drops_ends_the_reading(
-    cache: Path, records: list[dict[str, Any]], chat: RowConfig | None
-) -> None:
+def test_ctrl_c_that_a_destructor_drops_ends_the_reading(cache, records, chat):
     class Drops:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -134,9 +125,7 @@ def test_ctrl_c_that_a_destructor_drops_ends_the_reading(
         pytest.param(PAIRS, "byte", PairConfig(), id="single answers"),
     ],
 )
-def test_another_number_of_records_in_the_next_pass_is_an_error(
-    records: list[dict[str, Any]], tokenizer: str, chat: RowConfig | None, growth: int
-) -> None:
+def test_another_number_of_records_in_the_next_pass_is_an_error(records, tokenizer, chat, growth):
     counts = iter(range(20, 20 + 9 * growth, growth))
 
     def read() -> list[dict[str, Any]]:
@@ -146,7 +135,7 @@ def test_another_number_of_records_in_the_next_pass_is_an_error(
         tokenize_records(read, chat, tokenizer=tokenizer, unpaired=True)
 
 
-def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path: Path) -> None:
+def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path):
     path = tmp_path / "tokens"
     path.symlink_to("/dev/full")
     store = TokenStore(path)
@@ -157,7 +146,7 @@ def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path: Path) -
     assert not path.is_symlink()
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache):
     entry = cache / tokenize_records(TEXTS, None).metadata.cache_entry
     shutil.rmtree(entry)
     leftover = cache / f".tmp-{entry.name}-0123"
@@ -176,9 +165,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache: Path) 
 
 
 @pytest.mark.parametrize(("records", "chat"), KINDS)
-def test_tokenize_changes_none_of_its_arguments(
-    tmp_path: Path, records: list[dict[str, Any]], chat: RowConfig | None
-) -> None:
+def test_tokenize_changes_none_of_its_arguments(tmp_path, records, chat):
     # tokenize() chooses a template for a tokenizer that has none, and rows of 4,096 tokens want a
     # smaller micro-batch than the default. Neither is written to the arguments.
     make(template=None).save_pretrained(tmp_path / "tokenizer")

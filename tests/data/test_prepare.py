@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmtrain.data import corpus, dataset_names, prepare, text_rows
+from llmtrain.data import corpus, prepare, text_rows
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.corpus import Corpus
@@ -337,19 +337,6 @@ def test_char_has_tokens_for_characters_of_the_eval_split_alone(tmp_path):
 # --- metadata
 
 
-def test_metadata_describe_the_rows_and_the_tokenizer(tmp_path):
-    texts = numbered_documents(100)
-    tokenized = tokenize_texts(tmp_path, texts, tokenizer="bpe:300", eval_fraction=0.2)
-    metadata = tokenized.metadata
-
-    assert metadata.dataset == str(tmp_path / "corpus.jsonl")
-    assert metadata.eval_rows == len(tokenized.eval)
-    assert metadata.eval_tokens == len(stream_of(tokenized.eval)) - 1
-    assert metadata.tokenizer == "bpe:300"
-    assert metadata.vocabulary == len(tokenized.tokenizer) == 300
-    assert metadata.tokenizer_sha256 == tok.digest(tokenized.tokenizer)
-
-
 def test_the_data_hash_covers_tokens_and_their_split_but_not_rows(tmp_path):
     texts = numbered_documents(50)
 
@@ -381,24 +368,6 @@ def test_a_saved_tokenizer_makes_the_rows_of_the_trained_one(tmp_path, long_text
 
 
 # --- the cache
-
-
-def test_cached_rows_are_used_without_parsing_the_text(tmp_path, monkeypatch, capsys):
-    first = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
-    assert not is_from_cache(capsys)
-
-    def refuse_to_read(paths, field):
-        raise AssertionError("the text was read again")
-
-    monkeypatch.setattr(dataset_names, "_read_files", refuse_to_read)
-    second = tokenize_texts(tmp_path, TEXTS, eval_fraction=0.3)
-    assert is_from_cache(capsys)
-    assert second.metadata == first.metadata
-    assert stream_of(second.train) == stream_of(first.train)
-    assert stream_of(second.eval) == stream_of(first.eval)
-
-    with pytest.raises(AssertionError, match="read again"):
-        tokenize_texts(tmp_path, [*TEXTS, "new"], eval_fraction=0.3)
 
 
 OPEN_CACHED_ROWS = """

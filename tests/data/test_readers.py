@@ -111,17 +111,17 @@ def test_every_kind_of_file_yields_the_same_records(tmp_path, name):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.txt", LINES),
-        ("a.md", BOM + LINES.encode()),
-        ("a.txt.gz", gz(LINES)),
-        ("a.md.zst", zstd(LINES)),
-    ],
-)
-def test_a_text_file_is_one_document_to_the_last_byte(tmp_path, name, content):
-    assert read(write(tmp_path / name, content), "body") == [{"body": LINES}]
+TEXT_FILES = {
+    "a.txt": LINES,
+    "a.md": BOM + LINES.encode(),
+    "a.txt.gz": gz(LINES),
+    "a.md.zst": zstd(LINES),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_a_text_file_is_one_document_to_the_last_byte(tmp_path, name):
+    assert read(write(tmp_path / name, TEXT_FILES[name]), "body") == [{"body": LINES}]
 
 
 def test_strings_in_a_json_array_are_records(tmp_path):
@@ -163,22 +163,17 @@ TWICE = parquet(pyarrow.Table.from_arrays([["a"], ["b"]], names=["text", "text"]
 # The content of a file, and the place that the error names.
 BAD_CONTENT = {
     # JSON arrays and objects.
-    "no-json.json": ("oops", "line 1"),
     "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2"),
     "text-after.json": ('[{"a": 1}]\n\n[]', "line 3"),
     "empty-array.json": ("[]", "the array is empty"),
     "mixed.json": ('[{"a": 1}, [2]]', "record 1"),
-    "data-of-numbers.json": ('{"data": [{"a": 1}, null]}', "record 1"),
     "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "not an array of records"),
-    "one-object.json": ('{\n"text": "a"\n}', "not an array of records"),
     "deep.json": ("[" * 100_000, "not JSON"),
-    "long-number.json": (f'[{{"n": {"1" * 5000}}}]', "not JSON"),
     "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3"),
     # Lines.
     "cut.jsonl": ('{"text": "a"}\n\n{"text": "b', "line 3"),
     "two-objects.jsonl": ('{"text": "b"} {"text": "c"}', "line 1"),
     "deep.jsonl": ("[" * 100_000, "line 1"),
-    "list.jsonl": ('["b"]', "line 1"),
     "null.jsonl": ('{"text": "a"}\nnull\n', "line 2"),
     "long-number.jsonl": (f'{{"text": "a"}}\n{{"n": {"1" * 5000}}}\n', "line 2"),
     # Tables.
@@ -191,22 +186,17 @@ BAD_CONTENT = {
     "twice.json": ('[{"turns": [{"role": "user", "role": "b"}]}]', "'role' is there twice"),
     "twice.parquet": (TWICE, "'text' is there twice"),
     # Encodings. The second is Latin-1 after UTF-8.
-    "utf16.json": (LINES.encode("utf-16"), "UTF-16"),
     "two-encodings.json": ('[\n"é",\n'.encode() + '"é"]'.encode("latin-1"), "line 3: byte 0xe9"),
     "utf16.jsonl": (LINES.encode("utf-16"), "UTF-16"),
     "two-encodings.jsonl": (LINES.encode() + b'{"a": "\xe9"}', "line 4: byte 0xe9"),
-    "byte-order-mark.jsonl": (BOM + b'{"text": "a\xfe"}\n', "line 1: byte 0xfe"),
-    "utf16.csv": (csv_text().encode("utf-16"), "UTF-16"),
     "two-encodings.csv": ("a\né\n".encode() + "é\n".encode("latin-1"), "line 3: byte 0xe9"),
     "two-encodings.md": (BOM + b"one\r\n\r\n\xe9\r\n", "line 3: byte 0xe9"),
     "cut-character.txt": ("one\ntwö".encode()[:-1], "line 2: byte 0xc3"),
     # Parquet.
-    "empty.parquet": (b"", "not a parquet file"),
     "cut.parquet": (PARQUET[:-20], "not a parquet file"),
     "damaged.parquet": (PARQUET[:20] + b"\x99" * 20 + PARQUET[40:], "damaged"),
     # Compressed files.
     "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "decompressed"),
-    "half.csv.gz": (gz("a\n" * 50_000)[:60], "decompressed"),
     "half.jsonl.zst": (zstd(LINES * 1000)[:60], "decompressed"),
     "no-archive.json.zst": (b"no archive " * 9, "decompressed"),
     "empty.txt.gz": (b"", "empty"),
@@ -240,7 +230,6 @@ def test_a_line_that_is_too_long_is_an_error(tmp_path, monkeypatch, name, conten
 BAD_FIELDS = {
     "absent.jsonl": ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3"),
     "null.jsonl": ('{"text": null}\n', "line 1"),
-    "list.jsonl": ('{"text": "a"}\n{"text": ["b"]}\n', "line 2"),
     "surrogate.jsonl": ('{"text": "a"}\n{"text": "b\\ud800"}\n', "line 2"),
     "absent.csv": ("id,body\n1,a\n", "line 2"),
     "short.csv": ("id,text\n1,a\n2\n", "line 3"),

@@ -12,20 +12,16 @@ from llmtrain.errors import UserError
 
 TEXTS = [
     "plain words, and some more words.",
-    "it 's done . do n't , stop ! he 'll",
-    "ünï ñandú — „quotes“ … naïve",
+    "it 's done . do n't , stop ! ünï — „quotes“ …",
     "漢字かな交じり文 한국어 العربية עברית हिन्दी",
     "🙂👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 \u202eright to left\u202c",
     "line\nline\r\nline\rline\n\n\n\ttab\ttab\t\n",
     "  two    four        eight  ",
-    " ",
     "\n",
     "x",
     "\x00\x01\x1b\x7f\x1c\x85\u2028\u2029\u00a0\u3000\ufeff\ufffd\U0010ffff",
     "def f(x):\n    return  x**2  # 1_000.5e-3\n",
-    "before<|endoftext|>after",
-    "<|endoftext|>",
-    "<|endoftext|><|endoftext|> < | endoftext | >",
+    "before<|endoftext|><|endoftext|> < | endoftext | >",
 ]
 SPECS = ["char", "byte", "bpe:257", "bpe:300"]
 
