@@ -48,26 +48,17 @@ def random_lengths(n: int, largest: int = WIDTH) -> np.ndarray:
 PAIR_LENGTHS = np.stack([random_lengths(40, 32), random_lengths(41, 32)[1:]], axis=1)
 
 
-def write_documents(folder: Path, packing: bool = False, chunks: int = 1) -> TokenRows:
-    """Write documents of ``random_lengths(ROWS)`` random tokens; two of three are targets.
-
-    Args:
-        folder: the folder of the files.
-        packing: put several documents into a row.
-        chunks: the number of files, as if the documents came from so many data sets.
-    """
+def write_documents(folder: Path, packing: bool = False) -> TokenRows:
+    """Write documents of ``random_lengths(ROWS)`` random tokens; two of three are targets."""
     random_numbers = np.random.default_rng(0)
-    paths = []
-    for chunk in np.array_split(random_lengths(ROWS), chunks):
-        path = folder / f"documents-{len(paths)}.arrow"
-        store = TokenStore(path.with_suffix(".tokens"))
-        for length in chunk.tolist():
-            ids = random_numbers.integers(1, 200, length)
-            store.add(ids, random_numbers.random(length) < 2 / 3)
-        examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
-        write_rows(path, store, examples, width=WIDTH, packing=packing)
-        paths.append(path)
-    return TokenRows.open(paths)
+    path = folder / "documents.arrow"
+    store = TokenStore(path.with_suffix(".tokens"))
+    for length in random_lengths(ROWS).tolist():
+        ids = random_numbers.integers(1, 200, length)
+        store.add(ids, random_numbers.random(length) < 2 / 3)
+    examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+    write_rows(path, store, examples, width=WIDTH, packing=packing)
+    return TokenRows.open([path])
 
 
 def write_pairs(folder: Path) -> TokenRows:
@@ -258,7 +249,7 @@ def test_without_a_seed_the_stored_order_is_kept(rows):
 
 def test_the_number_of_tokens_is_stored_with_each_row(tmp_path, monkeypatch, pair_rows):
     monkeypatch.setattr(packing, "TOKENS_PER_BATCH", 7 * WIDTH)
-    rows = write_documents(tmp_path, chunks=3)
+    rows = write_documents(tmp_path)
     assert row_lengths(rows).tolist() == random_lengths(ROWS).tolist()
     assert row_lengths(pair_rows).tolist() == PAIR_LENGTHS.max(axis=1).tolist()
 
@@ -355,6 +346,9 @@ def test_a_model_prepares_micro_batches_that_are_trimmed(rows):
     for batches in (local_batch.batches, on_device.batches):
         assert [batch["labels"].shape for batch in batches] == prepared_shapes
         assert [batch["reference"].shape for batch in batches] == [(4, 2), (2, 2)]
+    assert all(column.is_meta for batch in on_device.batches for column in batch.values())
+    assert not on_device.rows.is_meta
+    assert not on_device.targets.is_meta
 
 
 @pytest.mark.parametrize(("processes", "micro_batch"), [(1, 8), (2, 4)])

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
 from recipes import finetune, gpt
 from tests.data.chat_records import chat_record, size_of
-from tests.data.preparation import data_config, left_behind, write_records
+from tests.data.preparation import complaint, data_config, left_behind, write_records
 from tests.launching import write_chats
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -34,16 +33,10 @@ def chats_of_lengths(path: Path, lengths: list[int]) -> Path:
 
 
 def tokenize_lengths(
-    folder: Path,
-    lengths: list[int],
-    max_length: int | str,
-    max_positions: int | None = None,
-    **settings: Any,
+    folder: Path, lengths: list[int], max_length: int | str, max_positions: int | None = None
 ) -> Tokenized:
     path = chats_of_lengths(folder / "chats.jsonl", lengths)
-    return tokenize(
-        data_config(path), max_length, ChatConfig(**settings), max_positions=max_positions
-    )
+    return tokenize(data_config(path), max_length, ChatConfig(), max_positions=max_positions)
 
 
 # --- the covering length
@@ -56,10 +49,7 @@ def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_perc
     assert covering % 64 == 0
     assert (lengths <= covering).mean() >= 0.995
     assert covering == 64 or (lengths <= covering - 64).mean() < 0.995
-
-
-def test_the_covering_length_of_no_examples_is_0():
-    assert covering_length(np.array([], np.int64)) == 0
+    assert covering_length(lengths[:0]) == 0
 
 
 # --- auto
@@ -75,7 +65,6 @@ def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
 ):
     tokenized = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
     assert tokenized.metadata.block_size == tokenized.positions == expected
-    assert tokenized.metadata.audit is not None
     assert tokenized.metadata.audit["overlong"] == (longest > expected + 1)
 
 
@@ -108,17 +97,16 @@ def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path)
 
 def test_auto_is_an_error_for_text_and_without_targets(tmp_path, text_path, cache):
     chats = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a")])
-    for_text = "--max_length auto .*a.txt is text"
-    for chat_config in (None, ChatConfig()):
-        with pytest.raises(UserError, match=for_text):
-            tokenize(data_config(text_path), "auto", chat_config)
-    with pytest.raises(UserError, match=for_text):
-        tokenize(data_config(text_path, eval_dataset=[str(chats)]), "auto", ChatConfig())
+    for data, chat_config in (
+        (data_config(text_path), None),
+        (data_config(text_path), ChatConfig()),
+        (data_config(text_path, eval_dataset=[str(chats)]), ChatConfig()),
+    ):
+        assert complaint(data, "auto", chat_config).startswith("--max_length auto ")
 
     question, answer = chat_record("q", "a")["messages"]
     write_records(chats, [{"messages": [question, {**answer, "weight": 0}]}])
-    with pytest.raises(UserError, match="1 turn has weight 0"):
-        tokenize(data_config(text_path, chats), "auto", ChatConfig())
+    assert "1 turn has weight 0" in complaint(data_config(text_path, chats), "auto", ChatConfig())
     assert left_behind(cache) == []
 
 
@@ -152,14 +140,6 @@ def test_the_default_micro_batch_holds_at_most_4096_tokens():
 
 
 # --- the flag
-
-
-@pytest.mark.parametrize("flag", ["--max_length", "--block_size"])
-def test_each_recipe_accepts_both_names_of_the_flag(flag):
-    model = lt.parse(finetune.DEFAULTS, [flag, "96"]).model
-    assert model.max_length == 96
-    assert model.is_set("max_length")
-    assert lt.parse(gpt.DEFAULTS, [flag, "96"]).model.block_size == 96
 
 
 @pytest.mark.parametrize("value", ["", "1.5", "Auto"])
@@ -199,13 +179,13 @@ def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path, max_lengt
 def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path):
     train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
     eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
-    with pytest.raises(UserError, match=f"--eval_dataset {eval}: .*--max_length 320 holds"):
-        tokenize(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
+    message = complaint(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
+    assert message.startswith(f"--eval_dataset {eval}: ")
+    assert "--max_length 320" in message
 
 
-@pytest.mark.parametrize(("overlong", "advice"), [("drop", "--max_length 128"), ("error", "drop")])
-def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(tmp_path, overlong, advice):
+def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(tmp_path):
     pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
     path = write_records(tmp_path / "pairs.jsonl", [pair])
-    with pytest.raises(UserError, match=advice):
-        tokenize(data_config(path), 64, PairConfig(overlong=overlong))
+    assert "--max_length 128" in complaint(data_config(path), 64, PairConfig())
+    assert "--overlong" in complaint(data_config(path), 64, PairConfig(overlong="error"))

@@ -18,7 +18,6 @@ from llmtrain.data.loader import (
     train_loader,
 )
 from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
-from llmtrain.interfaces.batches import Batch
 from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
@@ -223,21 +222,6 @@ def test_padding_has_no_label_and_the_input_0():
         [11, 12, 13, IGNORED, IGNORED],
     ]
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [0] * 5, [11, 12, 13, 0, 0]]
-
-
-def test_to_moves_what_the_model_reads_and_leaves_counts_on_the_host():
-    def prepare(batch: Batch) -> Batch:
-        return {"odd": batch["input_ids"][:, 0] % 2}
-
-    local_batch = Collate(2, dropout_seed=1, prepare=prepare)(row_batch_of([0, None, 2, 3, 4]))
-    moved = local_batch.to(torch.device("meta"))
-    for actual, expected in zip(moved.batches, local_batch.batches, strict=True):
-        assert actual.keys() == expected.keys()
-        assert set(actual) == {"input_ids", "labels", "dropout_keys", "odd"}
-        assert all(column.is_meta for column in actual.values())
-        assert all(actual[name].shape == expected[name].shape for name in actual)
-    assert not moved.rows.is_meta
-    assert not moved.targets.is_meta
 
 
 # --- dropout keys
