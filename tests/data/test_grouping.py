@@ -31,7 +31,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import place
-from tests.data.batches import shares_of_steps
+from tests.data.batches import micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
 
 WIDTH = 65
@@ -242,6 +242,17 @@ def test_without_a_seed_the_stored_order_is_kept(rows):
     first = next(iter(loader))
     assert first.rows.tolist() == list(range(8))
     assert first.trimming is not None
+
+
+def test_every_layout_and_a_resumed_run_have_the_same_batches(table):
+    reference = train_loader(table, 8, micro_batch=8, steps=range(35), seed=5, dropout_seed=6)
+    loader = train_loader(table, 8, micro_batch=2, steps=range(2, 35), seed=5, dropout_seed=6)
+    expected_batches = list(reference)[2:]  # some epochs end in between
+    for shares, expected in zip(shares_of_steps(loader, 2), expected_batches, strict=True):
+        assert torch.cat([share.rows for share in shares]).equal(expected.rows)
+        keys = torch.cat([batch["dropout_keys"] for batch in micro_batches_of(shares)])
+        assert keys.equal(expected.columns["dropout_keys"])
+        assert sum(share.token_fingerprint for share in shares) == expected.token_fingerprint
 
 
 # --- trimming

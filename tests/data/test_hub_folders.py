@@ -31,10 +31,11 @@ Configured.
 """
 
 
+pytestmark = pytest.mark.usefixtures("cache")
+
+
 @pytest.fixture(autouse=True)
-def _caches(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+def _hub_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
 
 

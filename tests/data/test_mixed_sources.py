@@ -171,15 +171,6 @@ def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, 
     assert row_share > 1.5 * target_share, "rows of text have more targets"
 
 
-def test_a_mixture_of_texts_has_shares_of_target_tokens(tmp_path, capsys):
-    # A row has two targets, except for the second row of the short text, which has one.
-    short = write_records(tmp_path / "short.jsonl", [{"text": "ab"}])
-    long = write_records(tmp_path / "long.jsonl", [{"text": "c" * 99}])
-    tokenize(data_config(short, long, mixture=[1, 1]), 2)
-    line = "mixture   short 50.0% of rows, 42.9% of target tokens; long 50.0%, 57.1%"
-    assert f"\n{line}\n" in capsys.readouterr().out
-
-
 # --- errors
 
 PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4)]

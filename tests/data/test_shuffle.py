@@ -24,16 +24,8 @@ from llmtrain.seeds import key_of
         (10, 3069472533636442495, [6, 0, 9, 1, 7, 5, 3, 8]),
         (65, 3, [4, 24, 31, 30, 18, 37, 52, 35]),
         (1000, 13608149317741381227, [774, 225, 680, 45, 655, 145, 582, 764]),
-        (
-            10**9 + 7,
-            17670481865470212032,
-            [835871604, 213055772, 937545444, 811617177],
-        ),
-        (
-            2**40,
-            11,
-            [292531921451, 663399835455, 233243256784, 11401880584],
-        ),
+        (10**9 + 7, 17670481865470212032, [835871604, 213055772, 937545444, 811617177]),
+        (2**40, 11, [292531921451, 663399835455, 233243256784, 11401880584]),
     ],
 )
 def test_orders_never_change_between_versions(n, key, rows):
@@ -43,16 +35,10 @@ def test_orders_never_change_between_versions(n, key, rows):
 # --- a bijection
 
 
-def test_a_small_epoch_has_every_row_once():
-    for n in range(1, 601):
+def test_an_epoch_has_every_row_once():
+    for n in [*range(1, 601), 1023, 1024, 1025, 65537, 99_991]:
         order = permute(np.arange(n), n, key_of(5, n))
-        assert sorted(order.tolist()) == list(range(n))
-
-
-@pytest.mark.parametrize("n", [1023, 1024, 1025, 65537, 99_991])
-def test_an_epoch_has_every_row_once(n):
-    order = permute(np.arange(n), n, key_of(0, n))
-    assert np.array_equal(np.sort(order), np.arange(n))
+        assert np.array_equal(np.sort(order), np.arange(n))
 
 
 @pytest.mark.parametrize("n", [2**31 - 1, 2**32 + 1, 10**12])
@@ -85,12 +71,7 @@ def test_the_row_at_a_position_depends_on_nothing_else(n):
     assert column.shape == (len(positions), 1)
     assert column[:, 0].tolist() == rows.tolist()
     assert permute(positions[:0], n, key=9).shape == (0,)
-
-
-def test_permute_does_not_change_the_positions():
-    positions = np.arange(10, dtype=np.uint64)
-    permute(positions, 10, key=1)
-    assert positions.tolist() == list(range(10))
+    assert positions.tolist() == list(range(len(positions))), "they stay as they are"
 
 
 # --- chance
