@@ -6,20 +6,17 @@ from itertools import chain
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader
 
-from llmtrain.data.samplers import GlobalBatchSampler
 from llmtrain.interfaces.batches import Batch, LocalBatch
-
-
-def shard_of(sampler: GlobalBatchSampler, processes: int, rank: int) -> BatchSamplerShard:
-    """Give a rank its slices of the global batches, as Accelerate does in a run."""
-    return BatchSamplerShard(sampler, processes, rank, split_batches=True, even_batches=False)
 
 
 def shares_of_steps(loader: DataLoader, processes: int) -> list[tuple[LocalBatch, ...]]:
     """Return the batches of all processes for each step."""
     loaders = []
     for rank in range(processes):
-        shard = shard_of(loader.batch_sampler, processes, rank)
+        # Accelerate gives a rank its slices of the global batches in this way.
+        shard = BatchSamplerShard(
+            loader.batch_sampler, processes, rank, split_batches=True, even_batches=False
+        )
         loaders.append(
             DataLoader(loader.dataset, batch_sampler=shard, collate_fn=loader.collate_fn)
         )

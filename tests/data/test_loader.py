@@ -17,7 +17,7 @@ from llmtrain.data.loader import (
     fingerprint,
     train_loader,
 )
-from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
+from llmtrain.data.samplers import Slot, slots_of
 from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
@@ -71,21 +71,6 @@ def test_without_a_seed_the_stored_order_is_kept():
 def test_the_rows_of_a_step_never_change_between_versions():
     assert epoch_of(0, 10, 4, seed=0) == [6, 8, 4, 2, 3, 1, 9, 0, 5, 7, None, None]
     assert epoch_of(1, 10, 4, seed=0)[:4] == [6, 0, 9, 1]
-
-
-def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
-    permuted = []
-
-    def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
-        permuted.append(len(positions))
-        return positions
-
-    monkeypatch.setattr("llmtrain.data.samplers.permute", permute)
-    start = 10**13
-    batches = list(GlobalBatchSampler(10**12, 1024, range(start, start + 2), seed=0))
-    assert [len(batch) for batch in batches] == [1024, 1024]
-    assert batches[0][0].position == start * 1024
-    assert sum(permuted) <= 2 * 4096  # the rows of four steps are looked up at once
 
 
 # --- layouts and resuming

@@ -33,11 +33,9 @@ class Documents(NamedTuple):
 
 
 @st.composite
-def random_documents(draw: st.DrawFn, count: int = 60, smallest: float = 0.0) -> Documents:
-    """Draw up to ``count`` lengths, each at least ``smallest`` times the capacity."""
+def random_documents(draw: st.DrawFn) -> Documents:
     capacity = draw(st.integers(1, 50))
-    shortest = max(1, int(np.ceil(capacity * smallest)))
-    lengths = draw(st.lists(st.integers(shortest, capacity), max_size=count))
+    lengths = draw(st.lists(st.integers(1, capacity), max_size=60))
     return Documents(lengths, capacity)
 
 
