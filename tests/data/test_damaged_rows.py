@@ -33,14 +33,13 @@ def text(folder: Path) -> Tokenized:
     return tokenize(data_config(path, isolate_documents=True, eval_fraction=0.3), 16)
 
 
-def packed(folder: Path) -> Tokenized:
+def packed(folder: Path, packing: bool = True) -> Tokenized:
     path = write_records(folder / "chats.jsonl", chat_records(30))
-    return tokenize(data_config(path, eval_fraction=0.3), 64, ChatConfig())
+    return tokenize(data_config(path, eval_fraction=0.3), 64, ChatConfig(packing=packing))
 
 
 def padded(folder: Path) -> Tokenized:
-    path = write_records(folder / "chats.jsonl", chat_records(30))
-    return tokenize(data_config(path, eval_fraction=0.3), 64, ChatConfig(packing=False))
+    return packed(folder, packing=False)
 
 
 def pairs(folder: Path) -> Tokenized:

@@ -190,23 +190,15 @@ def test_rows_are_divided_into_micro_batches_of_int64(count, micro_batch, sizes)
     assert [len(batch["labels"]) for batch in local_batch.batches] == sizes
     labels = torch.cat([batch["labels"] for batch in local_batch.batches])
     assert labels.tolist() == row_batch.columns["labels"].tolist()
+    inputs = torch.cat([batch["input_ids"] for batch in local_batch.batches])
+    assert inputs.equal(labels.where(labels != IGNORED, 0))
+    assert list(Collate(micro_batch)(row_batch).batches[0]) == ["input_ids", "labels"]
 
     for batch, size in zip(local_batch.batches, sizes, strict=True):
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
         assert batch["input_ids"].shape == batch["labels"].shape == (size, 5)
         assert batch["dropout_keys"].shape == (size,)
-
-
-def test_padding_has_no_label_and_the_input_0():
-    (batch,) = Collate(8)(row_batch_of([0, None, 2])).batches
-    assert list(batch) == ["input_ids", "labels"]
-    assert batch["labels"].tolist() == [
-        [1, 2, 3, 4, 5],
-        [IGNORED] * 5,
-        [11, 12, 13, IGNORED, IGNORED],
-    ]
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [0] * 5, [11, 12, 13, 0, 0]]
 
 
 # --- dropout keys

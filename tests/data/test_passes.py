@@ -120,10 +120,8 @@ def test_ctrl_c_that_a_destructor_drops_ends_the_reading(cache, records, chat):
 @pytest.mark.parametrize("growth", [1, -1])
 @pytest.mark.parametrize(
     ("records", "tokenizer", "chat"),
-    [
-        pytest.param(TEXTS, "bpe:300", None, id="text"),
-        pytest.param(PAIRS, "byte", PairConfig(), id="single answers"),
-    ],
+    [(TEXTS, "bpe:300", None), (PAIRS, "byte", PairConfig())],
+    ids=["text", "single answers"],
 )
 def test_another_number_of_records_in_the_next_pass_is_an_error(records, tokenizer, chat, growth):
     counts = iter(range(20, 20 + 9 * growth, growth))

@@ -149,18 +149,17 @@ def tokenize_isolated(folder: Path, texts: list[str], block_size: int, **setting
     return tokenize_texts(folder, texts, block_size, isolate_documents=True, **settings)
 
 
-def test_positions_restart_at_the_end_of_text_in_front_of_a_document(tmp_path):
+def test_positions_restart_at_each_document_and_row(tmp_path):
     tokenized = tokenize_isolated(tmp_path, ["ab", "", "c"], block_size=4)
     a, b, c = (tokenized.tokenizer.convert_tokens_to_ids(letter) for letter in "abc")
-    first, second = tokenized.train
-    assert first == {"input_ids": [E, a, b, E, E], "position_ids": [0, 1, 2, 0, 0]}
-    assert second == {"input_ids": [E, c, E, IGNORED, IGNORED], "position_ids": [0, 1, 2, 0, 1]}
+    assert list(tokenized.train) == [
+        {"input_ids": [E, a, b, E, E], "position_ids": [0, 1, 2, 0, 0]},
+        {"input_ids": [E, c, E, IGNORED, IGNORED], "position_ids": [0, 1, 2, 0, 1]},
+    ]
     assert tokenized.is_packed
 
-
-def test_positions_restart_at_the_border_of_a_row(tmp_path):
-    tokenized = tokenize_isolated(tmp_path, ["abcdef", "g"], block_size=3)
-    positions = [row["position_ids"] for row in tokenized.train]
+    longer_than_a_row = tokenize_isolated(tmp_path, ["abcdef", "g"], block_size=3)
+    positions = [row["position_ids"] for row in longer_than_a_row.train]
     assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2]]
 
 
