@@ -165,10 +165,10 @@ def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(tmp_path
     assert "2 of 200 are longer than --max_length 95; --max_length 640" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("max_length", [64, "auto"])
-def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path, max_length):
-    with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
-        tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)
+def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path):
+    for max_length in (64, "auto"):
+        with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
+            tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)
 
 
 def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path):

@@ -191,12 +191,6 @@ PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4
         ("chats corpus", ChatConfig(format="messages"), {}, "corpus.jsonl, line 1: "),
         ("chats corpus", ChatConfig(), {"mixture": [1, 1e-6]}, "--mixture 1 1e-06"),
         ("chats broken", ChatConfig(), {}, "broken.jsonl, line 2: no field 'text'"),
-        (
-            "chats late",
-            ChatConfig(),
-            {"eval_dataset": ["chats.jsonl"], "max_train_samples": 1},
-            "--max_train_samples 1 leaves no text of late.jsonl",
-        ),
     ],
 )
 @pytest.mark.usefixtures("chat_file", "text_file")
@@ -206,7 +200,6 @@ def test_sources_and_settings_that_do_not_fit_are_an_error(
     monkeypatch.chdir(tmp_path)
     write_records(tmp_path / "pairs.jsonl", PAIRS)
     write_records(tmp_path / "broken.jsonl", [{"text": "words " * 40}, {"txt": "words"}])
-    write_records(tmp_path / "late.jsonl", [{"text": ""}, {"text": "words " * 40}])
     data = data_config(*[Path(f"{name}.jsonl") for name in names.split()], **settings)
     assert error in complaint(data, BLOCK, row_config)
     assert left_behind(cache) == []

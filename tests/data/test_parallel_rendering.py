@@ -27,7 +27,6 @@ from tests.launching import ROOT, long_form
 
 PREFERENCE = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
 
-Items = list[tuple[str, Any]]  # the place of each record, and the record
 Processes = list["subprocess.Popen[bytes]"]
 
 
@@ -58,7 +57,8 @@ def renderer() -> Renderer:
     return Renderer(tokenizer, only_last_turns=True)
 
 
-def chats(count: int) -> Items:
+def chats(count: int) -> list[tuple[str, Any]]:
+    """Return conversations after their places."""
     generator = random.Random(count)
     return [(f"line {i}", random_conversation(generator)) for i in range(count)]
 

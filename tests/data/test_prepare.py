@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -90,10 +89,6 @@ def random_pieces(length: int) -> list[text_rows.Piece]:
     return pieces
 
 
-def tokens_of(pieces: list[text_rows.Piece]) -> list[int]:
-    return list(chain.from_iterable(piece.tokens.tolist() for piece in pieces))
-
-
 def expected_positions(pieces: list[text_rows.Piece], block_size: int) -> list[int]:
     """Count the position id of each token, from 0 at each document and at each row."""
     positions = []
@@ -112,7 +107,7 @@ def test_rows_and_positions_do_not_depend_on_the_pieces_of_the_stream(
     monkeypatch.setattr(text_rows, "TOKENS_PER_BATCH", rows_per_batch * block_size)
     for length in [*range(20), 24, 25, 26, 200]:
         pieces = random_pieces(length)
-        tokens = tokens_of(pieces)
+        tokens = np.concatenate([np.empty(0, int), *[piece.tokens for piece in pieces]]).tolist()
         path = tmp_path / f"{length}.arrow"
         other_path = tmp_path / "one-piece.arrow"
 
@@ -491,6 +486,13 @@ LINES = b"words\n" * 9
         pytest.param("a.jsonl", b'{"text": ""}\n' * 3, {}, "holds no text", id="empty documents"),
         pytest.param("a.txt", LINES + b"\xff", {}, "a.txt, line 10", id="not utf-8"),
         pytest.param("a.csv", b"id,text\n1,a\n", {"text_field": "b"}, "line 2", id="no field"),
+        pytest.param(
+            "a.jsonl",
+            b'{"text": ""}\n{"text": "words"}\n',
+            {"max_train_samples": 1},
+            "--max_train_samples 1 ",
+            id="no training text in the first records",
+        ),
         pytest.param("a.txt", LINES, {"tokenizer": "bpe:256"}, "bpe:256", id="too few tokens"),
         pytest.param("a.txt", LINES, {"tokenizer": "char:8"}, "char:8", id="char with a size"),
         pytest.param("a.txt", LINES, {"tokenizer": "./absent"}, "./absent", id="no tokenizer"),

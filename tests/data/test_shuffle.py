@@ -1,7 +1,6 @@
 """The order of an epoch is a bijection that can be entered anywhere and looks like a shuffle."""
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import combinations, permutations
 
 import numpy as np
@@ -76,8 +75,6 @@ def test_the_row_at_a_position_depends_on_nothing_else(n):
 
 # --- chance
 
-Orders = Callable[[int, int], np.ndarray]
-
 
 def feistel_orders(n: int, count: int) -> np.ndarray:
     """Return the orders of many epochs, [count, n], with seeds and epochs as in runs."""
@@ -125,7 +122,7 @@ def z_scores(orders: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.parametrize("orders_of", [feistel_orders, torch_orders])
 @pytest.mark.parametrize(("n", "count"), [(4, 480), (5, 500), (17, 510), (100, 1000)])
-def test_every_row_is_equally_likely_at_every_position(orders_of: Orders, n, count):
+def test_every_row_is_equally_likely_at_every_position(orders_of, n, count):
     scores = z_scores(orders_of(n, count))
     assert max(scores.values()) < 3.5, scores  # one in 4,000; the keys are fixed
     assert min(scores.values()) > -3.5, f"too even to be chance: {scores}"
