@@ -4,10 +4,11 @@ Both follow from what each flag affects, which ``run.json`` records (see :func:`
 from :data:`METADATA`, which says the same about the rest of a run's record.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from llmtrain.json_types import JsonObject
+from llmtrain.json_types import Json, JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import (
     NO_TOLERANCE,
@@ -128,3 +129,12 @@ def flat_record(run: History) -> JsonObject:
     """Return the run's record and its first start as one object."""
     start = run.starts[0] if run.starts else {}
     return {**start, **run.record, "processes": start.get("processes")}
+
+
+def shorten_hash(value: Json) -> str:
+    """Return a value as text, and a hash by its first digits and the mark of a dirty commit."""
+    text = str(value)
+    match = re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})(-dirty|-unknown)?", text)
+    if match is None:
+        return text
+    return f"{text[:12]}...{match[2] or ''}"

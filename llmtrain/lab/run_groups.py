@@ -12,12 +12,12 @@ from typing import NamedTuple
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.json_types import Json, JsonObject
-from llmtrain.lab.diff import shorten_hash
 from llmtrain.lab.identity import (
     METADATA,
     compared_settings,
     flat_record,
     have_same_eval_loss,
+    shorten_hash,
 )
 from llmtrain.record.history import History, runs_in
 

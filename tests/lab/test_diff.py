@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.lab.diff import RunDifference, diff_lines, diff_runs
+from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.lab.identity import may_bits_differ, tolerance_between
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import tolerance_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from llmtrain.lab.diff import RunDifference, diff_lines, diff_runs
+from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
 from tests.command_line import run_cli

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llmtrain.config import flags
-from llmtrain.lab.diff import diff_runs, metadata_differences
+from llmtrain.lab.commands.diff import diff_runs, metadata_differences
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
