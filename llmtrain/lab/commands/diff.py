@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmtrain.console import labelled, printable
 from llmtrain.errors import UserError
@@ -325,8 +325,8 @@ def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> st
         number of extra tokens for each.
     """
     keys = ("records", "eval_records", "train_tokens")
-    counts_a = [record_a.get(key) for key in keys]
-    counts_b = [record_b.get(key) for key in keys]
+    counts_a: list[Any] = [record_a.get(key) for key in keys]
+    counts_b: list[Any] = [record_b.get(key) for key in keys]
     are_numbers = all(isinstance(count, int) for count in counts_a + counts_b)
     if not are_numbers or counts_a[:2] != counts_b[:2]:
         return None

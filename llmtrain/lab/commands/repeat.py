@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.lab.commands.compare import comparison_as_json, group_lines
-from llmtrain.lab.commands.seeds import seed_folder
+from llmtrain.lab.commands.compare import compare_groups, comparison_as_json, group_lines
+from llmtrain.lab.identity import compared_settings
 from llmtrain.launching.children import (
     Ending,
     has_too_few_gpus,
@@ -69,10 +68,10 @@ def run(arguments: argparse.Namespace) -> None:
     first_seed = settings["seed"].value
     seeds = range(first_seed, first_seed + arguments.count)
     for seed in seeds:
-        _check_folder(seed_folder(output_dir, seed), settings)
+        _check_folder(_seed_folder(output_dir, seed), settings)
 
     for i, seed in enumerate(seeds, start=1):
-        folder = seed_folder(output_dir, seed)
+        folder = _seed_folder(output_dir, seed)
         history = History.read(folder)
         if history.state == "finished":
             _report(arguments, f"{seed}: {folder} is finished")
@@ -90,6 +89,11 @@ def _report(arguments: argparse.Namespace, text: str) -> None:
     """Print a line about a seed, unless stdout is for JSON."""
     if not arguments.json:
         say("seed", text)
+
+
+def _seed_folder(output_dir: Path, seed: int) -> Path:
+    """Return the folder of the run with a seed, such as ``runs/gpt-seed-1`` for ``runs/gpt``."""
+    return output_dir.with_name(f"{output_dir.name}-seed-{seed}")
 
 
 # --- the settings of the recipe, and those of runs that exist
@@ -120,8 +124,6 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
     Raises:
         UserError: if it is neither.
     """
-    from llmtrain.lab.identity import compared_settings
-
     if is_free(folder):
         return
     if not is_run(folder):
@@ -176,7 +178,7 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
 
 def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, seed: int) -> Ending:
     """Run the recipe with a seed until it ends."""
-    folder = seed_folder(output_dir, seed)
+    folder = _seed_folder(output_dir, seed)
     command = recipe_command(
         [arguments.recipe, *arguments.flags],
         {"seed": seed, "output_dir": folder},
@@ -210,16 +212,13 @@ def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending
 
 def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) -> None:
     """Print how much the eval loss varies, and how to compare it with that of another setting."""
-    from llmtrain.lab.compare import compare_groups
-
-    histories = [History.of_run(seed_folder(output_dir, seed)) for seed in seeds]
+    histories = [History.of_run(_seed_folder(output_dir, seed)) for seed in seeds]
     comparison = compare_groups(histories)
     if arguments.json:
-        print(json_text(comparison_as_json(comparison), indent=1))
+        print(comparison_as_json(comparison))
         return
 
-    lines = [labelled(remark.label, remark.text) for remark in comparison.remarks]
-    lines += group_lines(comparison)
+    lines = group_lines(comparison)
     if len(comparison.groups) > 1:
         text = "the runs are not alike: see the names of the groups above"
         lines.append(labelled("differ", text))

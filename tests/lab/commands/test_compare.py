@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.lab.compare import compare_groups
+from llmtrain.lab.commands.compare import compare_groups
 from llmtrain.record.history import History
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run, write_setting
@@ -98,7 +98,7 @@ def test_of_20_intervals_19_cover_the_true_difference(
             learning_rate=0.01,
         )
         comparison = compare_groups([History.of_run(path) for path in first + second])
-        test = comparison.differences[0].final
+        test = comparison.differences[0].final_loss
         assert test is not None
         covered += test.low <= true_difference <= test.high
         decided += test.is_decided
@@ -152,8 +152,7 @@ def test_the_best_setting_comes_first_and_is_compared_with_the_next(
     assert best.startswith("best      C: learning_rate 1.9, final eval loss 1.9")
     assert "; next D: C is lower than D by 0.0" in best
     best_as_json = compare_as_json(tmp_path)["best"]
-    assert best_as_json["letter"] == "C"
-    assert best_as_json["next"] == "D"
+    assert (best_as_json["second"], best_as_json["first"]) == ("C", "D")
 
 
 def test_the_best_of_two_single_runs_is_named_without_a_verdict(

@@ -14,7 +14,7 @@ import pytest
 
 from llmtrain.config.yaml_file import Entry, Setting, settings_in, text_of
 from llmtrain.lab.commands import repeat
-from llmtrain.lab.commands.seeds import repeat_command
+from llmtrain.lab.run_groups import repeat_command
 from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
 from tests.command_line import run_cli
