@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from llmtrain.errors import UserError
+from llmtrain.lab.commands.report import html, summary
 from llmtrain.lab.report.charts import charts, colors_of, drawn_groups
-from llmtrain.lab.report.page import html, summary
 from llmtrain.lab.run_groups import find_runs, group_runs
 from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run, write_setting

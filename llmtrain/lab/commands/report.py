@@ -5,18 +5,54 @@ of the page and writes no file.
 """
 
 import argparse
+import itertools
+import shlex
+import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import json_text, local_path
+from llmtrain.json_types import JsonObject
+from llmtrain.lab.identity import METADATA, flat_record
+from llmtrain.lab.report.charts import (
+    AXES,
+    charts,
+    colors_of,
+    peak_memory,
+    phase_bars,
+    run_names,
+    seed_groups,
+)
+from llmtrain.phase_names import PHASES
+from llmtrain.quantities import duration_text, size_text
+from llmtrain.record.checkpoint import SavedCheckpoint, checkpoints, saved_checkpoints
 from llmtrain.record.history import History
 
 EXAMPLES = (
     "llmtrain report runs/gpt",
     "llmtrain report runs/gpt runs/gpt-2 --output both.html",
 )
+
+_TEMPLATE = Path(__file__).parents[1] / "report" / "page.html"
+_MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
+_ABSENT = "\N{EN DASH}"
+
+# Keys of each start in run.json that the page shows.
+_START_KEYS = ("processes", "device", "sharded", "mixed_precision", "git_sha", "time", "host")
+
+
+class Event(NamedTuple):
+    """Something that happened during a run, such as a restart. Sorts by time."""
+
+    when: float  # seconds since 1970
+    run: int  # the index of the run
+    step: int  # the last step before the event
+    kind: str  # a word, such as "resumed" or "late"
+    text: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from llmtrain.lab.report.page import html, summary
-
     runs = [History.of_run(Path(folder)) for folder in arguments.runs]
     if arguments.json:
         print(json_text(summary(runs), indent=1))
         return
 
-    path = Path(arguments.output) if arguments.output else _default_path(runs)
+    default = (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    path = Path(arguments.output or default)
     try:
         path.write_text(html(runs), encoding="utf-8", errors="replace")
     except OSError as error:
@@ -46,6 +81,276 @@ def run(arguments: argparse.Namespace) -> None:
     print(labelled("report", str(path)))
 
 
-def _default_path(runs: Sequence[History]) -> Path:
-    folder = runs[0].folder if len(runs) == 1 else Path()
-    return folder / "report.html"
+def html(runs: Sequence[History]) -> str:
+    """Return the page as HTML.
+
+    Raises:
+        UserError: if plotly is not installed.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    plotly = _plotly_js()
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    # By default, the filter `tojson` sorts keys. The page needs them in their own order.
+    environment.policies["json.dumps_kwargs"] = {}
+    environment.policies["json.dumps_function"] = json_text
+    environment.filters["as_time"] = _format_time
+    environment.filters["as_size"] = size_text
+
+    bars = phase_bars(runs)
+    names = run_names(runs)
+    starts = [run.starts[-1] if run.starts else {} for run in runs]
+    template = environment.from_string(_TEMPLATE.read_text())
+    return template.render(
+        title=" and ".join(names) if len(runs) <= 3 else f"{len(runs)} runs",
+        runs=runs,
+        names=names,
+        colors=colors_of(runs),
+        has_seed_groups=bool(seed_groups(runs)),
+        commands=[shlex.join(start.get("command", [])) for start in starts],
+        overviews=[_format_overview(overview(run)) for run in runs],
+        addresses=tracker_pages(runs),
+        charts=_charts_as_json(runs),
+        bars=None if bars is None else bars._asdict(),
+        axes=AXES,
+        phases=list(PHASES),
+        differing=differing_values(runs),
+        events=events(runs),
+        checkpoints=checkpoints_of(runs),
+        samples=_shown_samples(runs),
+        now=time.time(),
+        plotly=plotly,
+    )
+
+
+def _plotly_js() -> str:
+    """Return the source of plotly.js."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("llmtrain report needs plotly: pip install 'llmtrain[lab]'.") from None
+    return str(get_plotlyjs())
+
+
+def summary(runs: Sequence[History]) -> JsonObject:
+    """Return the content of the page for programs, as one JSON object."""
+    names = run_names(runs)
+    return {
+        "runs": {name: overview(run) for name, run in zip(names, runs, strict=True)},
+        "seed_groups": [
+            {"name": name, "runs": [names[i] for i in indices]}
+            for name, indices in seed_groups(runs)
+        ],
+        "differing": differing_values(runs),
+        "events": [event._asdict() for event in events(runs)],
+        "checkpoints": [
+            {"run": number, **checkpoint.as_json()} for number, checkpoint in checkpoints_of(runs)
+        ],
+    }
+
+
+def overview(run: History) -> JsonObject:
+    """Return a run's most important numbers. A number that was not recorded is ``None``."""
+    start = run.starts[-1] if run.starts else {}
+    eval_losses = run.series("eval/loss")
+    best_step = min(eval_losses, key=eval_losses.__getitem__, default=None)
+    hours = [hours for hours in run.training_hours() if hours is not None]
+    speeds = run.series("train/tokens_per_second").values()
+    mfus = run.series("train/mfu").values()
+    peaks = [peak_memory(entry) for entry in run.entries]
+    return {
+        "state": run.state,
+        "reason": run.status.get("reason") or None,
+        "step": run.step,
+        "max_steps": run.settings.get("max_steps"),
+        "tokens": run.latest("tokens"),
+        "loss": run.latest("train/loss"),
+        "best_loss": None if best_step is None else eval_losses[best_step],
+        "best_step": best_step,
+        "hours": hours[-1] if hours else None,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "mfu": statistics.median(mfus) if mfus else None,
+        "memory_gib": max((gib for gib in peaks if gib is not None), default=None),
+        "data": run.record.get("dataset"),
+        "trackers": run.record.get("trackers", {}),
+        **{key: start.get(key) for key in _START_KEYS},
+    }
+
+
+def differing_values(runs: Sequence[History]) -> dict[str, list[str]]:
+    """Return the settings, versions and data hashes that are not the same in all runs.
+
+    Returns:
+        By name, one value for each run.
+    """
+    values_by_run = [_comparable_values(run) for run in runs]
+    names = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
+
+    differing = {}
+    for name in names:
+        values = [run_values.get(name, _ABSENT) for run_values in values_by_run]
+        if any(value != values[0] for value in values):
+            differing[name] = [str(value) for value in values]
+    return differing
+
+
+def events(runs: Sequence[History]) -> list[Event]:
+    """Return the events in all runs, ordered by time."""
+    all_events: list[Event] = []
+    for number, run in enumerate(runs):
+        all_events += _recorded_events(number, run)
+        all_events += _resume_events(number, run)
+
+    # Several ranks may have recorded the same event. The earliest record stays.
+    unique: dict[tuple[int, int, str, str], Event] = {}
+    for event in sorted(all_events):
+        unique.setdefault(event[1:], event)
+    return sorted(unique.values())
+
+
+def checkpoints_of(runs: Sequence[History]) -> list[tuple[int, SavedCheckpoint]]:
+    """Return the checkpoints on disk, each after the index of its run, the newest first."""
+    saved: list[tuple[int, SavedCheckpoint]] = []
+    for number, run in enumerate(runs):
+        paths = checkpoints(run.folder / "checkpoints")
+        saved += [(number, checkpoint) for checkpoint in saved_checkpoints(paths)]
+    return saved
+
+
+def _charts_as_json(runs: Sequence[History]) -> list[JsonObject]:
+    content = []
+    for chart in charts(runs):
+        curves = [curve._asdict() for curve in chart.curves]
+        content.append({**chart._asdict(), "curves": curves})
+    return content
+
+
+def tracker_pages(runs: Sequence[History]) -> list[tuple[int, str, str]]:
+    """Return the number of a run, the name of a tracker, and the address of the run's page there.
+
+    An address in ``run.json`` that is no address of the web is left out.
+    """
+    pages = []
+    for number, run in enumerate(runs):
+        trackers = run.record.get("trackers")
+        addresses = trackers if isinstance(trackers, dict) else {}
+        for name, address in addresses.items():
+            if str(address).startswith(("http://", "https://")):
+                pages.append((number, name, address))
+    return pages
+
+
+def _format_overview(values: JsonObject) -> dict[str, str]:
+    """Return the rows of the page's first table.
+
+    Args:
+        values: what :func:`overview` returned.
+    """
+
+    def text(key: str, template: str = "{}", absent: str = _ABSENT) -> str:
+        if values[key] is None:
+            return absent
+        return template.format(values[key])
+
+    state = text("state") + text("reason", ": {}", absent="")
+    steps = text("step", "{:,}") + text("max_steps", " of {:,}", absent="")
+    best_loss = text("best_loss", "{:.4f}") + text("best_step", " at step {:,}", absent="")
+    processes = (
+        text("processes")
+        + text("device", " on {}", absent="")
+        + text("sharded", ", sharded {}", absent="")
+    )
+    precision = "float32" if values["mixed_precision"] == "no" else text("mixed_precision")
+    latest_start = text("time") + text("host", " on {}", absent="")
+    hours = values["hours"]
+    gib = values["memory_gib"]
+    return {
+        "state": state,
+        "steps": steps,
+        "target tokens": text("tokens", "{:,}"),
+        "train loss": text("loss", "{:.4f}"),
+        "best eval loss": best_loss,
+        "time of training": _ABSENT if hours is None else duration_text(3600 * hours),
+        "tokens per second": text("tokens_per_second", "{:,.0f}"),
+        "MFU": text("mfu", "{:.1%}"),
+        "peak memory of a process": _ABSENT if gib is None else size_text(gib * 2**30),
+        "processes": processes,
+        "precision": precision,
+        "data": text("data"),
+        "code": text("git_sha"),
+        "latest start": latest_start,
+    }
+
+
+def _format_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _comparable_values(run: History) -> JsonObject:
+    """Return what `llmtrain diff` compares: settings that affect something, and metadata."""
+    metadata = flat_record(run)
+    values = {
+        name: value for name, value in run.settings.items() if run.effects.get(name) != ["nowhere"]
+    }
+    values |= {key: metadata.get(key) for key in METADATA}
+    versions = values.pop("versions") or {}
+    return values | {f"version of {name}": version for name, version in versions.items()}
+
+
+def _recorded_events(number: int, run: History) -> list[Event]:
+    """Return the events that a run, which has this index, has recorded in its folder."""
+    recorded = []
+    for entry in run.events:
+        when = entry.get("time")
+        if isinstance(when, int | float):
+            event = Event(
+                when=when,
+                run=number,
+                step=entry["step"],
+                kind=str(entry.get("kind")),
+                text=str(entry.get("text")),
+            )
+            recorded.append(event)
+    return recorded
+
+
+def _resume_events(number: int, run: History) -> list[Event]:
+    """Return an event for each start of a run that resumed from a checkpoint."""
+    resumes = []
+    for start, when in zip(run.starts, run.start_times(), strict=True):
+        if when is None or not start.get("step"):
+            continue
+
+        processes = start.get("processes")
+        text = "1 process" if processes == 1 else f"{processes} processes"
+        text += f" on {start.get('host')}"
+        if start.get("restart"):
+            text += f"; restart {start['restart']} by the launcher"
+        if run.extends and start is run.starts[0]:
+            text += f"; extends {run.extends.get('run')}"
+        event = Event(when=when, run=number, step=start["step"], kind="resumed", text=text)
+        resumes.append(event)
+    return resumes
+
+
+def _shown_samples(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:
+    """Return the samples to show, each after the index of its run."""
+    shown = []
+    for number, run in enumerate(runs):
+        steps = _evenly_spread_steps(run.samples)
+        for sample in run.samples:
+            is_complete = sample.keys() >= {"prompt", "text"}
+            if sample["step"] in steps and is_complete:
+                shown.append((number, sample))
+    return shown
+
+
+def _evenly_spread_steps(samples: Sequence[JsonObject]) -> set[int]:
+    """Choose at most ``_MAX_SAMPLE_STEPS`` steps, among them the first and the last."""
+    steps = sorted({sample["step"] for sample in samples})
+    if not steps:
+        return set()
+    last = len(steps) - 1
+    return {steps[round(i * last / (_MAX_SAMPLE_STEPS - 1))] for i in range(_MAX_SAMPLE_STEPS)}

@@ -12,8 +12,8 @@ import pytest
 
 from llmtrain.config import flags
 from llmtrain.lab.commands.diff import diff_runs, metadata_differences
+from llmtrain.lab.commands.report import differing_values, events, html, overview
 from llmtrain.lab.report.charts import charts, downsample, phase_bars
-from llmtrain.lab.report.page import differing_values, events, html, overview
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
 from tests.command_line import run_cli
