@@ -285,7 +285,7 @@ def test_readers_of_a_folder_without_locks_do_not_guess(
     history = History.read(tmp_path)
     assert history.state == "running", "it may not have been killed"
     assert "not known" in history.summary()
-    [finding] = local_checks._folder(tmp_path)
+    [finding] = [item for item in local_checks.findings(tmp_path) if item.subject == "run folder"]
     assert "has no locks" in finding.text
 
 

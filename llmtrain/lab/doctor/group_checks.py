@@ -9,12 +9,10 @@ import os
 import platform
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,159 +24,136 @@ from llmtrain.parallel.team import Team
 from llmtrain.versions import versions
 
 _MESSAGE_BYTES = 2**24  # of the tensor that is sent
-_SLOW_LINK_SHARE = 0.5  # of the median rate; a link below it is slow
-_LARGEST_SKEW = 1.0  # seconds between a clock and the median of all clocks
+_LARGEST_SKEW = 1.0  # seconds between a clock and that of the first process
 
 T = TypeVar("T")
 
 
-class Process(NamedTuple):
-    """A process, and the machine it runs on."""
+def findings(
+    output_dir: Path, local_findings: list[Finding], backend: str, timeout: float
+) -> list[Finding]:
+    """Check all processes together, and return what this one reports; all of them call this.
 
-    rank: int
-    host: str
-    machine: int  # the number of the machine
+    The first process reports for all. If some do not come, or if one is lost, the first process of
+    each machine reports what it has found.
 
-    def __str__(self) -> str:
-        return f"{self.host} (machine {self.machine})"
+    Args:
+        output_dir: the folder in which runs are kept.
+        local_findings: those about the machine of this process.
+        backend: ``gloo`` or ``nccl``.
+        timeout: seconds to wait for the other processes.
+    """
+    own_report = local_findings if os.environ.get("LOCAL_RANK", "0") == "0" else []
+    meeting = join_group(backend, timeout)
+    if meeting.level == BAD:
+        return [*own_report, meeting]
+
+    try:
+        machine = dist.get_rank() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        names = _gather(f"{platform.node()} (machine {machine})")
+        group_findings = [
+            *_same_versions(names),
+            _clocks(names),
+            _all_reduce(),
+            *_shared_folder(output_dir, names),
+        ]
+        findings_by_rank = _gather(local_findings)
+        dist.barrier()  # so that none sees how another one ends
+    except RuntimeError as error:  # a process has gone meanwhile
+        lost = Finding(BAD, "meeting", f"another process was lost: {first_line(error)}")
+        return [*own_report, meeting, lost]
+
+    if dist.get_rank() > 0:
+        return []
+    return [*merge_findings(names, findings_by_rank), meeting, *group_findings]
 
 
-class JoinResult(NamedTuple):
-    """The outcome of :func:`join_group` on one process."""
+def merge_findings(names: Sequence[str], findings_by_rank: list[list[Finding]]) -> list[Finding]:
+    """Return each finding once. One that not all machines have begins with the machine.
 
-    findings: list[Finding]
-    is_complete: bool  # whether all ranks have joined
+    Args:
+        names: the machine of each rank.
+        findings_by_rank: what each rank has found.
+    """
+    machines: dict[Finding, dict[str, None]] = {}
+    for name, findings in zip(names, findings_by_rank, strict=True):
+        for finding in findings:
+            machines.setdefault(finding, {})[name] = None
 
-
-def this_process() -> Process:
-    """Return this process, as its launcher describes it in the environment."""
-    rank = int(os.environ.get("RANK", "0"))
-    return Process(rank, platform.node(), _machine(rank))
-
-
-def _machine(rank: int) -> int:
-    return rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    merged = []
+    for finding, having in machines.items():
+        if having.keys() == {*names}:
+            merged.append(finding)
+        else:
+            merged.append(finding._replace(text=f"{', '.join(having)}: {finding.text}"))
+    return merged
 
 
 # --- joining the process group
 
 
-def join_group(backend: str, timeout: float) -> JoinResult:
-    """Join the process group.
-
-    If some ranks do not come, the first rank that came names them.
+def join_group(backend: str, timeout: float) -> Finding:
+    """Join the process group, and return whether all ranks have come.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         timeout: seconds to wait for the other ranks.
     """
-    process = this_process()
+    rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host = platform.node()
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=timeout)
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = _open_store(process, world_size, timeout)
+        store = TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not launcher_has_store,
+            timeout=limit,
+            wait_for_workers=False,
+        )
+        store.set(f"doctor/{rank}", host)  # tells the others that this process has come
     except (RuntimeError, ValueError) as error:
+        text = f"{host} does not reach {address}:{port}: {first_line(error)}"
+        remedy = "check that the first machine is up, its port open, and --main_process_ip right"
         if "EADDRINUSE" in str(error):
-            return _failure(
-                f"port {os.environ['MASTER_PORT']} of {process.host} is in use",
-                remedy="choose another port with --main_process_port, the same on all machines",
-            )
-        return _failure(
-            f"{process.host} does not reach {endpoint}: {first_line(error)}",
-            remedy="check that the first machine is up, that its port is open, and that "
-            "--main_process_ip is its address",
-        )
+            text = f"port {port} of {host} is in use"
+            remedy = "choose another port with --main_process_port, the same on all machines"
+        return Finding(BAD, "meeting", text, remedy)
 
-    missing = _wait_for_ranks(store, world_size, timeout)
+    deadline = time.monotonic() + timeout
+    missing = [*range(world_size)]
+    while missing and time.monotonic() < deadline:
+        missing = [other for other in missing if not store.check([f"doctor/{other}"])]
+        time.sleep(0.05)
     if missing:
-        is_first_present = process.rank == min(set(range(world_size)) - missing)
-        if not is_first_present:
-            return JoinResult([], is_complete=False)
-        machines = {_machine(rank) for rank in missing}
-        return _failure(
-            f"rank {_join(missing)} (machine {_join(machines)}) has not come to {endpoint} in "
-            f"{timeout:.0f} s",
-            remedy="run llmtrain doctor there with its own --machine_rank, and read what it says "
-            "about this port",
-        )
+        ranks = ", ".join(map(str, missing))
+        text = f"rank {ranks} has not come to {address}:{port} in {timeout:.0f} s"
+        remedy = "run llmtrain doctor there with its own --machine_rank, and read its line meeting"
+        return Finding(BAD, "meeting", text, remedy)
 
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    start = time.monotonic()
     try:
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=process.rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
         )
         dist.all_reduce(torch.ones(1, device=_device()))
     except RuntimeError as error:
-        return _failure(
-            f"{process.host} reaches {endpoint}, but not every other process: {first_line(error)}",
-            remedy="open all ports between the machines, not only that of the first process",
-        )
+        text = f"{host} reaches {address}:{port}, but not every other process: {first_line(error)}"
+        remedy = "open all ports between them; for gloo, name the device: GLOO_SOCKET_IFNAME=eth0"
+        return Finding(BAD, "meeting", text, remedy)
 
-    seconds = time.monotonic() - start
-    text = f"{world_size} processes over {backend} in {seconds:.2f} s"
-    return JoinResult([Finding(GOOD, "meeting", text)], is_complete=True)
+    return Finding(GOOD, "meeting", f"{world_size} processes over {backend}")
 
 
-def _open_store(process: Process, world_size: int, timeout: float) -> TCPStore:
-    """Connect to the store, and write a key that tells the others that this process has come.
-
-    Rank 0 opens the store, unless the launcher has one.
-    """
-    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        is_master=process.rank == 0 and not launcher_has_store,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
-    store.set(f"doctor/{process.rank}", process.host)
-    return store
+# --- checks, which all ranks call
 
 
-def _failure(text: str, remedy: str) -> JoinResult:
-    return JoinResult([Finding(BAD, "meeting", text, remedy)], is_complete=False)
-
-
-def _wait_for_ranks(store: TCPStore, world_size: int, timeout: float) -> set[int]:
-    """Wait until every rank has written its key, and return the ranks that have not in time."""
-    deadline = time.monotonic() + timeout
-    missing = set(range(world_size))
-    while missing and time.monotonic() < deadline:
-        missing = {rank for rank in missing if not store.check([f"doctor/{rank}"])}
-        time.sleep(0.05)
-    return missing
-
-
-def _join(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
-def leave_group() -> None:
-    """Wait for all ranks, so that none sees how another one ends."""
-    dist.barrier()
-
-
-# --- checks
-
-
-def findings(output_dir: Path) -> list[Finding]:
-    """Return the findings about all ranks; all of them call this.
-
-    Args:
-        output_dir: the folder in which runs are kept.
-    """
-    return [*_same_versions(), *_clocks(), *_links(), *_shared_folder(output_dir)]
-
-
-def gather(value: T) -> list[T]:
+def _gather(value: T) -> list[T]:
     """Gather an object from every rank, in rank order."""
     return Team.everyone().on_all(lambda: value)
 
@@ -187,150 +162,79 @@ def _device() -> torch.device:
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _same_versions() -> Iterator[Finding]:
-    gathered = gather((this_process(), versions()))
-    _, first_versions = gathered[0]
-    for package in first_versions:
-        counts = Counter(installed[package] for _, installed in gathered)
-        [(usual, _)] = counts.most_common(1)
+def _same_versions(names: Sequence[str]) -> Iterator[Finding]:
+    versions_by_rank = _gather(versions())
+    for package, first in versions_by_rank[0].items():
         different = {
-            f"{process} has {installed[package]}"
-            for process, installed in gathered
-            if installed[package] != usual
+            f"{name} has {installed[package]}"
+            for name, installed in zip(names, versions_by_rank, strict=True)
+            if installed[package] != first
         }
         if different:
             yield Finding(
                 BAD,
                 "versions",
-                f"{package}: {', '.join(sorted(different))}; the others have {usual}",
+                f"{package}: {', '.join(sorted(different))}; {names[0]} has {first}",
                 remedy="install the same version everywhere: pip install --constraint ...",
             )
 
 
-def _clocks() -> Iterator[Finding]:
+def _clocks(names: Sequence[str]) -> Finding:
     dist.barrier()
-    times = gather((this_process(), time.time()))
-    median = statistics.median(seconds for _, seconds in times)
-    skews = {str(process): seconds - median for process, seconds in times}
+    times = _gather(time.time())
+    skews = {name: seconds - times[0] for name, seconds in zip(names, times, strict=True)}
     large_skews = [
-        f"{process} by {skew:+.1f} s"
-        for process, skew in skews.items()
-        if abs(skew) > _LARGEST_SKEW
+        f"{name} by {skew:+.1f} s" for name, skew in skews.items() if abs(skew) > _LARGEST_SKEW
     ]
     if large_skews:
-        yield Finding(
-            DOUBTFUL,
-            "clocks",
-            f"off: {', '.join(large_skews)}",
-            remedy="run an NTP client, such as chrony",
-        )
-    else:
-        largest = max(map(abs, skews.values()))
-        yield Finding(GOOD, "clocks", f"within {largest:.2f} s of their median")
+        text = f"off: {', '.join(large_skews)}, from the clock of {names[0]}"
+        return Finding(DOUBTFUL, "clocks", text, remedy="run an NTP client, such as chrony")
+    largest = max(map(abs, skews.values()))
+    return Finding(GOOD, "clocks", f"within {largest:.2f} s of the first one")
 
 
-def _links() -> Iterator[Finding]:
-    """Measure an all-reduce, and each machine's link to the next machine."""
-    processes = gather(this_process())
-    short_message = torch.zeros(2, device=_device())
-    long_message = torch.zeros(_MESSAGE_BYTES // 4, device=_device())
-    yield _all_reduce_speed(short_message, long_message)
-    yield from _slow_links(processes, long_message)
+def _all_reduce() -> Finding:
+    """Measure how long a short message takes, and how fast a long one is sent."""
+    medians = []
+    for message_bytes, times in ((8, 20), (_MESSAGE_BYTES, 5)):
+        message = torch.zeros(message_bytes // 4, device=_device())
+        seconds = []
+        for _ in range(times + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(message)
+            if message.is_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        medians.append(statistics.median(seconds[1:]))  # the first may open the connection
 
-
-def _all_reduce_speed(short_message: torch.Tensor, long_message: torch.Tensor) -> Finding:
+    latency, long_seconds = medians
     world_size = dist.get_world_size()
-    latency = _median_seconds(partial(dist.all_reduce, short_message), times=20)
-    long_seconds = _median_seconds(partial(dist.all_reduce, long_message), times=5)
     # Each process of a ring sends 2 (N - 1) / N of the bytes that are reduced.
     rate = 2 * (world_size - 1) / world_size * _MESSAGE_BYTES / long_seconds
     text = f"{1e6 * latency:.0f} us for 8 bytes; {rate / 1e6:,.0f} MB/s on each link of a ring"
     return Finding(GOOD, "all-reduce", text)
 
 
-def _slow_links(processes: list[Process], message: torch.Tensor) -> Iterator[Finding]:
-    """Send a message from each machine to the next, and report the links that are slow."""
-    first_processes = [
-        process
-        for process in processes
-        if process.rank == 0 or process.machine != processes[process.rank - 1].machine
-    ]
-    if len(first_processes) < 3:  # of two links, neither can be called the slow one
-        return
-
-    rates = {}
-    receivers = [*first_processes[1:], first_processes[0]]
-    for sender, receiver in zip(first_processes, receivers, strict=True):
-        seconds = gather(_link_seconds(sender, receiver, message))[receiver.rank]
-        rates[f"{sender} to {receiver.host} ({receiver.machine})"] = _MESSAGE_BYTES / seconds
-
-    median = statistics.median(rates.values())
-    for link, rate in rates.items():
-        if rate < _SLOW_LINK_SHARE * median:
-            yield Finding(
-                DOUBTFUL,
-                "links",
-                f"{link}: {rate / 1e6:,.0f} MB/s; the median link has {median / 1e6:,.0f}",
-                remedy="check its cable and switch, and NCCL_SOCKET_IFNAME",
-            )
-
-
-def _link_seconds(sender: Process, receiver: Process, message: torch.Tensor) -> float:
-    """Return this rank's median time to send or receive a message; all ranks call this."""
-
-    def do_nothing() -> None:
-        pass
-
-    action: Callable[[], object] = do_nothing
-    rank = this_process().rank
-    if rank == sender.rank:
-        action = partial(dist.send, message, receiver.rank)
-    elif rank == receiver.rank:
-        action = partial(dist.recv, message, sender.rank)
-    return _median_seconds(action, times=3)
-
-
-def _median_seconds(action: Callable[[], object], times: int) -> float:
-    """Return this rank's median time of a collective or a message; all ranks call this.
-
-    The first call, which may open the connection, does not count.
-    """
-    seconds = []
-    for _ in range(times + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        action()
-        if _device().type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def _shared_folder(output_dir: Path) -> Iterator[Finding]:
+def _shared_folder(output_dir: Path, names: Sequence[str]) -> Iterator[Finding]:
     """Look on every rank for a file that rank 0 has written near the run folder."""
     folder = nearest_existing(output_dir)
-    is_first = this_process().rank == 0
-    token_name = gather(f".doctor-{os.getpid()}-{time.time_ns()}")[0]
-    token = folder / token_name
+    token = folder / _gather(f".doctor-{os.getpid()}-{time.time_ns()}")[0]
+    is_first = dist.get_rank() == 0
     if is_first:
         with contextlib.suppress(OSError):
             token.touch()
     dist.barrier()
-    gathered = gather((this_process(), token.exists()))
+    sees_token = _gather(token.exists())
     if is_first:
         token.unlink(missing_ok=True)
 
-    _, first_sees_token = gathered[0]
-    if not first_sees_token:  # the first machine's own check says that it cannot write there
+    if not sees_token[0]:  # the first machine's own check says that it cannot write there
         return
-    blind = {str(process) for process, sees_token in gathered if not sees_token}
-    if blind:
-        yield Finding(
-            DOUBTFUL,
-            "run folder",
-            f"{folder.absolute()} of the first machine is not visible to "
-            f"{', '.join(sorted(blind))}",
-            remedy="only the first machine then writes checkpoints; mount the folder on all",
-        )
-    else:
+    blind = {name for name, sees in zip(names, sees_token, strict=True) if not sees}
+    if not blind:
         yield Finding(GOOD, "run folder", f"{folder.absolute()} is visible to all processes")
+        return
+    text = f"{folder.absolute()} of the first machine is not visible to {', '.join(sorted(blind))}"
+    remedy = "only the first machine then writes checkpoints; mount the folder on all"
+    yield Finding(DOUBTFUL, "run folder", text, remedy)
