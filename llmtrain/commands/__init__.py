@@ -6,6 +6,6 @@ A module has:
 - ``EXAMPLES``, command lines that ``--help`` shows;
 - ``add_arguments(parser)`` and ``run(arguments)``.
 
-It imports nothing heavy until it runs, so that ``--help`` is fast. ``verify`` has two more modules:
-``trial`` starts its runs, and ``finished_run`` compares them.
+It imports nothing heavy until it runs, so that ``--help`` is fast. ``verify`` has one more module:
+``trial`` starts its runs, and compares them.
 """

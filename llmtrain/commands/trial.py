@@ -1,13 +1,14 @@
-"""Starts short runs of the user's recipe in real processes, for ``verify``."""
+"""The runs of a recipe that ``verify`` starts, and how they differ from one another."""
 
 import argparse
+import itertools
 import re
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands.finished_run import FinishedRun
 from llmtrain.errors import UserError
+from llmtrain.files import digest
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import (
     failure_message,
@@ -19,8 +20,8 @@ from llmtrain.launching.children import (
     short_run_flags,
     start_command,
 )
-from llmtrain.record.history import read_lines
-from llmtrain.shipped import shipped_config
+from llmtrain.record.history import History, read_lines
+from llmtrain.record.tolerances import QUANTITIES, deviation, tolerance_of, weight_difference
 
 _POLL_SECONDS = 0.005
 
@@ -33,42 +34,156 @@ if not sys.flags.safe_path:  # as if Python had started it
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+# The weights themselves are compared. A sharded run computes their norm in float32 even if it
+# trains in float64.
+_NOT_COMPARED = ("initial_weights", "weight_norm")
 
-class RequestedLayout(NamedTuple):
-    """A parallel layout as the user writes it.
+
+class ComparedRun(NamedTuple):
+    """A run, and how it differs from the reference.
 
     Attributes:
-        processes: the number of processes.
-        accumulation: micro-batches of a step; ``None`` leaves them to the recipe.
-        micro_batch: rows of a micro-batch; ``None`` leaves them to the recipe.
+        layout: the name of the run.
+        same_rows: whether every step had the same rows.
+        loss: the largest relative difference of a loss, at any step.
+        grad_norm: the largest relative difference of the gradient norm, at any step.
+        weights: the relative difference of the final weights.
+        digest: the hash of the run's last checkpoint.
+        wrong: the faults, each with the name of the run.
     """
 
+    layout: str
+    same_rows: bool
+    loss: float
+    grad_norm: float
+    weights: float
+    digest: str
+    wrong: list[str]
+
+
+class FinishedRun:
+    """A run that has ended.
+
+    Attributes:
+        name: what messages call it.
+        history: everything that it has logged.
+        starts: the starts in its ``run.json``.
+        precision: the precision in which it computed.
+        weights: the weights of its last checkpoint, in float64. Those of the finished model may be
+            rounded to another dtype.
+        state_hashes: a hash of each file in its last checkpoint that has weights or a state.
+    """
+
+    def __init__(self, name: str, folder: Path, *, is_float64: bool) -> None:
+        from llmtrain.record.checkpoint import checkpoints, state_hashes
+        from llmtrain.record.tensor_files import read_tensors
+
+        checkpoint = checkpoints(folder / "checkpoints")[-1]
+        self.name = name
+        self.history = History.of_run(folder)
+        self.starts = self.history.record["starts"]
+        self.precision = "float64" if is_float64 else self.starts[0]["mixed_precision"]
+        self.weights = {name: value.double() for name, value in read_tensors(checkpoint / "model")}
+        self.state_hashes = state_hashes(checkpoint)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the weights and of all states in the last checkpoint."""
+        return digest(self.state_hashes)
+
+    def has(self, setting: str) -> bool:
+        """Return whether a setting was switched on. Not every recipe has every setting."""
+        return bool(self.history.settings.get(setting))
+
+    def token_count_faults(self) -> list[str]:
+        """Return the faults of the logged target tokens: one if they are not those of the rows.
+
+        A wrong count is the same on every layout, so comparing layouts cannot show it.
+        """
+        rows = read_lines(self.history.folder / "rows.jsonl")
+        targets = {entry["step"]: sum(entry["targets"]) for entry in rows}
+        in_rows = dict(zip(targets, itertools.accumulate(targets.values()), strict=True))
+        for step, logged in QUANTITIES["target_tokens"].read(self.history).items():
+            if logged != in_rows.get(step, logged):
+                return [
+                    f"{self.name}: {logged} target tokens were counted up to step {step}, "
+                    f"but its rows have {in_rows[step]}"
+                ]
+        return []
+
+    def compare(self, other: "FinishedRun", same_bits: bool) -> ComparedRun:
+        """Compare another run with this one.
+
+        Args:
+            other: the other run. Its precision determines what rounding can explain.
+            same_bits: whether weights, optimizer, the state of parts and eval losses must be the
+                same to the last bit.
+        """
+        tolerance = tolerance_of(other.precision, other.history.settings)
+        deviations = {}
+        faults = []
+        for key, quantity in QUANTITIES.items():
+            if key in _NOT_COMPARED:
+                continue
+            deviated = deviation(quantity, self.history, other.history)
+            deviations[key] = deviated
+            limit = quantity.limit(tolerance)
+            if limit == 0 and deviated.first_step is not None:
+                faults.append(f"different {quantity.name} from step {deviated.first_step} on")
+            elif deviated.largest > limit:
+                faults.append(
+                    f"{quantity.name} differs by {deviated.largest:.1e}, more than {limit:.0e}"
+                )
+
+        weights = weight_difference(self.weights, other.weights)
+        if not weights <= tolerance.weights:  # NaN is a fault, too
+            faults.append(f"weights differ by {weights:.1e}, more than {tolerance.weights:.0e}")
+        entries = other.history.entries
+        syncs = max((entry.get("train/gradient_syncs") or 0 for entry in entries), default=0)
+        if syncs > 1 and not other.has("sync_each_batch"):
+            faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
+        if same_bits:
+            faults += _differing_bits(self.state_hashes, other.state_hashes)
+        if same_bits and deviations["eval_loss"].first_step is not None:
+            faults.append("eval losses differ in some bits")
+
+        losses = [key for key in deviations if QUANTITIES[key].rounds_like == "loss"]
+        return ComparedRun(
+            layout=other.name,
+            same_rows=deviations["rows"].first_step is None,
+            loss=max(deviations[key].largest for key in losses),
+            grad_norm=deviations["grad_norm"].largest,
+            weights=weights,
+            digest=other.digest,
+            wrong=[f"{other.name}: {fault}" for fault in faults],
+        )
+
+
+def _differing_bits(hashes: dict[str, str], other_hashes: dict[str, str]) -> list[str]:
+    """Return a fault for the weights and the optimizer, and one for each part, that differ."""
+    faults = set()
+    for file in hashes.keys() | other_hashes.keys():
+        if hashes.get(file) != other_hashes.get(file):
+            folder, name, *_ = Path(file).parts
+            is_part = folder == "parts"
+            subject = f"the state of {name} differs" if is_part else "weights or optimizer differ"
+            faults.add(f"{subject} in some bits")
+    return sorted(faults, reverse=True)
+
+
+class RequestedLayout(NamedTuple):
+    """A parallel layout as the user writes it, such as ``2`` or ``2x1x4``."""
+
     processes: int
-    accumulation: int | None = None
-    micro_batch: int | None = None
+    accumulation: int | None = None  # micro-batches of a step; None leaves them to the recipe
+    micro_batch: int | None = None  # rows of a micro-batch; likewise
 
     @classmethod
     def parse(cls, text: str) -> "RequestedLayout":
-        """Parse ``2`` or ``2x1x4``.
-
-        Raises:
-            UserError: if the text is neither.
-        """
         match = re.fullmatch(r"([1-9]\d*)(?:x(\d+)x(\d+))?", text.strip())
         if match is None:
-            raise UserError(
-                f"--layouts {text}: write a number of processes, such as 2, or processes x "
-                "accumulation x rows, such as 2x1x4."
-            )
-
-        processes, accumulation, micro_batch = match.groups()
-        if accumulation is None:
-            return cls(processes=int(processes))
-        return cls(
-            processes=int(processes),
-            accumulation=int(accumulation),
-            micro_batch=int(micro_batch),
-        )
+            raise UserError(f"--layouts {text}: write it as 2 (processes), or as 2x1x4.")
+        return cls(*(int(number) for number in match.groups() if number is not None))
 
     def __str__(self) -> str:
         if self.accumulation is not None:
@@ -91,37 +206,30 @@ class Trial:
     Only the parallel layout and the folder of the run change.
 
     Args:
-        arguments: of the command ``verify``.
+        arguments: of the command.
+        scratch: a folder for the folders of the runs.
         steps: steps of each run.
         save_steps: steps between two checkpoints.
 
     Raises:
-        UserError: if the layouts do not fit together, or cannot be started.
+        UserError: if the layouts do not fit together.
     """
 
-    def __init__(self, arguments: argparse.Namespace, steps: int, save_steps: int) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, scratch: Path, *, steps: int, save_steps: int
+    ) -> None:
         self.arguments = arguments
+        self.scratch = scratch
         self.steps = steps
         config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
 
         layouts = arguments.layouts or str(max(2, config.get("num_processes", gpu_count())))
         self.layouts = [RequestedLayout.parse(layout) for layout in layouts.split(",")]
         if len({layout.global_batch for layout in self.layouts}) > 1:
-            raise UserError(
-                f"--layouts {layouts}: all layouts must have the same global batch; write only "
-                "numbers of processes, or processes x accumulation x rows with equal products."
-            )
-
-        most_processes = max(layout.processes for layout in self.layouts)
-        distributed_type = config.get("distributed_type")
-        if most_processes > 1 and distributed_type in ("NO", "MULTI_CPU"):
-            raise UserError(
-                f"--config_file {arguments.config_file} starts one process (distributed_type: "
-                f"{distributed_type}); use {shipped_config('cpu_ddp')} or "
-                f"{shipped_config('multi_gpu')}."
-            )
+            raise UserError(f"--layouts {layouts}: all layouts must have the same global batch.")
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
+        most_processes = max(layout.processes for layout in self.layouts)
         self.on_cpu = has_too_few_gpus(most_processes, arguments.config_file)
         self._forced_flags: JsonObject = short_run_flags(steps) | {
             "save_steps": save_steps,
@@ -130,12 +238,12 @@ class Trial:
             "resume_from_checkpoint": "auto",
         }
 
-    def run(self, layout: RequestedLayout, folder: Path, name: str | None = None) -> FinishedRun:
-        """Start the recipe, and wait until it ends.
+    def run(self, layout: RequestedLayout, folder: str, name: str | None = None) -> FinishedRun:
+        """Start the recipe on a layout, and wait until it ends.
 
         Args:
-            layout: the layout to start it on.
-            folder: the folder of the run.
+            layout: the layout.
+            folder: the name of the folder of the run.
             name: what to call the run in messages, if not by its layout.
 
         Raises:
@@ -145,15 +253,11 @@ class Trial:
             run_command(self._command(layout, folder), self.on_cpu)
         except UserError as error:
             raise UserError(f"{layout}: {error}") from None
-        return FinishedRun(name or str(layout), folder, is_float64=self.arguments.float64)
+        is_float64 = self.arguments.float64
+        return FinishedRun(name or str(layout), self.scratch / folder, is_float64=is_float64)
 
-    def run_and_kill(self, layout: RequestedLayout, folder: Path, step: int) -> int:
-        """Start the recipe, and SIGKILL all its processes when it reaches a step.
-
-        Args:
-            layout: the layout to start it on.
-            folder: the folder of the run.
-            step: the step after which it is killed.
+    def run_and_kill(self, layout: RequestedLayout, folder: str, step: int) -> int:
+        """Start the recipe on a layout, and SIGKILL all its processes when it reaches a step.
 
         Returns:
             The step that the run had reached by then.
@@ -164,25 +268,27 @@ class Trial:
         import psutil  # noqa: F401 - loaded now, so that the kill need not wait for it
 
         command = self._command(layout, folder)
-        stderr = folder.parent / "killed.err"
+        stderr = self.scratch / "killed.err"
         with stderr.open("wb") as file, start_command(command, self.on_cpu, file) as process:
-            while last_step(folder) < step:
+            while self.last_step(folder) < step:
                 if process.poll() is not None:
                     raise UserError(failure_message(stderr))
                 time.sleep(_POLL_SECONDS)
 
-        reached = last_step(folder)
+        reached = self.last_step(folder)
         if reached >= self.steps:
-            raise UserError(
-                f"the run ended before it could be killed; use more than --steps {self.steps}."
-            )
+            raise UserError(f"the run ended before its kill; use more than --steps {self.steps}.")
         return reached
 
-    def _command(self, layout: RequestedLayout, folder: Path) -> list[str]:
-        """Return the command that starts the recipe on a layout."""
+    def last_step(self, folder: str) -> int:
+        """Return the step of the last complete line of ``metrics.jsonl``, or -1."""
+        entries = read_lines(self.scratch / folder / "metrics.jsonl")
+        return int(entries[-1]["step"]) if entries else -1
+
+    def _command(self, layout: RequestedLayout, folder: str) -> list[str]:
         recipe = [self.arguments.recipe, *self.arguments.flags]
         if self.arguments.float64:
-            script = folder.parent / "in_float64.py"
+            script = self.scratch / "in_float64.py"
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
 
@@ -192,11 +298,5 @@ class Trial:
         if layout.micro_batch is not None:
             flags["per_device_train_batch_size"] = layout.micro_batch
         flags |= self._forced_flags
-        flags["output_dir"] = folder
+        flags["output_dir"] = self.scratch / folder
         return recipe_command(recipe, flags, layout.processes, self.arguments.config_file)
-
-
-def last_step(folder: Path) -> int:
-    """Return the step of the last complete line of ``metrics.jsonl``, or -1."""
-    entries = read_lines(folder / "metrics.jsonl")
-    return int(entries[-1]["step"]) if entries else -1

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands.finished_run import ComparedRun, FinishedRun, table
-from llmtrain.commands.trial import RequestedLayout, Trial, last_step
+from llmtrain.commands.trial import ComparedRun, FinishedRun, RequestedLayout, Trial
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
@@ -20,9 +19,9 @@ EXAMPLES = (
     "llmtrain verify resume recipes/gpt.py",
 )
 
-_LAYOUT_STEPS = 5
-_RESUME_STEPS = 20
-_FEWEST_RESUME_STEPS = 4  # the run is killed between two of them, after a checkpoint
+_STEPS = {"layout": 5, "resume": 20}
+# A run is killed between two steps, after a checkpoint.
+_FEWEST_STEPS = {"layout": 1, "resume": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help=f"steps of each run (default: {_LAYOUT_STEPS} for layout, {_RESUME_STEPS} for resume)",
+        help="steps of each run (default: 5 for layout, 20 for resume)",
     )
     parser.add_argument(
         "--config_file", metavar="FILE", help="accelerate config that launches the recipe"
@@ -59,164 +58,121 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     separate_recipe_flags(arguments)
-    verify = _verify_layouts if arguments.check == "layout" else _verify_resume
+    check = arguments.check
+    steps = _STEPS[check] if arguments.steps is None else arguments.steps
+    if steps < _FEWEST_STEPS[check]:
+        raise UserError(f"--steps {steps}: verify {check} needs at least {_FEWEST_STEPS[check]}.")
+
+    save_steps = steps if check == "layout" else max(1, steps // 5)
     with tempfile.TemporaryDirectory(prefix="llmtrain-verify-") as scratch:
-        result = verify(arguments, Path(scratch))
+        trial = Trial(arguments, Path(scratch), steps=steps, save_steps=save_steps)
+        result = _verify_layouts(trial) if check == "layout" else _verify_resume(trial, save_steps)
 
     failures = list(result.failures)
     for comparison in result.comparisons:
         failures += comparison.wrong
 
+    reference = result.reference
     if arguments.json:
-        _print_json(result, failures)
+        content = {
+            "same": not failures,
+            "reference": {"layout": reference.name, "digest": reference.digest},
+            "others": [comparison._asdict() for comparison in result.comparisons],
+            "failures": failures,
+            "history": result.history,
+        }
+        print(json_text(content, indent=1))
     else:
-        _print_text(result, failures)
+        print("\n".join([*result.history, *_table(result), *failures]))
+        print("FAILED: not the same run" if failures else "passed: the same run")
     sys.exit(1 if failures else 0)
 
 
 class _Result(NamedTuple):
-    """The runs of a verification.
+    """The runs of a verification."""
 
-    Attributes:
-        reference: the run that all others are compared with.
-        comparisons: how the others differ from it.
-        failures: faults that no comparison shows.
-        history: lines about the starts and kills.
-    """
-
-    reference: FinishedRun
+    reference: FinishedRun  # all others are compared with it
     comparisons: list[ComparedRun]
-    failures: list[str]
-    history: list[str]
+    failures: list[str]  # faults that no comparison shows
+    history: list[str]  # lines about the starts and kills
 
 
-def _print_json(result: _Result, failures: list[str]) -> None:
-    reference = result.reference
-    content = {
-        "same": not failures,
-        "reference": {"layout": reference.name, "digest": reference.digest},
-        "others": [comparison._asdict() for comparison in result.comparisons],
-        "failures": failures,
-        "history": result.history,
-    }
-    print(json_text(content, indent=1))
+def _table(result: _Result) -> list[str]:
+    """Return the lines of a table with the reference and the runs compared with it."""
+    head = f"{'layout':<18}{'rows':>8}{'loss':>11}{'grad norm':>11}{'weights':>11}{'bits':>8}"
+    lines = [head, f"{result.reference.name:<18}{result.reference.digest[:7]:>49}"]
+    for run in result.comparisons:
+        rows = "same" if run.same_rows else "differ"
+        numbers = f"{run.loss:>11.1e}{run.grad_norm:>11.1e}{run.weights:>11.1e}"
+        lines.append(f"{run.layout:<18}{rows:>8}{numbers}{run.digest[:7]:>8}")
+    return lines
 
 
-def _print_text(result: _Result, failures: list[str]) -> None:
-    verdict = "FAILED: not the same run" if failures else "passed: the same run"
-    lines = [
-        *result.history,
-        *table(result.reference, result.comparisons),
-        *failures,
-        verdict,
-    ]
-    print("\n".join(lines))
-
-
-def _verify_layouts(arguments: argparse.Namespace, scratch: Path) -> _Result:
-    """Run the recipe on each layout, and compare the runs with the first."""
-    steps = _LAYOUT_STEPS if arguments.steps is None else arguments.steps
-    if steps < 1:
-        raise UserError(f"--steps {steps}: a run needs at least one step.")
-
-    trial = Trial(arguments, steps, save_steps=steps)
+def _verify_layouts(trial: Trial) -> _Result:
+    """Run the recipe on each layout, and compare the runs with the reference."""
     layouts = trial.layouts
-    if layouts[0].micro_batch is None:
-        # The reference has other micro-batches than the layouts. With the same ones, a mean of the
-        # ranks' means would look right.
-        layouts = [RequestedLayout(processes=1, micro_batch=1), *layouts]
-    first_layout, *other_layouts = layouts
-    if not other_layouts:
+    has_micro_batches = layouts[0].micro_batch is not None
+    if has_micro_batches and len(layouts) == 1:
         raise UserError(
-            f"--layouts {first_layout}: name at least two layouts; all are compared with the first."
+            f"--layouts {layouts[0]}: name at least two layouts; all are compared with the first."
         )
 
-    reference = trial.run(first_layout, scratch / "0")
-    is_bitwise = reference.has("bitwise")
-    if is_bitwise and first_layout.accumulation is None:
-        # With --bitwise the results depend on the size of a micro-batch, so the reference keeps it.
-        reference = trial.run(RequestedLayout(processes=1), scratch / "again")
-
     outcomes = []
-    failures = reference.token_count_faults()
-    for i, layout in enumerate(other_layouts, start=1):
+    failures = []
+    for i, layout in enumerate(layouts[has_micro_batches:], start=1):
         try:
-            outcomes.append(trial.run(layout, scratch / str(i)))
-        except UserError as error:  # the recipe works on the first layout but not on this one
+            outcomes.append(trial.run(layout, str(i)))
+        except UserError as error:  # raised below if the reference fails, too
             failures.append(str(error))
+
+    # The reference has other micro-batches than the layouts. With the same ones, a mean of the
+    # ranks' means would look right. But with --bitwise, results depend on the micro-batch.
+    is_bitwise = any(outcome.has("bitwise") for outcome in outcomes)
+    reference_layout = RequestedLayout(processes=1, micro_batch=None if is_bitwise else 1)
+    if has_micro_batches:
+        reference_layout = layouts[0]
+    reference = trial.run(reference_layout, "0")
     return _Result(
         reference=reference,
         comparisons=[reference.compare(outcome, same_bits=is_bitwise) for outcome in outcomes],
-        failures=failures,
+        failures=reference.token_count_faults() + failures,
         history=[],
     )
 
 
-def _verify_resume(arguments: argparse.Namespace, scratch: Path) -> _Result:
+def _verify_resume(trial: Trial, save_steps: int) -> _Result:
     """Compare a run that is killed and resumed with one that is not."""
-    steps = _RESUME_STEPS if arguments.steps is None else arguments.steps
-    if steps < _FEWEST_RESUME_STEPS:
-        raise UserError(
-            f"--steps {steps} leaves no time to kill and resume a run; "
-            f"use at least {_FEWEST_RESUME_STEPS}."
-        )
+    uninterrupted = trial.run(trial.layouts[0], "straight")
 
-    save_steps = max(1, steps // 5)
-    trial = Trial(arguments, steps, save_steps)
-    uninterrupted = trial.run(trial.layouts[0], scratch / "straight")
-
+    # Each start but the last has an equal share of the steps, and is killed within it, at random,
+    # but not before there is a checkpoint to resume from.
     layouts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
-    folder = scratch / "killed"
-    kills = _run_and_kill(trial, layouts, folder, save_steps)
-    resumed = trial.run(layouts[-1], folder, name="killed, resumed")
-    history = ["; ".join([*kills, f"{layouts[-1]} to the end, step {steps}"])]
+    starts = []
+    share = trial.steps // len(layouts)
+    for i, layout in enumerate(layouts[:-1]):
+        end_of_share = trial.steps * (i + 1) // len(layouts)
+        earliest = max(save_steps + 1, end_of_share - share, trial.last_step("killed") + 1)
+        step = random.SystemRandom().randint(earliest, max(earliest, end_of_share - 1))
+        reached = trial.run_and_kill(layout, "killed", step)
+        starts.append(f"{layout}, killed after step {reached}")
+    resumed = trial.run(layouts[-1], "killed", name="killed, resumed")
+    history = ["; ".join([*starts, f"{layouts[-1]} to the end, step {trial.steps}"])]
 
     failures = [
         f"start {number} began at step 0"
-        for number, start in enumerate(resumed.record["starts"], start=1)
+        for number, start in enumerate(resumed.starts, start=1)
         if number > 1 and start["step"] == 0
     ]
-
     is_bitwise = uninterrupted.has("bitwise")
-    is_repeatable = is_bitwise or uninterrupted.record["starts"][0]["device"] == "cpu"
+    is_repeatable = is_bitwise or uninterrupted.starts[0]["device"] == "cpu"
     if not is_repeatable:
         history.append(
             "bits are not compared: on a GPU steps repeat to the last bit only with --bitwise"
         )
-    has_one_layout = len(set(layouts)) == 1
-    same_bits = is_bitwise or (is_repeatable and has_one_layout)
+    same_bits = is_bitwise or (is_repeatable and len(set(layouts)) == 1)
     return _Result(
         reference=uninterrupted,
         comparisons=[uninterrupted.compare(resumed, same_bits=same_bits)],
         failures=failures,
         history=history,
     )
-
-
-def _run_and_kill(
-    trial: Trial, layouts: list[RequestedLayout], folder: Path, save_steps: int
-) -> list[str]:
-    """Start the recipe on all layouts but the last, each time until a random step.
-
-    Each start has an equal share of the steps, and is killed within it, but not before there is a
-    checkpoint to resume from.
-
-    Args:
-        trial: starts the recipe.
-        layouts: the layout of each start.
-        folder: the folder of the run.
-        save_steps: steps between two checkpoints.
-
-    Returns:
-        For each start, the step after which it was killed, in words.
-    """
-    random_numbers = random.SystemRandom()
-    share = trial.steps // len(layouts)
-    kills = []
-    for i, layout in enumerate(layouts[:-1]):
-        end_of_share = trial.steps * (i + 1) // len(layouts)
-        earliest = max(save_steps + 1, end_of_share - share, last_step(folder) + 1)
-        latest = max(earliest, end_of_share - 1)
-        reached = trial.run_and_kill(layout, folder, random_numbers.randint(earliest, latest))
-        kills.append(f"{layout}, killed after step {reached}")
-    return kills

@@ -4,9 +4,14 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from llmtrain.commands import verify as verify_command
+from llmtrain.commands.trial import RequestedLayout
+from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import (
     BYTE_DATA,
@@ -67,6 +72,25 @@ def test_every_planted_bug_of_a_step_shows(tmp_path: Path) -> None:
     assert any("drifted" in effect for effect in effects)
 
 
+def planted_bug(bug: str, layouts: str, folder: Path) -> Ended:
+    """Verify layouts of a recipe with a bug. Its third step has one row, and padding."""
+    text = write_text(folder / "text.txt", sentences=12)
+    flags = [*TINY, "--dataset", str(text)]
+    return verify(f"layout --layouts {layouts} --steps 3", PLANTED, flags, {"PLANTED": bug})
+
+
+def assert_found(ended: Ended, message: str) -> None:
+    assert ended.status == 1, ended.out + ended.err
+    assert message in ended.out
+    assert ended.out.splitlines()[-1] == "FAILED: not the same run"
+
+
+def test_verify_finds_a_mean_of_means(tmp_path: Path) -> None:
+    ended = planted_bug("a mean of means", "1x1x8,1x2x4", tmp_path)
+    assert_found(ended, "1x2x4: gradient norm differs by")
+    assert "1x2x4: weights differ by" in ended.out
+
+
 @long_form
 @pytest.mark.parametrize(
     ("bug", "message"),
@@ -74,14 +98,8 @@ def test_every_planted_bug_of_a_step_shows(tmp_path: Path) -> None:
         ("a mean of means", "2 processes: gradient norm differs by"),
         # The states of the optimizer are checked before the weights drift.
         ("a missing sync", "keeps other values on rank 1 than on rank 0"),
-        (
-            "a sync in every micro-batch",
-            "2 processes: gradients are reduced 2 times in a step",
-        ),
-        (
-            "a scheduler stepped per rank",
-            "2 processes: different learning rate from step 3 on",
-        ),
+        ("a sync in every micro-batch", "2 processes: gradients are reduced 2 times in a step"),
+        ("a scheduler stepped per rank", "2 processes: different learning rate from step 3 on"),
         (
             "unshifted token counts",
             "264 target tokens were counted up to step 1, but its rows have 256",
@@ -96,19 +114,7 @@ def test_every_planted_bug_of_a_step_shows(tmp_path: Path) -> None:
 def test_verify_finds_a_planted_bug_and_names_its_effect(
     bug: str, message: str, tmp_path: Path
 ) -> None:
-    # The text has 17 rows, so the third batch is one row and padding.
-    text = write_text(tmp_path / "text.txt", sentences=12)
-
-    ended = verify(
-        "layout --layouts 2 --steps 3",
-        PLANTED,
-        [*TINY, "--dataset", str(text)],
-        env={"PLANTED": bug},
-    )
-
-    assert ended.status == 1, ended.out + ended.err
-    assert message in ended.out
-    assert ended.out.splitlines()[-1] == "FAILED: not the same run"
+    assert_found(planted_bug(bug, "2", tmp_path), message)
 
 
 # --- layouts
@@ -233,41 +239,79 @@ def test_a_killed_llama_with_dropout_has_the_same_bits(text_file: Path) -> None:
     assert "passed: the same run" in ended.out
 
 
+@pytest.mark.parametrize(
+    ("device", "bitwise", "demanded"),
+    [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)],
+)
+def test_bits_are_demanded_if_steps_repeat_to_the_last_bit(
+    device: str,
+    bitwise: bool,
+    demanded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    demands: list[bool] = []
+
+    def compare(other: Any, same_bits: bool) -> Any:
+        demands.append(same_bits)
+        return SimpleNamespace(wrong=[], _asdict=dict)
+
+    starts = [{"step": 0, "device": device}, {"step": 5, "device": device}]
+    outcome = SimpleNamespace(
+        name="1 process", digest="d", has=lambda name: bitwise, starts=starts, compare=compare
+    )
+    trial = SimpleNamespace(
+        steps=20,
+        layouts=[RequestedLayout(1)],
+        last_step=lambda folder: -1,
+        run=lambda *_, **__: outcome,
+        run_and_kill=lambda *_: 5,
+    )
+    monkeypatch.setattr(verify_command, "Trial", lambda *_, **__: trial)
+
+    status, out, _ = run_cli(capsys, "verify", "resume", "--json", GPT)
+
+    assert status == 0
+    assert demands == [demanded]
+    assert ("bits are not compared" in out) != demanded
+
+
 # --- mistakes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"resume --steps 0 {GPT}",
+        f"layout --steps -1 {GPT}",
+        f"layout --layouts 2y3 {GPT}",
+        f"layout --layouts 1x2x2,2x2x2 {GPT}",
+        f"layout --layouts 2x2x2 {GPT}",
+        f"layout --config_file README.md {GPT}",
+        "layout no/such/recipe.py",
+    ],
+)
+def test_a_mistake_is_an_error_of_one_line(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_cli(capsys, "verify", *shlex.split(flags))
+
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    _, *options, recipe = flags.split()
+    assert " ".join(options or [recipe]) in err
 
 
 @long_form
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"--layouts 2y3 {GPT}", "--layouts 2y3: write a number of processes"),
-        (f"--layouts 1x2x2,2x2x2 {GPT}", "must have the same global batch"),
-        (f"--layouts 2x2x2 {GPT}", "name at least two layouts"),
-        (f"--config_file README.md {GPT}", "README.md is not an accelerate config"),
-        (
-            f"--config_file accelerate_configs/cpu.yaml {GPT}",
-            "starts one process (distributed_type: NO)",
-        ),
-        ("no/such/recipe.py", "no/such/recipe.py is not a file"),
-        (
-            f"{GPT} {shlex.join(TINY)} --n_head 3 --dataset {{text_file}}",
-            "--n_head 3 does not divide",
-        ),
-    ],
-    ids=[
-        "layout",
-        "global batch",
-        "one layout",
-        "no config",
-        "config of one process",
-        "no recipe",
-        "flag of the recipe",
+        ("--layouts 2 --n_head 3", "--n_head 3 does not divide"),
+        ("--config_file accelerate_configs/cpu.yaml", "2 processes were requested"),
     ],
 )
-def test_a_mistake_is_an_error_of_one_line(flags: str, message: str, text_file: Path) -> None:
-    words = shlex.split(flags.format(text_file=text_file))
-
-    ended = run([*VERIFY, "layout", *words])
+def test_a_mistake_that_the_recipe_finds_is_its_own_line(
+    flags: str, message: str, text_file: Path
+) -> None:
+    ended = verify("layout", GPT, [*TINY, "--dataset", str(text_file), *shlex.split(flags)])
 
     assert ended.status == 2
     assert message in ended.err
