@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
+from llmtrain.lab.commands.diff import (
+    RunDifference,
+    diff_lines,
+    diff_runs,
+    metadata_differences,
+)
 from llmtrain.lab.identity import may_bits_differ, tolerance_between
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import tolerance_of
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
+from tests.recorded_settings import EFFECTS
 
 START = {
     "step": 0,
@@ -78,66 +84,78 @@ def test_a_jump_does_not_come_from_rounding(tmp_path: Path) -> None:
     assert not any("rounding" in cause for cause in comparison.causes)
 
 
-def test_a_setting_that_differs_is_named_once(tmp_path: Path) -> None:
-    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], tokenizer="byte")
-    other = history(tmp_path / "b", {1: 1.0}, starts=[{}], tokenizer="char")
+def test_settings_that_differ_have_what_they_affect(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], learning_rate=0, tokenizer="a", invented=1)
+    other = history(
+        tmp_path / "b", {1: 1.0}, starts=[{}], learning_rate=1, tokenizer="b", invented=2
+    )
 
+    assert metadata_differences(run, other) == [
+        (("update",), "--learning_rate 0 and 1"),
+        (("data", "model"), "--tokenizer a and b"),
+        (("any",), "--invented 1 and 2"),
+    ]
     text = text_of(diff_runs(run, other))
+    assert text.count("--tokenizer a and b") == 1, text
 
-    assert text.count("--tokenizer byte and char") == 1, text
+
+def test_the_flags_of_the_package_say_what_they_affect() -> None:
+    expected = {
+        "seed": "seed",
+        "output_dir": "nowhere",
+        "ddp_timeout": "nowhere",
+        "learning_rate": "update",
+        "dataset": "data",
+        "packing": "data",
+        "n_layer": "model",
+        "lora_r": "model",
+        "tokenizer": "model data",
+        "dropout": "pass",
+        "sync_each_batch": "gradient",
+        "bitwise": "layout",
+        "per_device_train_batch_size": "layout",
+        "gradient_checkpointing": "layout",
+    }
+    assert {name: EFFECTS[name] for name in expected} == expected
+
+
+BITWISE = {"bitwise": True}
+ON_GPU = {"device": "cuda"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "other_settings", "other_start", "may_differ"),
+    ("settings", "changes", "other_start", "may_differ"),
     [
-        pytest.param({}, {}, {}, False, id="equal"),
-        pytest.param(
-            {},
-            {"ddp_timeout": 60, "learning_rate": 0.5},
-            {},
-            False,
-            id="settings besides the layout",
-        ),
-        pytest.param({}, {"per_device_train_batch_size": 2}, {}, True, id="micro-batch"),
-        pytest.param({}, {"ddp_bucket_cap_mb": 1.0}, {}, True, id="buckets"),
-        pytest.param({}, {}, {"processes": 2}, True, id="processes"),
-        pytest.param({}, {}, {"threads": 2}, True, id="threads"),
-        pytest.param({}, {}, {"host": "another"}, True, id="host"),
-        pytest.param({}, {}, {"mixed_precision": "bf16"}, True, id="precision"),
-        pytest.param({}, {"bitwise": True}, {}, True, id="only one is bitwise"),
-        pytest.param({"bitwise": True}, {}, {"processes": 2}, False, id="bitwise, processes"),
-        pytest.param({"bitwise": True}, {}, {"threads": 2}, True, id="bitwise, threads"),
-        pytest.param(
-            {"bitwise": True},
-            {"per_device_train_batch_size": 2},
-            {},
-            True,
-            id="bitwise, micro-batch",
-        ),
+        ({}, {}, {}, False),
+        ({}, {"ddp_timeout": 60, "learning_rate": 0.5}, {}, False),
+        ({}, {"per_device_train_batch_size": 2}, {}, True),
+        ({}, {}, {"processes": 2}, True),
+        ({}, {}, {"mixed_precision": "bf16"}, True),
+        ({}, BITWISE, {}, True),
+        (BITWISE, {}, {"processes": 2}, False),
+        (BITWISE, {}, {"threads": 2}, True),
     ],
 )
 def test_bits_may_differ_with_the_layout_but_not_with_processes_if_bitwise(
     settings: dict[str, Any],
-    other_settings: dict[str, Any],
+    changes: dict[str, Any],
     other_start: dict[str, Any],
     may_differ: bool,
     tmp_path: Path,
 ) -> None:
     run = history(tmp_path / "a", {1: 2.0}, starts=[{}], **settings)
-    other = history(
-        tmp_path / "b", {1: 2.0}, starts=[{}, other_start], **(settings | other_settings)
-    )
+    other = history(tmp_path / "b", {1: 2.0}, starts=[{}, other_start], **(settings | changes))
 
     assert may_bits_differ(run, other) == may_differ
     assert may_bits_differ(other, run) == may_differ
 
 
-@pytest.mark.parametrize(("settings", "may_differ"), [({}, True), ({"bitwise": True}, False)])
+@pytest.mark.parametrize(("settings", "may_differ"), [({}, True), (BITWISE, False)])
 def test_two_runs_on_gpus_must_agree_only_if_they_are_bitwise(
     settings: dict[str, Any], may_differ: bool, tmp_path: Path
 ) -> None:
-    run = history(tmp_path / "a", {1: 2.0}, starts=[{"device": "cuda"}], **settings)
-    other = history(tmp_path / "b", {1: 2.0}, starts=[{"device": "cuda"}], **settings)
+    run = history(tmp_path / "a", {1: 2.0}, starts=[ON_GPU], **settings)
+    other = history(tmp_path / "b", {1: 2.0}, starts=[ON_GPU], **settings)
 
     assert may_bits_differ(run, other) == may_differ
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from scipy import stats
 
-from llmtrain.lab.significance import Sample, paired_test, t_quantile, two_sided_p, unpaired_test
+from llmtrain.lab.significance import paired_test, t_quantile, two_sided_p, unpaired_test
 from tests.launching import ROOT
 
 
@@ -21,7 +21,10 @@ def draw_losses(
 # --- the same as scipy
 
 
-@pytest.mark.parametrize("count", range(2, 41))
+COUNTS = (2, 3, 5, 12, 40)
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_the_paired_test_is_that_of_scipy(count: int) -> None:
     first = draw_losses(count, seed=count)
     second = draw_losses(count, mean=1.97, seed=1000 + count)
@@ -35,7 +38,7 @@ def test_the_paired_test_is_that_of_scipy(count: int) -> None:
     assert result.high == pytest.approx(interval.high, rel=1e-9)
 
 
-@pytest.mark.parametrize("count", range(2, 41))
+@pytest.mark.parametrize("count", COUNTS)
 def test_the_unpaired_test_is_the_one_of_welch_in_scipy(count: int) -> None:
     first = draw_losses(count, seed=count)
     second = draw_losses(2 + count // 3, mean=1.9, deviation=0.3, seed=1000 + count)
@@ -49,8 +52,8 @@ def test_the_unpaired_test_is_the_one_of_welch_in_scipy(count: int) -> None:
     assert result.high == pytest.approx(interval.high, rel=1e-9)
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4.5, 9, 39, 200, 2000])
-@pytest.mark.parametrize("t", [0.0, 1e-6, 0.3, 1.0, 2.5, 8.0, 60.0])
+@pytest.mark.parametrize("degrees", [1, 4.5, 39, 2000])
+@pytest.mark.parametrize("t", [0.0, 1e-6, 1.0, 8.0, 60.0])
 def test_p_values_are_those_of_scipy_even_if_they_are_tiny(t: float, degrees: float) -> None:
     expected = 2 * stats.t.sf(t, degrees)
 
@@ -58,7 +61,7 @@ def test_p_values_are_those_of_scipy_even_if_they_are_tiny(t: float, degrees: fl
     assert two_sided_p(-t, degrees) == two_sided_p(t, degrees)
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 7.3, 39, 999])
+@pytest.mark.parametrize("degrees", [1, 7.3, 999])
 def test_quantiles_are_those_of_scipy(degrees: float) -> None:
     assert t_quantile(0.05, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
 
@@ -75,7 +78,7 @@ def pairs_needed(mean: float, deviation: float) -> int:
     raise AssertionError("no number of pairs is enough")
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_more_pairs_are_asked_for_until_they_would_decide(seed: int) -> None:
     """It is assumed that the mean and the deviation of the differences stay the same."""
     differences = draw_losses(4, mean=0.02, deviation=0.05, seed=seed)
@@ -115,8 +118,8 @@ def welch_decides(count: int, difference: float, variances: list[float]) -> bool
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
-        pytest.param([0.5, 0.5, 0.5], (0.5, 0.5, 0.5, 0.0, 0), id="constant"),
-        pytest.param([0.0, 0.0, 0.0], (0.0, 0.0, 0.0, 1.0, None), id="zero"),
+        ([0.5, 0.5, 0.5], (0.5, 0.5, 0.5, 0.0, 0)),
+        ([0.0, 0.0, 0.0], (0.0, 0.0, 0.0, 1.0, None)),
     ],
 )
 def test_differences_that_do_not_vary_are_decided_unless_they_are_zero(
@@ -127,30 +130,6 @@ def test_differences_that_do_not_vary_are_decided_unless_they_are_zero(
 
 def test_groups_that_do_not_vary_are_decided() -> None:
     assert unpaired_test([2.0, 2.0], [1.0, 1.0]) == (-1.0, -1.0, -1.0, 0.0, 0)
-
-
-def test_no_number_of_seeds_decides_a_mean_difference_of_zero() -> None:
-    assert paired_test([0.1, -0.1]).more_seeds is None
-
-
-def test_a_single_number_has_no_deviation() -> None:
-    assert Sample.of([2.5]) == (1, 2.5, None)
-
-
-# --- how often the tests decide
-
-
-def test_an_interval_covers_the_true_difference_in_19_of_20_cases() -> None:
-    """With one-sided quantiles, or n instead of n - 1, it covers it too rarely for n = 5."""
-    true_difference = -0.03
-    trials = 300
-    covered = 0
-    for trial in range(trials):
-        differences = draw_losses(5, mean=true_difference, deviation=0.05, seed=trial)
-        result = paired_test(differences)
-        covered += result.low <= true_difference <= result.high
-
-    assert 0.93 <= covered / trials <= 0.97
 
 
 def power(pairs: int, ratio: float) -> float:
