@@ -18,6 +18,7 @@ from llmtrain.lab.plan.fit import Candidate, fit_into
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import plan_without_layouts
 from llmtrain.training.recipe_model import build_recipe_model
+from tests.command_line import run_cli
 from tests.launching import (
     FINETUNE,
     GPT,
@@ -51,13 +52,14 @@ def planned(capsys: pytest.CaptureFixture[str], flags: list[str]) -> dict[str, A
 # --- memory
 
 
+@long_form
 @needs_measurement
 @pytest.mark.parametrize(
     ("layout_name", "processes"),
     [
-        pytest.param("one process", 1, id="one process", marks=long_form),
-        pytest.param("FSDP2", 2, id="FSDP2", marks=long_form),
-        pytest.param("DDP", 2, id="DDP", marks=long_form),
+        ("one process", 1),
+        ("FSDP2", 2),
+        ("DDP", 2),
     ],
 )
 def test_a_run_needs_the_memory_that_its_plan_predicts(
@@ -169,12 +171,11 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
         assert max(layout["efficiency"].values()) <= 1, name
 
 
-@pytest.mark.parametrize("method", ["FSDP2", "DDP"])
 @long_form
+@pytest.mark.parametrize("method", ["FSDP2", "DDP"])
 def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
     method: str, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     results = {}
     for world_size in (8, 1024):
         variables = {
@@ -188,15 +189,11 @@ def test_set_up_and_memory_do_not_grow_with_the_number_of_processes(
             "ACCELERATE_MIXED_PRECISION": "no",
         }
         if method == "FSDP2":
-            variables |= fsdp2
+            variables |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         path = tmp_path / f"{world_size}.json"
         run([*PYTHON, "tests/system/dry_ranks.py", str(path)], variables).assert_ok()
-
-        result = read_json(path)
-        mebibytes = result["resident_bytes"] / 2**20
-        set_up = f"set up in {result['seconds']:.2f} s, {mebibytes:.0f} MiB"
-        score(f"dry run: {method}: {world_size} processes: {set_up}")
-        results[world_size] = result
+        results[world_size] = read_json(path)
+        score(f"dry run: {method}: {world_size} processes: {results[world_size]['seconds']:.2f} s")
 
     few = results[8]
     many = results[1024]
@@ -255,31 +252,28 @@ def test_a_few_measured_steps_correct_the_times_of_a_plan(
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
         ("--processes 16 --device h100-80gb", "--link 400Gbit"),
-        ("--processes 0", "at least one"),
-        ("--per_machine 0", "--per_machine 0: a machine has at least one process"),
-        ("--per_machine -1", "--per_machine -1: a machine has at least one process"),
-        ("--mfu 2", "write a fraction"),
-        ("--device abacus", "abacus is not known"),
-        ("--fit 80", "80 is no size of memory; write a number and a unit, such as 80gb"),
-        ("--device h100-80gb --calibrate", "which has no h100-80gb"),
-        ("--n_lyer 2", "did you mean --n_layer"),
-        ("--processes 3 --device h100-80gb", "cannot be divided among 3 processes; use"),
+        ("--processes 0", "--processes 0"),
+        ("--per_machine 0", "--per_machine 0"),
+        ("--mfu 2", "--mfu 2"),
+        ("--device abacus", "abacus"),
+        ("--fit 80", "80gb"),
+        ("--device h100-80gb --calibrate", "--calibrate"),
+        ("--processes 3 --device h100-80gb", "--global_batch_size 8"),
     ],
 )
 def test_an_impossible_plan_is_an_error_of_one_line(
-    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+    flags: str, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", GPT, *TINY, *shlex.split(flags)])
+    status, _, err = run_cli(capsys, "plan", GPT, *TINY, *flags.split())
 
-    err = capsys.readouterr().err
+    assert status == 2
     assert err.count("\n") == 1
     line = err.splitlines()[-1]  # the progress bar of the tokenizer ends in \r
     assert line.startswith("error: ")
-    assert message in line
+    assert named in line
 
 
 # --- recipes of a user
@@ -372,52 +366,30 @@ def test_the_output_of_a_flag_that_ends_the_recipe_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("code", "named"),
     [
-        pytest.param(
-            "print('trains at once')",
-            r"own\.py has no function main, which this command calls",
-            id="no main",
-        ),
-        pytest.param("main = 3", r"own\.py has no function main", id="main is no function"),
-        pytest.param(
-            "def main(argv): pass",
-            r"own\.py: main\(\) builds no model with llmtrain\.fit or",
-            id="no model",
-        ),
-        pytest.param(
-            "def main(argv): return 1 / 0",
-            "failed before its model was built: ZeroDivisionError: d",
-            id="main fails",
-        ),
-        pytest.param(
-            "import absent",
-            r"failed before its model was built: ModuleNotFoundError: No module",
-            id="import fails",
-        ),
-        pytest.param(
+        ("print('trains at once')", "no function main"),
+        ("def main(argv): pass", "builds no model"),
+        ("def main(argv): return 1 / 0", "ZeroDivisionError"),
+        (
             "import llmtrain as lt\n"
             "def main():\n"
             "    with lt.open_run(None, None, None, None, None): pass",
-            "it opens a run whose model was not placed by llmtrain.place or llmtrain.fit",
-            id="model not placed",
+            "not placed by llmtrain.place",
         ),
     ],
 )
 def test_a_recipe_that_builds_no_model_is_an_error_that_names_the_requirement(
-    code: str, message: str, tmp_path: Path
+    code: str, named: str, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "own.py"
     recipe.write_text(code)
 
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=named):
         build_recipe_model(str(recipe), [], "no")
 
 
-def test_a_plan_needs_a_recipe_file_and_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"absent\.py: there is no such file"):
-        build_recipe_model("absent.py", [], "no")
-
+def test_a_plan_is_made_by_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="llmtrain plan is one process, but WORLD_SIZE is 2"):
+    with pytest.raises(UserError, match="WORLD_SIZE is 2"):
         build_recipe_model(GPT, [*TINY], "no")

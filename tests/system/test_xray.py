@@ -36,7 +36,6 @@ class XRay:
 
     Attributes:
         micro_batches: of each step and rank.
-        command: the arguments of `llmtrain`.
         folder: of the run.
         out: the output.
         events: of the trace.
@@ -44,7 +43,6 @@ class XRay:
     """
 
     micro_batches: int
-    command: list[str]
     folder: Path
     out: str
     events: list[dict[str, Any]]
@@ -75,7 +73,6 @@ def xray(
 
     return XRay(
         micro_batches=micro_batches,
-        command=command,
         folder=folder,
         out=out,
         events=read_json(folder / "xray" / "trace.json")["traceEvents"],
@@ -145,41 +142,50 @@ def test_the_results_are_made_again_from_the_folder_of_a_run(
     assert (folder / "xray" / "timeline.html").exists()
 
 
-@pytest.fixture
-def recorded_run(xray: XRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy the recorded run instead of training again."""
-
-    def copy_run(command: list[str], **_: object) -> None:
-        *_, folder = command
-        shutil.copytree(xray.folder, folder)
-
-    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", copy_run)
-
-
-@pytest.mark.usefixtures("recorded_run")
-def test_the_command_prints_the_summary_as_json(
-    xray: XRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [*xray.command, "--output_dir", str(tmp_path / "run")]
-    status, out, err = run_cli(capsys, *command, "--json")
-    assert (status, err) == (0, "")
-    assert json.loads(out) == xray.summary
-
-
-@pytest.mark.usefixtures("recorded_run")
-def test_without_flags_of_the_recipe_the_run_is_in_the_default_folder(
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ("", "runs/xray"),
+        ("--output_dir first --output_dir=last", "last"),
+        ("--output_dir=first --output-dir last", "last"),
+    ],
+)
+def test_the_last_output_dir_counts_as_it_does_for_the_recipe(
+    flags: str,
+    folder: str,
     xray: XRay,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def copy_run(command: list[str], **_: object) -> None:
+        shutil.copytree(xray.folder, command[-1])
+
+    monkeypatch.setattr("llmtrain.lab.commands.xray.run_command", copy_run)
     monkeypatch.chdir(tmp_path)
 
-    status, out, err = run_cli(capsys, "xray", str(ROOT / GPT), "--steps", "3:5", "--json")
+    status, out, err = run_cli(capsys, "xray", str(ROOT / GPT), *flags.split(), "--json")
 
     assert (status, err) == (0, "")
     assert json.loads(out) == xray.summary
-    assert (tmp_path / "runs" / "xray" / "metrics.jsonl").exists()
+    assert (tmp_path / folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [("{folder}", "--xray_steps"), ("{folder} --n_layer 2", "--n_layer is for a recipe")],
+)
+def test_a_folder_without_a_recording_and_flags_beside_a_folder_are_errors_of_one_line(
+    words: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "xray").mkdir()
+    (tmp_path / "xray" / "recording.json").write_text('{"a')
+
+    status, out, err = run_cli(capsys, "xray", *words.format(folder=tmp_path).split())
+
+    assert (status, out) == (2, "")
+    assert named in err
+    assert err.count("\n") == 1
 
 
 # --- late processes

@@ -1,6 +1,8 @@
 """A plan learns from the phases of a few real steps, and measures the peak of the device."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +34,29 @@ def test_time_in_which_a_rank_waits_for_another_one_is_not_computing() -> None:
     assert compute.per_sent_byte == 0.0
 
 
-def test_a_single_process_computes_all_the_time() -> None:
-    seconds_by_phase = {name: [0.5] for name in PHASES}
+def test_the_seconds_beyond_computing_are_those_of_the_bytes_that_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two processes that add up 1,000 gradients of 4 bytes send 2 (2 - 1) / 2 of them: 4,000."""
+    computing = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5, "data": 0.1, "other": 0.1}
+    waiting = {"count": 0.2, "exchange": 0.1, "norm": 0.3}
+    phases = {phase: [seconds] * 2 for phase, seconds in (computing | waiting).items()}
 
-    compute = compute_from_phases(seconds_by_phase, rows=1)
+    def write_metrics(command: list[str], on_cpu: bool, **_: str) -> None:
+        run = Path(command[command.index("--output_dir") + 1])
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 12, "phases": phases}) + "\n")
 
-    norm_and_optimizer = 0.5 + 0.5
-    assert compute.optimizer == norm_and_optimizer
-    data_and_other = 0.5 + 0.5
-    assert compute.other == data_and_other
+    monkeypatch.setattr(calibration, "run_command", write_metrics)
+    monkeypatch.setattr(calibration, "has_too_few_gpus", lambda processes: True)
+
+    compute = calibration.calibrate(
+        "recipe.py", [], processes=2, rows=2, precision="no", trained_numel=1000
+    )
+
+    assert compute.backward == 1.0
+    assert compute.optimizer == pytest.approx(0.5 + 0.3)
+    assert compute.per_sent_byte == pytest.approx((0.2 + 0.1) / 4000)
 
 
 @pytest.mark.parametrize(("seconds", "size"), [(0.005, 192), (0.0005, 768)])

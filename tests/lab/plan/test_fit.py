@@ -88,11 +88,6 @@ def test_each_change_has_its_seconds_and_its_promise() -> None:
     assert changes["--optim adamw_torch_8bit"].promise.startswith("other arithmetic: AdamW")
 
 
-def test_muon_is_not_replaced_by_another_algorithm() -> None:
-    """The default optimizer of this recipe is Muon."""
-    assert "optim" not in fit(NOTHING).chosen.flags
-
-
 def test_the_command_has_the_precision_of_the_plan() -> None:
     request = PlanRequest(GPT, tuple(MODEL.split()), device="h100-80gb", mixed_precision="no")
 
@@ -106,22 +101,34 @@ def test_flags_that_the_user_has_set_are_not_changed() -> None:
 
     smallest = fit(NOTHING, flags)
 
+    assert "optim" not in fit(NOTHING).chosen.flags, "Muon, the default, is another algorithm"
     assert not smallest.fits
     assert smallest.changes == []
     assert smallest.command == f"python {GPT} {flags}"
 
 
-def test_processes_shard_a_model_that_one_of_them_cannot_hold() -> None:
-    smallest = fit(NOTHING, processes=2)
+@pytest.mark.parametrize(
+    ("limit", "layout", "config"), [(1e9, "HSDP 2 x 2", "hsdp.yaml"), (8e7, "FSDP2", "fsdp2.yaml")]
+)
+def test_the_command_has_the_config_of_the_layout(limit: float, layout: str, config: str) -> None:
+    """Two machines of two processes. HSDP sends least between them, and FSDP2 needs least memory."""
+    request = PlanRequest(
+        GPT,
+        tuple(MODEL.split()),
+        processes=4,
+        device="h100-80gb",
+        per_machine=2,
+        link="1Gbit",
+    )
 
-    fitting = fit(smallest.chosen.total, processes=2)
+    fitting = fit_into(limit, plan_of(request), request)
 
     assert fitting.fits
-    assert fitting.chosen.layout == "FSDP2"
-    launcher, command, option, config, *options = shlex.split(fitting.command)
-    assert f"{launcher} {command} {option}" == "accelerate launch --config_file"
-    assert config.endswith("fsdp2.yaml")
-    assert " ".join(options).startswith("--num_processes 2 --mixed_precision bf16")
+    assert fitting.chosen.layout == layout
+    words = shlex.split(fitting.command)
+    assert words[:3] == ["accelerate", "launch", "--config_file"]
+    assert Path(words[3]).name == config
+    assert words[4:8] == ["--num_processes", "4", "--mixed_precision", "bf16"]
 
 
 @pytest.fixture

@@ -252,3 +252,18 @@ def test_a_step_under_fsdp2_hides_communication_behind_one_unit() -> None:
     assert step.exposed == pytest.approx(
         4 * exposed_in_forward + 3 * exposed_in_backward + exposed_in_last_backward
     )
+
+
+def test_a_step_under_hsdp_also_adds_up_the_gradients_of_the_replicas() -> None:
+    memory = memory_of([MIB_OF_FLOATS, MIB_OF_FLOATS])
+
+    step = step_under(Sharding(replicas=2, shards=2), memory, accumulation=1)
+
+    # Each of two shards has half of a unit's MiB, and sends it once to the other shard. To the
+    # other replica it sends 2 (2 - 1) / 2 of its half.
+    gathers = 2 * 2 * 0.5  # of two units, in the forward and in the backward pass
+    reductions_of_shards = 2 * 0.5
+    reductions_of_replicas = 2 * 0.5
+    assert step.communication == pytest.approx(
+        gathers + reductions_of_shards + reductions_of_replicas
+    )
