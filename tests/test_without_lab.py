@@ -6,19 +6,19 @@ from pathlib import Path
 from llmtrain.cli import COMMANDS
 from tests.launching import BIN, GPT, ROOT, TINY, metrics, run
 
-BLOCKED = """
+BLOCK = """
 import sys
 from importlib.abc import MetaPathFinder
 
 class Blocked(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.startswith(BLOCKED_NAMES):
-            raise ModuleNotFoundError(f"{name} is blocked")
+        if name.startswith({names}):
+            raise ModuleNotFoundError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocked())
 """
-WITHOUT_LAB = 'BLOCKED_NAMES = ("llmtrain.lab", "plotly")\n' + BLOCKED
-WITHOUT_PLOTLY = 'BLOCKED_NAMES = ("plotly",)\n' + BLOCKED
+WITHOUT_LAB = BLOCK.format(names=("llmtrain.lab", "plotly"))
+WITHOUT_PLOTLY = BLOCK.format(names=("plotly",))
 
 START_COMMANDS = """
 from llmtrain.cli import main

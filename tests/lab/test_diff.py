@@ -31,7 +31,7 @@ START = {
 
 
 def history(
-    folder: Path, losses: dict[int, float], starts: list[dict[str, Any]], **settings: Any
+    folder: Path, losses: dict[int, Any], starts: list[dict[str, Any]], **settings: Any
 ) -> History:
     """Write a run, and read it.
 
@@ -41,7 +41,7 @@ def history(
         starts: for each start of the run, the keys in which it differs from ``START``.
         settings: the settings of the run.
     """
-    write_run(folder, seed=0, losses={**losses}, **settings)
+    write_run(folder, seed=0, losses=losses, **settings)
     record = read_json(folder / "run.json")
     record["starts"] = [START | start for start in starts]
     (folder / "run.json").write_text(json.dumps(record))
@@ -97,6 +97,27 @@ def test_settings_that_differ_have_what_they_affect(tmp_path: Path) -> None:
     ]
     text = text_of(diff_runs(run, other))
     assert text.count("--tokenizer a and b") == 1, text
+
+
+def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0, 2: 2.0, 3: 2.0}, starts=[{}])
+    with_nan = history(tmp_path / "b", {1: 2.0, 2: None, 3: 2.0}, starts=[{}])
+
+    first = diff_runs(run, with_nan).first
+
+    assert first is not None
+    assert (first.link, first.step) == ("loss", 2)
+    assert diff_runs(with_nan, with_nan).first is None
+
+
+def test_another_commit_or_changed_files_are_a_difference(tmp_path: Path) -> None:
+    clean = history(tmp_path / "a", {1: 2.0}, starts=[{"git_sha": "0" * 40}])
+    dirty = history(tmp_path / "b", {1: 2.0}, starts=[{"git_sha": "0" * 40 + "-dirty"}])
+
+    assert metadata_differences(clean, clean) == []
+    assert metadata_differences(clean, dirty) == [
+        (("code",), "commit: 000000000000... and 000000000000...-dirty")
+    ]
 
 
 def test_the_flags_of_the_package_say_what_they_affect() -> None:

@@ -2,13 +2,11 @@
 
 import math
 import random
-import re
 
 import pytest
 from scipy import stats
 
 from llmtrain.lab.significance import paired_test, t_quantile, two_sided_p, unpaired_test
-from tests.launching import ROOT
 
 
 def draw_losses(
@@ -130,23 +128,3 @@ def test_differences_that_do_not_vary_are_decided_unless_they_are_zero(
 
 def test_groups_that_do_not_vary_are_decided() -> None:
     assert unpaired_test([2.0, 2.0], [1.0, 1.0]) == (-1.0, -1.0, -1.0, 0.0, 0)
-
-
-def power(pairs: int, ratio: float) -> float:
-    """Return the probability that pairs decide a true difference of ``ratio`` deviations."""
-    limit = stats.t.ppf(0.975, pairs - 1)
-    center = ratio * math.sqrt(pairs)
-    above = stats.nct.sf(limit, pairs - 1, center)
-    below = stats.nct.cdf(-limit, pairs - 1, center)
-    return float(above + below)
-
-
-def test_the_guide_says_how_many_seeds_find_a_difference_in_four_of_five_cases() -> None:
-    guide = (ROOT / "docs" / "guides" / "compare-seeds.md").read_text()
-    rows = re.findall(r"^\| ([\d.]+) \| (\d+) \|$", guide, re.MULTILINE)
-
-    assert len(rows) == 5
-    for ratio, seeds in rows:
-        assert power(int(seeds), float(ratio)) >= 0.8
-        assert power(int(seeds) - 1, float(ratio)) < 0.8
-    assert power(5, 2.0) == pytest.approx(0.9, abs=0.02)
