@@ -52,6 +52,5 @@ def test_a_run_trains_without_the_lab_and_a_report_without_plotly_names_the_extr
 
     (site / "sitecustomize.py").write_text(WITHOUT_PLOTLY)
     ended = run([str(BIN / "llmtrain"), "report", str(folder)], env)
-    assert ended.status == 2
-    assert ended.out == ""
-    assert ended.err == "error: llmtrain report needs plotly: pip install 'llmtrain[lab]'.\n"
+    assert (ended.status, ended.out) == (2, "")
+    assert "pip install 'llmtrain[lab]'" in ended.err

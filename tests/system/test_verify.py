@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from llmtrain.commands import verify as verify_command
 from llmtrain.commands.trial import RequestedLayout
@@ -44,12 +45,6 @@ def verify(
 ) -> Ended:
     """Run `llmtrain verify`. ``flags`` begins with "layout" or "resume"."""
     return run([*VERIFY, *shlex.split(flags), recipe, *recipe_flags], env, timeout)
-
-
-def digests_of(report: str) -> set[str]:
-    """Return the last column of the table in a report, between its heading and its verdict."""
-    _, *rows, _ = report.splitlines()
-    return {row.split()[-1] for row in rows}
 
 
 # --- bugs
@@ -129,25 +124,30 @@ def test_runs_on_any_layout_are_the_same_up_to_rounding(text_file: Path) -> None
 
 @long_form  # the short form is the bitwise run of test_kills.py, on 1 and 2 processes
 @pytest.mark.parametrize(
-    ("architecture", "layouts", "last_layout"),
-    [("lfm2", "2,8", "8 processes"), ("gpt2", "1,4", "4 processes")],
+    ("recipe", "model", "layouts"),
+    [
+        (GPT, "--architecture lfm2 --dropout 0.2", "2,8"),
+        (GPT, "--architecture gpt2 --dropout 0.2", "1,4"),
+        (FINETUNE, shlex.join(SMALL_LLAMA), "1,4"),
+    ],
 )
-def test_a_bitwise_gpt_with_dropout_has_the_same_bits_on_any_number_of_processes(
-    architecture: str, layouts: str, last_layout: str, text_file: Path
+def test_a_bitwise_run_has_the_same_bits_on_any_number_of_processes(
+    recipe: str, model: str, layouts: str, text_file: Path
 ) -> None:
-    flags = shlex.split(
-        f"--architecture {architecture} --per_device_train_batch_size 1 --dropout 0.2 --bitwise "
-        f"--dataset {text_file}"
-    )
+    tiny = TINY if recipe == GPT else []
+    flags = f"{model} --per_device_train_batch_size 1 --bitwise --dataset {text_file}"
 
     ended = verify(
-        f"layout --layouts {layouts} --steps 3 --json", GPT, [*TINY, *flags], timeout=600
+        f"layout --layouts {layouts} --steps 3 --json",
+        recipe,
+        [*tiny, *shlex.split(flags)],
+        timeout=600,
     ).assert_ok()
 
     report = json.loads(ended.out)
     assert report["same"] is True
-    assert report["failures"] == []
-    assert report["others"][-1]["layout"] == last_layout
+    assert report["reference"]["layout"] == "1 process"
+    assert len(report["others"]) == 2
     for other in report["others"]:
         assert other["same_rows"]
         assert other["weights"] == 0
@@ -155,58 +155,35 @@ def test_a_bitwise_gpt_with_dropout_has_the_same_bits_on_any_number_of_processes
 
 
 @long_form
-def test_a_bitwise_llama_has_the_same_bits_on_one_and_four_processes(text_file: Path) -> None:
-    flags = shlex.split(f"--bitwise --per_device_train_batch_size 1 --dataset {text_file}")
+@pytest.mark.parametrize(
+    ("setting", "limit"),
+    [
+        pytest.param("mixed_precision: bf16", 1e-2, id="bfloat16"),
+        pytest.param(
+            "dynamo_config: {dynamo_backend: INDUCTOR}",
+            1e-5,
+            id="compiled",
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+        ),
+    ],
+)
+def test_other_arithmetic_is_nearly_the_same_on_two_layouts(
+    setting: str, limit: float, text_file: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text())
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config | yaml.safe_load(setting)))
 
     ended = verify(
-        "layout --layouts 1,4 --steps 4", FINETUNE, [*SMALL_LLAMA, *flags], timeout=600
+        f"layout --config_file {path} --layouts 1x4x2,2x2x2 --steps 4",
+        GPT,
+        [*TINY, "--dataset", str(text_file)],
     ).assert_ok()
 
-    assert "passed: the same run" in ended.out
-    assert len(digests_of(ended.out)) == 1
-
-
-def assert_same_rows_and_near_weights(ended: Ended, limit: float) -> None:
-    """Assert that the second layout of a report has the rows of the first, and near weights."""
     second_layout = ended.out.splitlines()[2]
     _, rows, *_, weight_difference, _ = second_layout.split()
     assert rows == "same"
     assert 0 < float(weight_difference) < limit
-
-
-@long_form
-def test_a_run_in_bfloat16_is_nearly_the_same_on_two_layouts(
-    text_file: Path, tmp_path: Path
-) -> None:
-    cpu_ddp = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
-    in_float32 = "mixed_precision: 'no'"
-    assert in_float32 in cpu_ddp
-    config = tmp_path / "config.yaml"
-    config.write_text(cpu_ddp.replace(in_float32, "mixed_precision: bf16"))
-
-    ended = verify(
-        f"layout --config_file {config} --layouts 1x4x2,2x2x2 --steps 4",
-        GPT,
-        [*TINY, "--dataset", str(text_file)],
-    ).assert_ok()
-
-    assert_same_rows_and_near_weights(ended, limit=1e-2)
-
-
-@long_form
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_run_is_nearly_the_same_on_two_layouts(text_file: Path, tmp_path: Path) -> None:
-    cpu_ddp = (ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text()
-    config = tmp_path / "config.yaml"
-    config.write_text(cpu_ddp + "dynamo_config:\n  dynamo_backend: INDUCTOR\n")
-
-    ended = verify(
-        f"layout --config_file {config} --layouts 1x4x2,2x2x2 --steps 4",
-        GPT,
-        [*TINY, "--dataset", str(text_file)],
-    ).assert_ok()
-
-    assert_same_rows_and_near_weights(ended, limit=1e-5)
 
 
 # --- killed runs

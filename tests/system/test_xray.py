@@ -5,9 +5,8 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.launching import (
     ROOT,
     TINY,
     long_form,
-    metrics,
     read_json,
     run,
     torchrun,
@@ -30,22 +28,13 @@ STEPS = [3, 4, 5]
 ROWS_PER_RANK = 8
 
 
-@dataclass
-class XRay:
-    """An x-ray of a run on two processes.
+class XRay(NamedTuple):
+    """An x-ray of a run on two processes, which has a folder and an output."""
 
-    Attributes:
-        micro_batches: of each step and rank.
-        folder: of the run.
-        out: the output.
-        events: of the trace.
-        summary: of the result.
-    """
-
-    micro_batches: int
+    micro_batches: int  # of each step and rank
     folder: Path
     out: str
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]]  # of the trace
     summary: dict[str, Any]
 
     def sent_buckets(self) -> list[dict[str, Any]]:
@@ -234,13 +223,3 @@ def test_a_process_that_loads_data_slowly_is_named(text_file: Path, tmp_path: Pa
     ]
     assert len(milliseconds) == 1
     assert milliseconds[0] > 600
-
-    # In step 2, DDP rebuilds its buckets, so rank 0 already waits in the forward pass. The last log
-    # entry has fewer steps, and less to load.
-    _, *phases_by_entry, _ = [entry["phases"] for entry in metrics(folder) if "phases" in entry]
-    assert len(phases_by_entry) == 4
-    for phases in phases_by_entry:
-        loading_on_rank_0, loading_on_rank_1 = phases["data"]
-        assert loading_on_rank_1 > loading_on_rank_0 + 0.5
-        waiting_on_rank_0, waiting_on_rank_1 = phases["count"]
-        assert waiting_on_rank_0 > waiting_on_rank_1 + 0.5

@@ -43,37 +43,20 @@ def test_flags_with_which_a_run_fits_are_not_changed() -> None:
     assert fitting.command == f"python {GPT} {MODEL}"
 
 
-@pytest.fixture(scope="module")
-def ever_smaller() -> list[Fit]:
-    """The flags for less and less memory. Each limit is a byte less than the last flags need."""
-    fits = []
-    next_fit = fit(1e9, LLAMA, FINETUNE)
-    while next_fit.fits:
-        fits.append(next_fit)
-        next_fit = fit(next_fit.chosen.total - 1, LLAMA, FINETUNE)
-    return fits
-
-
 @long_form
-def test_the_chosen_flags_fit_and_cheaper_ones_do_not(ever_smaller: list[Fit]) -> None:
-    for fitting in ever_smaller:
-        assert fitting.chosen.total <= fitting.limit
-        if fitting.too_large is not None:
-            assert fitting.too_large.total > fitting.limit
-    assert ever_smaller[-1].too_large is not None
-
-
-@long_form
-def test_less_memory_costs_seconds_before_it_changes_the_arithmetic(
-    ever_smaller: list[Fit],
-) -> None:
+def test_less_memory_costs_seconds_before_it_changes_the_arithmetic() -> None:
+    """Each limit is a byte less than the last flags need."""
     costs = []
-    for fitting in ever_smaller:
+    fitting = fit(1e9, LLAMA, FINETUNE)
+    assert fitting.chosen.flags == {}
+    while fitting.fits:
+        assert fitting.chosen.total <= fitting.limit
+        assert fitting.too_large is None or fitting.too_large.total > fitting.limit
         flags = fitting.chosen.flags
         costs.append(("dtype" in flags, "optim" in flags, round(fitting.chosen.seconds, 9)))
+        fitting = fit(fitting.chosen.total - 1, LLAMA, FINETUNE)
 
     assert costs == sorted(costs)
-    assert ever_smaller[0].chosen.flags == {}
     assert costs[0][:2] == (False, False)
     assert costs[-1][:2] == (True, True)
 
