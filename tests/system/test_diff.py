@@ -173,13 +173,9 @@ def test_the_command_prints_the_losses_and_the_cause(
     assert "cause     --learning_rate 0.02 and 0.022" in out
     assert "also" not in out, "there is one cause"
 
-    last_step = 12
-    loss = series(reference, "eval/loss")[last_step]
-    other_loss = series(other, "eval/loss")[last_step]
-    assert (
-        f"eval loss {loss:.4f} in {reference} at step {last_step}, {other_loss:.4f} in {other}: "
-        f"{other_loss - loss:+.4f}\n"
-    ) in out
+    loss = series(reference, "eval/loss")[12]
+    other_loss = series(other, "eval/loss")[12]
+    assert f"eval loss {loss:.4f} in {reference} at step 12, {other_loss:.4f} in {other}" in out
 
 
 def test_the_status_is_0_for_equal_runs_and_2_for_a_folder_without_a_run(

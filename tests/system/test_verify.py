@@ -275,21 +275,3 @@ def test_a_mistake_is_an_error_of_one_line(flags: str, capsys: pytest.CaptureFix
     assert err.count("\n") == 1
     _, *options, recipe = flags.split()
     assert " ".join(options or [recipe]) in err
-
-
-@long_form
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--layouts 2 --n_head 3", "--n_head 3 does not divide"),
-        ("--config_file accelerate_configs/cpu.yaml", "2 processes were requested"),
-    ],
-)
-def test_a_mistake_that_the_recipe_finds_is_its_own_line(
-    flags: str, message: str, text_file: Path
-) -> None:
-    ended = verify("layout", GPT, [*TINY, "--dataset", str(text_file), *shlex.split(flags)])
-
-    assert ended.status == 2
-    assert message in ended.err
-    assert len(ended.err.strip().splitlines()) == 1

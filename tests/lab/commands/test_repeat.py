@@ -202,18 +202,14 @@ def test_another_default_is_not_another_setting(
 @pytest.mark.parametrize(
     ("ending", "state", "expected_status"),
     [
-        pytest.param(repeat.Ending(status=7, stop_signal=None), "failed", 7, id="error"),
-        pytest.param(
-            repeat.Ending(status=1, stop_signal=signal.SIGTERM),
-            "preempted",
-            128 + signal.SIGTERM,
-            id="signal, after which torchrun ends with a traceback",
-        ),
-        pytest.param(repeat.Ending(status=0, stop_signal=None), "preempted", 1, id="--max_hours"),
+        ((7, None), "failed", 7),
+        # After a signal torchrun ends with a traceback.
+        ((1, signal.SIGTERM), "preempted", 128 + signal.SIGTERM),
+        ((0, None), "preempted", 1),  # --max_hours
     ],
 )
 def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
-    ending: repeat.Ending,
+    ending: tuple[int, signal.Signals | None],
     state: str,
     expected_status: int,
     print_settings: Callable,
@@ -223,7 +219,7 @@ def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
 ) -> None:
     def stop(seed: int, folder: Path) -> repeat.Ending:
         write_run(folder, seed, LOSSES, state=state)
-        return ending
+        return repeat.Ending(*ending)
 
     replace_runs(stop)
 
@@ -372,19 +368,3 @@ def test_seeds_run_stop_resume_and_are_compared(tmp_path: Path) -> None:
     assert difference["paired_seeds"] == [0, 1]
     assert difference["final_loss"]["low"] > 0
     assert difference["verdict"].startswith("B is higher than A")
-
-
-@long_form
-def test_a_signal_reaches_the_run_behind_a_launcher(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text.txt")
-    flags = [*TINY, "--dataset", str(text), "--max_steps", "2000"]
-    output = ["--output_dir", str(tmp_path / "gpt")]
-
-    process = start_process([*LLMTRAIN, "repeat", "2", "--processes", "2", GPT, *flags, *output])
-    wait_for_log_entries(process, tmp_path / "gpt-seed-0", 5)
-    process.send_signal(signal.SIGINT)
-    stopped = wait(process)
-
-    assert stopped.status == 128 + signal.SIGINT, stopped.err
-    assert states_of([tmp_path / "gpt-seed-0"]) == ["preempted"]
-    assert not (tmp_path / "gpt-seed-1").exists()

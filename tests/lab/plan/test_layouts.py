@@ -62,17 +62,14 @@ def test_a_micro_batch_may_fit_although_smaller_ones_do_not(layout: PlannedLayou
     assert layout.too_large == [1, 2]
 
 
-def test_the_micro_batch_of_the_plan_fits(layout: PlannedLayout) -> None:
+def test_the_micro_batch_of_the_plan_fits_and_a_note_names_smaller_ones(
+    layout: PlannedLayout,
+) -> None:
     assert layout.rows == 4
     assert layout.accumulation == 1
     assert layout.bytes.total < 20 * 2**30
-
-
-def test_a_note_names_smaller_micro_batches_that_do_not_fit(layout: PlannedLayout) -> None:
-    assert notes(layout) == [
-        "FSDP2: micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not: a step with "
-        "several micro-batches keeps gradients between them"
-    ]
+    [note] = notes(layout)
+    assert "micro-batches of 4 rows fit, but smaller ones of 1 and 2 do not" in note
     assert notes(layout._replace(fitting=[1, 2, 4], too_large=[])) == []
 
 
@@ -84,8 +81,6 @@ def test_a_note_names_a_flag_with_which_the_layout_would_fit() -> None:
     layout = _plan_layout("FSDP2", FSDP2, plan._replace(device=device))
 
     assert layout.fitting == []
-    assert notes(layout) == [
-        "FSDP2: with --sync_each_batch micro-batches of 1 row fit, because gradients are reduced "
-        "after each of them"
-    ]
+    [note] = notes(layout)
+    assert "--sync_each_batch" in note
     assert notes(layout._replace(fits_if_synced=False)) == []

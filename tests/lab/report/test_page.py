@@ -261,12 +261,6 @@ def test_the_page_has_some_samples_from_the_first_to_the_last(run: Path) -> None
     assert shown[-1] == "990"
 
 
-def test_every_phase_has_its_own_color(run: Path) -> None:
-    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", html([History.of_run(run)])))
-
-    assert len({colors[phase] for phase in PHASES}) == len(PHASES)
-
-
 # --- the command
 
 
