@@ -25,6 +25,8 @@ PHASE_TIMES = {
     "optimizer": (78, 95),
     "other": (95, 100),
 }
+# The bytes of each bucket, and the milliseconds when it is filled and when it has been sent.
+BUCKET_TIMES = [(4 << 20, 30, 50), (1 << 20, 60, 75)]
 STEPS = (6, 7)
 RANKS = (0, 1)
 
@@ -55,27 +57,19 @@ def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
             )
             spans.append(span)
 
-        first_transfer = Transfer(
-            rank=rank,
-            step=step,
-            micro_batch=0,
-            bucket=0,
-            sent_bytes=4 << 20,
-            ready=start_of_step + (30 + wait * rank) * MS,
-            blocked=blocked * MS,
-            end=start_of_step + 50 * MS,
-        )
-        second_transfer = Transfer(
-            rank=rank,
-            step=step,
-            micro_batch=0,
-            bucket=1,
-            sent_bytes=1 << 20,
-            ready=start_of_step + 60 * MS,
-            blocked=0.0,
-            end=start_of_step + 75 * MS,
-        )
-        transfers += [first_transfer, second_transfer]
+        for bucket, (sent_bytes, ready, end) in enumerate(BUCKET_TIMES):
+            is_first = bucket == 0
+            transfer = Transfer(
+                rank=rank,
+                step=step,
+                micro_batch=0,
+                bucket=bucket,
+                sent_bytes=sent_bytes,
+                ready=start_of_step + (ready + wait * rank * is_first) * MS,
+                blocked=blocked * is_first * MS,
+                end=start_of_step + end * MS,
+            )
+            transfers.append(transfer)
 
     return Recording(
         processes=len(RANKS),

@@ -169,10 +169,7 @@ def test_a_folder_without_a_recording_and_flags_beside_a_folder_are_errors_of_on
 # --- late processes
 
 SLOW_RANK_1 = """
-import os
-import sys
-import time
-
+import os, sys, time
 sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
@@ -181,8 +178,7 @@ from llmtrain.data.loader import Collate
 collate = Collate.__call__
 
 def slow_collate(self, read):
-    if os.environ["RANK"] == "1":
-        time.sleep(0.8)
+    time.sleep(0.8 * int(os.environ["RANK"]))
     return collate(self, read)
 
 Collate.__call__ = slow_collate

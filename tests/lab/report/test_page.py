@@ -13,7 +13,8 @@ from llmtrain.lab.report.charts import charts, downsample, phase_bars
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History
 from tests.command_line import run_cli
-from tests.recorded_settings import recorded
+from tests.lab import seed_runs
+from tests.launching import read_json
 
 START_TIME = 1_760_000_000
 
@@ -64,28 +65,11 @@ def write_run(
     folder: Path, entries: list[dict[str, Any]], starts: list[dict[str, Any]], **settings: Any
 ) -> Path:
     """Write the folder of a finished run of 30 steps."""
-    folder.mkdir(parents=True)
-    defaults = {
-        "versions": {"torch": "2.13.0"},
-        "host": "here",
-        "processes": 2,
-        "mixed_precision": "bf16",
-    }
-    record = {
-        "format_version": 1,
-        "settings": recorded(settings, "command line"),
-        "dataset": "some text",
-        "starts": [defaults | start for start in starts],
-    }
-    status = {
-        "state": "finished",
-        "step": 30,
-        "reason": "all steps are done",
-        "time": time_text(100),
-        "host": "here",
-    }
+    seed_runs.write_run(folder, seed=None, losses={30: 0.0}, **settings)
+    defaults = {"versions": {"torch": "2.13.0"}, "processes": 2, "mixed_precision": "bf16"}
+    record = read_json(folder / "run.json")
+    record["starts"] = [defaults | start for start in starts]
     (folder / "run.json").write_text(json.dumps(record))
-    (folder / "status.json").write_text(json.dumps(status))
     (folder / "metrics.jsonl").write_text(json_lines(entries))
     return folder
 
