@@ -89,6 +89,8 @@ def test_transfers_during_the_backward_pass_are_hidden_and_others_are_exposed() 
 
     assert communication == pytest.approx((20 * MS, 15 * MS, 0.0))
     assert communication.hidden_share == pytest.approx(20 / 35)
+    blocking = recording(blocked=6.0).communication()
+    assert blocking == pytest.approx((14 * MS, 21 * MS, 0.0)), "it blocks the backward pass"
 
 
 def test_a_transfer_begins_when_every_process_has_filled_the_bucket() -> None:
@@ -100,12 +102,6 @@ def test_a_transfer_begins_when_every_process_has_filled_the_bucket() -> None:
     assert starts == [pytest.approx(42 * MS)] * len(RANKS)
     assert late.communication() == pytest.approx((8 * MS, 15 * MS, 0.0))
     assert late.last_rank() == (1, pytest.approx(12 * MS))
-
-
-def test_time_in_which_sending_blocks_the_backward_pass_is_exposed() -> None:
-    communication = recording(blocked=6.0).communication()
-
-    assert communication == pytest.approx((14 * MS, 21 * MS, 0.0))
 
 
 def test_waiting_for_another_process_is_no_transfer() -> None:

@@ -170,12 +170,10 @@ def test_two_runs_of_the_same_seed_count_once(tmp_path: Path, compare: Compare) 
 
     first, second, third, *_ = compare(tmp_path)
 
-    assert first == f"same run  {a} and {c} are the same run, of seed 0: it counts as one"
-    assert second.startswith(
-        f"differs   {b} and {d} have the same settings and seed 1, but eval losses 2.125 and 2.25"
-    )
+    assert first.startswith(f"same run  {a} and {c} ")
+    assert second.startswith(f"differs   {b} and {d} ")
     assert second.endswith(f"llmtrain diff {b} {d}")
-    assert third == f"same run  {a} and {e} are the same run, of seed 0: it counts as one"
+    assert third.startswith(f"same run  {a} and {e} ")
     (group,) = as_json(compare(tmp_path, "--json"))["groups"]
     assert group["final_loss"]["n"] == 2
 

@@ -42,6 +42,10 @@ def test_flags_with_which_a_run_fits_are_not_changed() -> None:
     assert fitting.too_large is None
     assert fitting.command == f"python {GPT} {MODEL}"
 
+    request = PlanRequest(GPT, tuple(MODEL.split()), device="h100-80gb", mixed_precision="no")
+    in_float32 = fit_into(1e9, plan_of(request), request)
+    assert in_float32.command.startswith(f"accelerate launch --mixed_precision no {GPT}")
+
 
 @long_form
 def test_less_memory_costs_seconds_before_it_changes_the_arithmetic() -> None:
@@ -69,14 +73,6 @@ def test_each_change_has_its_seconds_and_its_promise() -> None:
     assert changes["--per_device_train_batch_size 1"].promise == "equal to rounding"
     assert changes["--dtype bfloat16"].promise.startswith("other arithmetic: weights in bfloat16")
     assert changes["--optim adamw_torch_8bit"].promise.startswith("other arithmetic: AdamW")
-
-
-def test_the_command_has_the_precision_of_the_plan() -> None:
-    request = PlanRequest(GPT, tuple(MODEL.split()), device="h100-80gb", mixed_precision="no")
-
-    fitting = fit_into(1e9, plan_of(request), request)
-
-    assert fitting.command.startswith("accelerate launch --mixed_precision no recipes/gpt.py")
 
 
 def test_flags_that_the_user_has_set_are_not_changed() -> None:
