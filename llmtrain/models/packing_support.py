@@ -17,7 +17,7 @@ from llmtrain.models.meta_models import check_causal_lm_class, model_configurati
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Made by tests/models/models_table.py, which tries a small model of every class. The verdict on a
+# Made by docs/tables/models_table.py, which tries a small model of every class. The verdict on a
 # class is "leaks", "packs", or "shares", which means that it packs and shares prompts as well.
 VERDICTS = Path(__file__).with_name("packing_verdicts.json")
 

@@ -1,10 +1,11 @@
 """Small models of each kind, a tokenizer for them, and their folders."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import llmtrain as lt
@@ -24,6 +25,12 @@ def export_model(bundle: lt.ModelBundle, folder: Path) -> Path:
     """Write the model of a bundle as a finished run does, and return its folder."""
     write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
     return folder
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients that the parameters of a model have."""
+    parameters = model.named_parameters()
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def perturbed(model: nn.Module) -> nn.Module:
@@ -77,3 +84,20 @@ def tiny_llama() -> LlamaConfig:
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
+
+
+def twins(weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return pairs of parameters with the same random numbers, up to a factor."""
+    first_names: dict[str, str] = {}
+    pairs = []
+    for name, tensor in weights.items():
+        if tensor.dim() < 2 or tensor.numel() < 100 or tensor.std() == 0:
+            continue
+        numbers = tensor.flatten()[-64:].double()  # the first rows of an embedding may be zeros
+        is_drawn = len(numbers.unique()) == 64 and not (numbers.diff() > 0).all()
+        if is_drawn:
+            key = str((numbers / numbers.norm()).round(decimals=4).tolist())
+            first_name = first_names.setdefault(key, name)
+            if first_name != name:
+                pairs.append((first_name, name))
+    return pairs

@@ -4,23 +4,24 @@ A class that no small configuration can be made of is left out.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llmtrain.models.hub_models import auto_class, without_weights
-from llmtrain.models.weight_loading import random_weights
-from llmtrain.training.optim import decayed_parameters
-from tests.launching import long_form
-from tests.models.packing_trials import (
+from docs.tables.packing_trials import (
     build,
     published_config,
     with_smallest,
 )
+from llmtrain.models.hub_models import auto_class, without_weights
+from llmtrain.models.weight_loading import random_weights
+from llmtrain.training.optim import decayed_parameters
+from tests.launching import long_form
+from tests.models.small_models import twins
 
 # Where weight decay differs from that of the Trainer. It asks for names only, so it lets numbers
 # and vectors decay that are no matrices, and the weights of norms with names of their own.
@@ -40,27 +41,12 @@ MATRICES_THAT_DO_NOT_DECAY = {
 }
 
 
-class Scan(NamedTuple):
-    """What was found in a small model of a class.
+def scan(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    """Return what differs in a small model of a class, by the kind of the difference.
 
-    Attributes:
-        weights: the parameters whose random weights are not like those of transformers.
-        twins: pairs of parameters with the same random numbers.
-        buffers: the stored buffers that differ from those of transformers.
-        vectors: parameters of one dimension or none that decay in the Trainer, and not here.
-        norms: weights of norms of which the same is true.
-        matrices: other parameters whose weight decay differs.
+    These are parameters whose random weights or weight decay are not like those of transformers,
+    pairs of parameters with the same random numbers, and stored buffers.
     """
-
-    weights: list[str]
-    twins: list[tuple[str, str]]
-    buffers: list[str]
-    vectors: list[str]
-    norms: list[str]
-    matrices: list[str]
-
-
-def scan(config: PreTrainedConfig) -> Scan:
     expected = build(config)
     own_config = copy.deepcopy(config)  # a model changes the configuration that it is built from
     own = without_weights(
@@ -68,17 +54,17 @@ def scan(config: PreTrainedConfig) -> Scan:
     )
     weights = {name: tensor.clone() for name, tensor in random_weights(own, seed=3)}
     expected_weights = {name: parameter.detach() for name, parameter in expected.named_parameters()}
-
-    return Scan(
-        weights=sorted(
-            name
-            for name, tensor in expected_weights.items()
-            if name not in weights or not are_alike(weights[name], tensor)
-        ),
-        twins=twins(weights),
-        buffers=different_buffers(own, expected),
+    unlike = [
+        name
+        for name, tensor in expected_weights.items()
+        if name not in weights or not are_alike(weights[name], tensor)
+    ]
+    return {
+        "weights": unlike,
+        "twins": twins(weights),
+        "buffers": different_buffers(own, expected),
         **different_decay(own),
-    )
+    }
 
 
 def are_alike(weights: Tensor, expected: Tensor) -> bool:
@@ -95,23 +81,6 @@ def are_alike(weights: Tensor, expected: Tensor) -> bool:
     deviation = float(expected.std())
     has_same_mean = abs(float(weights.mean() - expected.mean())) < 0.2 * deviation
     return is_random and has_same_mean and 0.8 < float(weights.std()) / deviation < 1.25
-
-
-def twins(weights: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Return pairs of parameters with the same random numbers, up to a factor."""
-    first_names: dict[str, str] = {}
-    pairs = []
-    for name, tensor in weights.items():
-        if tensor.dim() < 2 or tensor.numel() < 100 or tensor.std() == 0:
-            continue
-        numbers = tensor.flatten()[-64:].double()  # the first rows of an embedding may be zeros
-        is_drawn = len(numbers.unique()) == 64 and not (numbers.diff() > 0).all()
-        if is_drawn:
-            key = str((numbers / numbers.norm()).round(decimals=4).tolist())
-            first_name = first_names.setdefault(key, name)
-            if first_name != name:
-                pairs.append((first_name, name))
-    return pairs
 
 
 def different_buffers(own: nn.Module, expected: nn.Module) -> list[str]:
@@ -150,7 +119,7 @@ def last_names(names: list[str], count: int) -> set[str]:
 
 @long_form
 def test_every_class_begins_and_decays_as_in_transformers(score: Callable[[str], None]) -> None:
-    scans: dict[str, Scan] = {}
+    scans: dict[str, dict[str, list[Any]]] = {}
     untried: dict[str, str] = {}
     torch.set_num_threads(1)
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -160,19 +129,18 @@ def test_every_class_begins_and_decays_as_in_transformers(score: Callable[[str],
             untried[model_type] = str(error)
 
     assert len(scans) >= 160, untried
-    assert {name: found.weights for name, found in scans.items() if found.weights} == {}
-    assert {name: found.twins for name, found in scans.items() if found.twins} == {}
-    assert {name: found.buffers for name, found in scans.items() if found.buffers} == {}
+    for kind in ("weights", "twins", "buffers"):
+        assert {name: found[kind] for name, found in scans.items() if found[kind]} == {}, kind
 
-    norms = set.union(*(last_names(found.norms, 2) for found in scans.values()))
+    norms = set.union(*(last_names(found["norms"], 2) for found in scans.values()))
     assert norms == NORMS_OF_OTHER_NAMES
     matrices = {
         (model_type, name)
         for model_type, found in scans.items()
-        for name in last_names(found.matrices, 1)
+        for name in last_names(found["matrices"], 1)
     }
     assert matrices == MATRICES_THAT_DO_NOT_DECAY
-    with_vectors = [name for name, found in scans.items() if found.vectors]
+    with_vectors = [name for name, found in scans.items() if found["vectors"]]
     score(
         f"every class: random weights, stored buffers and weight decay of {len(scans)} model types "
         f"are those of transformers; {len(untried)} could not be made: {', '.join(untried)}; "

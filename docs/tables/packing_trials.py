@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
+from docs.tables.miniatures import miniatures
 from llmtrain.errors import first_line
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
@@ -24,7 +25,6 @@ from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.probe import differ, leaks, probe, probe_output, shares_prompts, trying
 from llmtrain.models.towers import outside_text_tower, remove_modules
-from tests.models.miniatures import miniatures
 
 Verdict = Literal["leaks", "packs", "shares"]  # the worst first
 ORDER = ("leaks", "packs", "shares")

@@ -3,8 +3,8 @@
 Run it with the transformers version that the table is for, from the root of the repository, and
 commit what it writes. The table takes about two minutes, and all classes some more:
 
-    python -m tests.models.models_table
-    python -m tests.models.models_table --all-classes
+    python -m docs.tables.models_table
+    python -m docs.tables.models_table --all-classes
 
 A small model of each family, with random weights, is tried as a run tries the model that it trains.
 Classes that cannot be tried are printed. They are not on the list of verdicts, so rows are not
@@ -24,17 +24,17 @@ from typing import cast
 
 import transformers
 
-from llmtrain.models.packing_support import VERDICTS
-from tests.forked import IMPORTED, run_forked
-from tests.launching import ROOT, accelerate
-from tests.models.model_trials import Trial, try_family
-from tests.models.packing_trials import (
+from docs.tables.model_trials import Trial, try_family
+from docs.tables.packing_trials import (
     ORDER,
     UntriedError,
     Verdict,
     types_of_classes,
     verdict_on_types,
 )
+from llmtrain.models.packing_support import VERDICTS
+from tests.forked import IMPORTED, run_forked
+from tests.launching import ROOT, accelerate
 
 PAGE = ROOT / "docs" / "explanation" / "models-table.md"
 
@@ -122,7 +122,7 @@ def try_families(families: list[str]) -> dict[str, Trial]:
         steps = {family: trial.step for family, trial in trials.items() if trial.step}
         (folder / "steps.json").write_text(json.dumps(steps))
         launcher = accelerate("fsdp2", "--mixed_precision", "no")
-        command = [*launcher, "tests/models/sharded_families.py", name]
+        command = [*launcher, "docs/tables/sharded_families.py", name]
         run_forked(command, timeout=600).assert_ok()
         sharded = json.loads((folder / "sharded.json").read_text())
 

@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
+from docs.tables.model_trials import Step, try_sharded
 from llmtrain import launch
 from llmtrain.files import read_object
 from llmtrain.launching.accelerator import start_accelerator
-from tests.models.model_trials import Step, try_sharded
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Make the tables of docs/explanation/memory-table.md, from the root of the repository:
 
-    python -m tests.models.memory_table
+    python -m docs.tables.memory_table
 
 It takes less than two minutes. The memory model of `llmtrain plan` computes every cell, from
 configurations that are written here. No weights are read.

@@ -20,6 +20,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from docs.tables.packing_trials import (
+    ROW_LENGTH,
+    Packing,
+    build,
+    packing_of,
+    published_config,
+    with_smallest,
+)
 from llmtrain import LoraConfig, ModelBundle, ModelConfig, load_model
 from llmtrain.errors import first_line
 from llmtrain.launching.accelerator import start_accelerator
@@ -31,14 +39,6 @@ from llmtrain.models.towers import outside_text_tower
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import local_shard
 from llmtrain.record.saver import write_model
-from tests.models.packing_trials import (
-    ROW_LENGTH,
-    Packing,
-    build,
-    packing_of,
-    published_config,
-    with_smallest,
-)
 from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
