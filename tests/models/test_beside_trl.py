@@ -16,25 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import llmtrain as lt
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.preference_config import PreferenceConfig
-from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.placement import place
 from tests.engines import engine_of
 from tests.families import OVERRIDES
 from tests.launching import long_form
 from tests.models.small_models import byte_tokenizer
-from tests.models.some_rows import SomeRows
 from tests.pair_rows import write_pair_rows
 
-pytestmark = [
-    long_form,
-    # TRL's trainers call transformers by names that it is about to drop.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+# TRL's trainers call transformers by names that it is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 MAX_LENGTH = 48  # of a prompt with an answer
 END_OF_TEXT = 0
@@ -118,19 +111,24 @@ class PackedSide:
         reference_model: transformers' own model with the initial weights.
     """
 
-    def __init__(self, loss: str, folder: Path, accelerator: Any, **parameters: Any) -> None:
+    def __init__(
+        self, loss: str, folder: Path, load: Any, accelerator: Any, **parameters: Any
+    ) -> None:
         self.pairs = random_pairs(loss)
         rows, written = write_pair_rows(
             folder / "rows.arrow", self.pairs, width=2 * MAX_LENGTH, share_prompts=True
         )
         assert 1 < len(rows) < PAIRS, "there are several rows, and several pairs in some of them"
 
-        metadata = SimpleNamespace(dataset="pairs", pairs=written.pairs, shared=True)
-        model_rows = SomeRows(byte_tokenizer(), is_packed=True, metadata=metadata)
-        config = ModelConfig(from_config="llama", config_overrides=OVERRIDES, max_length=MAX_LENGTH)
-        preference = PreferenceConfig(loss_type=[loss], **parameters)
-        bundle = load_model(config, None, model_rows, 3, "no", preference=preference)
-        bundle = place(accelerator, bundle)
+        config = lt.ModelConfig(
+            from_config="llama", config_overrides=OVERRIDES, max_length=MAX_LENGTH
+        )
+        bundle = load(
+            config,
+            packed=True,
+            metadata=SimpleNamespace(dataset="pairs", pairs=written.pairs, shared=True),
+            preference=lt.PreferenceConfig(loss_type=[loss], **parameters),
+        )
         self.objective: Any = bundle.objective
         self.model: Any = bundle.model.train()
         self.engine = engine_of(accelerator, self.model, self.objective)
@@ -261,14 +259,16 @@ class TrlSide:
 
 
 @pytest.fixture
-def make_sides(accelerator: Any, tmp_path: Path) -> Callable[..., tuple[PackedSide, TrlSide]]:
+def make_sides(
+    load: Any, accelerator: Any, tmp_path: Path
+) -> Callable[..., tuple[PackedSide, TrlSide]]:
     """Return both sides of a loss, with the parameters of the table or others."""
     pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
 
     def make_sides(loss: str, pad_token: str = "!", **changes: Any) -> tuple[PackedSide, TrlSide]:
         _, defaults = LOSSES[loss]
         parameters = defaults | changes
-        packed = PackedSide(loss, tmp_path, accelerator, **parameters)
+        packed = PackedSide(loss, tmp_path, load, accelerator, **parameters)
         return packed, TrlSide(loss, packed, tmp_path / "trl", pad_token, **parameters)
 
     return make_sides
@@ -289,7 +289,6 @@ def check_same(packed: PackedSide, loss: Tensor, trl: TrlSide, trl_loss: Tensor)
     ]
     errors = {
         "loss": abs(loss.item() / trl_loss.item() - 1),
-        "gradient's norm": abs(float(flat.norm() / expected_flat.norm()) - 1),
         "gradient": float((flat - expected_flat).norm() / expected_flat.norm()),
         "gradient of one parameter at most": max(errors_of_parameters),
     }
@@ -297,12 +296,22 @@ def check_same(packed: PackedSide, loss: Tensor, trl: TrlSide, trl_loss: Tensor)
     # One by one, because `max` may hide NaN.
     assert all(error < 1e-4 for error in errors_of_parameters), description
     assert errors["loss"] < 1e-5, description
-    assert errors["gradient's norm"] < 1e-5, description
     assert errors["gradient"] < 1e-5, description
     return description
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "orpo"])
+# The nll term of ORPO differs, as below. The loss of DPO is compared in `make test`, too.
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "sigmoid",
+        *(
+            pytest.param(loss, marks=long_form)
+            for loss in LOSSES
+            if loss not in ("sigmoid", "orpo")
+        ),
+    ],
+)
 def test_a_loss_and_its_gradients_are_those_of_the_trainer(loss: str, make_sides, score) -> None:
     packed, trl = make_sides(loss)
     differences = check_same(packed, packed.loss(), trl, trl.loss())
@@ -331,6 +340,7 @@ def chosen_nll(trl: TrlSide) -> Tensor:
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
+@long_form
 def test_the_nll_term_of_orpo_is_of_the_answer_and_in_trl_of_the_prompt_too(
     make_sides, score
 ) -> None:
@@ -348,6 +358,7 @@ def test_the_nll_term_of_orpo_is_of_the_answer_and_in_trl_of_the_prompt_too(
     score(f"preferences: orpo beside TRL's, with another nll: {differences}")
 
 
+@long_form
 def test_label_smoothing_of_sigmoid_swaps_a_share_of_pairs_and_trl_ignores_it(make_sides) -> None:
     packed, trl = make_sides("sigmoid", label_smoothing=0.2)
     loss = trl.loss()
@@ -360,6 +371,7 @@ def test_label_smoothing_of_sigmoid_swaps_a_share_of_pairs_and_trl_ignores_it(ma
     check_same(packed, packed.loss(), trl, 0.8 * loss + 0.2 * swapped_loss)
 
 
+@long_form
 def test_a_score_is_read_at_the_end_token_even_if_it_is_the_padding_token(make_sides) -> None:
     """TRL then reads it one token earlier."""
     packed, trl = make_sides("reward", pad_token="<|endoftext|>")
