@@ -1,31 +1,20 @@
 """LFM2 computes packed documents as in separate rows: its convolutions stop at their borders."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import short_convolution
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.documents import Documents
-from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import leaks, probe
-from llmtrain.parallel.placement import place
-from llmtrain.training import compiling
-from tests.models.small_models import byte_tokenizer
-from tests.models.some_rows import SomeRows
+from tests.models.small_models import gradients_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 257,
@@ -93,16 +82,10 @@ def documents_in(batch: Batch) -> list[Tensor]:
     return documents
 
 
-def loss_of_separate_rows(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the summed loss of the documents, each in a row of its own."""
-    documents = [ids for ids in documents_in(batch) if ids.shape[1] > 1]
-    return torch.stack([model(ids, ids) for ids in documents]).sum()
-
-
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
 def check_gradients(
@@ -138,18 +121,6 @@ def test_packed_documents_have_the_loss_and_gradients_of_transformers_for_each(
 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     check_gradients(gradients(model, loss), gradients(stock, expected), tolerance=2e-6)
-
-
-def test_packed_rows_have_the_loss_and_gradients_of_separate_rows() -> None:
-    batch = packed_batch()
-    model = trainable_model()
-
-    loss = model(**batch)
-    packed_gradients = gradients(model, loss)
-    expected = loss_of_separate_rows(model, batch)
-
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    check_gradients(packed_gradients, gradients(model, expected), tolerance=2e-6)
 
 
 def test_packed_rows_have_the_logits_of_separate_rows() -> None:
@@ -248,94 +219,3 @@ def test_two_answers_to_a_shared_prompt_have_the_logits_of_two_rows(family: str)
 
     torch.testing.assert_close(logits[4:11], expected_first, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits[11:], expected_second, atol=1e-5, rtol=1e-5)
-
-
-# --- models as a run loads them
-
-
-@pytest.fixture
-def load() -> Iterator[Callable[..., ModelBundle]]:
-    """Load a model for packed rows, in any precision."""
-
-    def load(
-        config: ModelConfig, lora: LoraConfig | None = None, precision: str = "no"
-    ) -> ModelBundle:
-        accelerator = Accelerator(cpu=True, mixed_precision=precision)
-        rows = SomeRows(byte_tokenizer(ROW_LENGTH), is_packed=True)
-        return place(accelerator, load_model(config, lora, rows, 3, precision))
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield load
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def lfm2_config(**flags: Any) -> ModelConfig:
-    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-    overrides = ",".join(f"{key}={value}" for key, value in sizes.items()).replace("'", "")
-    return ModelConfig(
-        from_config="lfm2", config_overrides=overrides, max_length=ROW_LENGTH, **flags
-    )
-
-
-def test_recomputed_activations_give_the_same_gradients(load) -> None:
-    batch = packed_batch()
-    model = load(lfm2_config()).model.train()
-    recomputing_model = load(lfm2_config(gradient_checkpointing=True)).model.train()
-    expected = gradients(model, model(**batch))
-    results = gradients(recomputing_model, recomputing_model(**batch))
-    torch.testing.assert_close(results, expected, rtol=0, atol=0)
-
-
-def test_packed_rows_agree_with_separate_rows_in_autocast(load) -> None:
-    batch = packed_batch()
-    model = load(lfm2_config(), precision="bf16").model.eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch)
-        expected = loss_of_separate_rows(model, batch)
-    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
-
-
-def batch_with_border(border: int) -> Batch:
-    ids = packed_batch()["input_ids"]
-    positions = torch.cat([torch.arange(border), torch.arange(ROW_LENGTH - border)])
-    return {"input_ids": ids, "labels": ids, "position_ids": positions.expand(2, -1)}
-
-
-def test_blocks_are_compiled_once_for_all_borders(load) -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    bundle = load(lfm2_config())
-    model = bundle.model.train()
-    batches = [batch_with_border(border) for border in range(3, 12)]
-    expected = [model(**batch).item() for batch in batches]
-
-    compiling._compile(model, backend)
-    losses = [model(**batch, **bundle.prepare_batch(batch)).item() for batch in batches]
-
-    assert losses == pytest.approx(expected, rel=1e-5)
-    kinds_of_layers = set(SIZES["layer_types"])
-    assert len(graphs) == len(kinds_of_layers)
-    torch._dynamo.reset()
-
-
-def test_an_adapter_of_the_convolutions_is_trained_on_packed_rows(load, tmp_path: Path) -> None:
-    stock_model().float().save_pretrained(tmp_path / "base")
-    config = ModelConfig(model_name_or_path=str(tmp_path / "base"), max_length=ROW_LENGTH)
-    model = load(config, LoraConfig(lora_r=4)).model.eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
-
-    batch = packed_batch()
-    loss = model(**batch)
-    packed_gradients = gradients(model, loss)
-    expected = loss_of_separate_rows(model, batch)
-
-    assert any("conv.in_proj.lora_A" in name for name in packed_gradients)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    check_gradients(packed_gradients, gradients(model, expected), tolerance=1e-4)
