@@ -1,16 +1,20 @@
-"""Rows are packed if the class is on a list, which is made with small models of each class."""
+"""Rows are packed if the class is on a list, and the probes of the model find no leak."""
 
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from llmtrain.errors import UserError
+from llmtrain.models import probe as probes
+from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.packing_support import PackingSupport, packing_support
-from tests.models.miniatures import miniatures
-from tests.models.packing_trials import build_on_meta_device
+from tests.models.small_models import small_model
 
 
 def support_of(family: str, **settings: Any) -> PackingSupport:
@@ -19,30 +23,19 @@ def support_of(family: str, **settings: Any) -> PackingSupport:
     return support
 
 
-CLASS_NAMES = {  # by model type
-    "llama": "LlamaForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "musicgen": "MusicgenForCausalLM",
-}
-
-
 # --- the rule
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", "gemma3_text"])
-def test_a_class_on_the_list_packs_and_shares_prompts(family: str) -> None:
-    expected = PackingSupport(CLASS_NAMES[family], packs=True, shares_prompts=True)
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("lfm2", PackingSupport("Lfm2ForCausalLM", packs=True, shares_prompts=True)),
+        ("gpt_oss", PackingSupport("GptOssForCausalLM")),
+        ("musicgen", PackingSupport("MusicgenForCausalLM", problem="the class was not tried")),
+    ],
+)
+def test_a_class_packs_as_the_list_says(family: str, expected: PackingSupport) -> None:
     assert support_of(family) == expected
-
-
-def test_a_class_that_leaks_is_not_packed() -> None:
-    assert support_of("gpt_oss") == PackingSupport("GptOssForCausalLM")
-
-
-def test_a_class_that_is_not_on_the_list_is_not_packed() -> None:
-    expected = PackingSupport(CLASS_NAMES["musicgen"], problem="the class was not tried")
-    assert support_of("musicgen") == expected
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
@@ -72,38 +65,47 @@ def test_prompts_are_not_shared_if_attention_has_chunks_shorter_than_the_row(
     assert support == PackingSupport("Llama4ForCausalLM", packs=True, shares_prompts=shares)
 
 
-# --- the small models of the trials
+# --- the probes of a model, which decide
 
 
-PUBLISHED = {
-    "llama": {"num_key_value_heads": 8},
-    "gemma3_text": {},
-    "llama4_text": {"num_hidden_layers": 8},
-    "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp"] * 4 + ["full_attention"] * 2},
-    "jamba": {},
-    "qwen3_next": {},
-}
+@pytest.fixture
+def llama() -> CausalLM:
+    model: CausalLM = small_model("llama", vocabulary=112, tokens=33, width=16)
+    return model
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
-def test_a_miniature_is_small_and_has_layers_of_every_kind(family: str) -> None:
-    config = AutoConfig.for_model(family, **PUBLISHED[family])
-    published = build_on_meta_device(config)
-    miniature = build_on_meta_device(next(miniatures(config, build_on_meta_device)))
-    assert sum(weight.numel() for weight in miniature.parameters()) < 100e6
-    assert classes_of_modules(miniature) == classes_of_modules(published)
-    assert layer_types_of(miniature.config) == layer_types_of(config)
+@pytest.mark.parametrize(
+    ("values", "other_values", "expected"),
+    [
+        pytest.param([1.0, -math.inf], [1.0, -math.inf], False, id="masked logits in both"),
+        pytest.param([1.0, -math.inf], [1.0, 2.0], True, id="a masked logit"),
+        pytest.param([1.0, math.nan], [1.0, 2.0], True, id="NaN in the first"),
+        pytest.param([1.0, 2.0], [1.0, math.nan], True, id="NaN in the second"),
+    ],
+)
+def test_nan_differs_from_everything_and_masked_logits_do_not_differ(
+    values: list[float], other_values: list[float], expected: bool
+) -> None:
+    assert probes.differ(torch.tensor(values), torch.tensor(other_values)) == expected
 
 
-def classes_of_modules(model: torch.nn.Module) -> set[str]:
-    return {type(module).__name__ for module in model.modules()} - {"Dropout"}
+def test_example_tokens_differ_even_if_7_divides_the_vocabulary(llama: CausalLM) -> None:
+    assert llama.vocabulary_size % 7 == 0
+    ids = probes.example_tokens(llama, 2, 16)
+    assert len(ids.unique()) == ids.numel()
 
 
-def layer_types_of(config: Any) -> set[str]:
-    return set(getattr(config, "layer_types", None) or [])
+def test_a_model_that_computes_nan_is_refused(llama: CausalLM) -> None:
+    with torch.no_grad():
+        llama.get_parameter("model.norm.weight")[0] = math.nan
+    with pytest.raises(UserError, match="LlamaForCausalLM computes NaN"):
+        probes.probe(llama)
 
 
-def test_the_sliding_window_of_a_miniature_is_shorter_than_its_rows() -> None:
-    config = AutoConfig.for_model("mistral", sliding_window=4096)
-    assert next(miniatures(config, build_on_meta_device)).sliding_window == 32
+def test_a_full_memory_is_reported_and_does_not_decide_the_attention(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = [torch.OutOfMemoryError("CUDA out of memory"), AssertionError("it goes on")]
+    monkeypatch.setattr(probes, "probe_output", mock.Mock(side_effect=results))
+    with pytest.raises(torch.OutOfMemoryError):
+        probes.probe(llama)
