@@ -9,21 +9,17 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
+import llmtrain as lt
 from llmtrain.errors import UserError
+from llmtrain.models import hub_models
 from llmtrain.models.base_tensors import BaseTensors, stored_base_tensors
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.pretrained import load_model
 from llmtrain.models.weight_loading import (
     load_buffers,
     model_parts,
@@ -31,7 +27,11 @@ from llmtrain.models.weight_loading import (
     stored_weights,
 )
 from tests.families import FAMILIES
+from tests.models.small_models import byte_tokenizer, twins
 from tests.models.some_rows import SomeRows
+
+# A long form has every class (test_every_class.py).
+SOME_FAMILIES = ["llama", "gpt2", "gemma2", "mixtral"]
 
 # Each family's configuration takes the sizes that it knows.
 SIZES = {
@@ -117,7 +117,7 @@ def replace_tensors(folder: Path, replacements: Mapping[str, Tensor | None]) -> 
 # --- random weights
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_random_weights_depend_only_on_the_seed(family: str) -> None:
     meta = meta_model(family)
     torch.manual_seed(1)
@@ -132,7 +132,7 @@ def test_random_weights_depend_only_on_the_seed(family: str) -> None:
     assert any(not torch.equal(other_weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_random_weights_are_distributed_like_those_of_transformers(family: str) -> None:
     expected = parameters_of(real_model(family))
     for name, tensor in random_weights(meta_model(family), seed=5):
@@ -153,55 +153,14 @@ def test_a_part_has_the_random_weights_that_it_has_in_the_full_model() -> None:
     check_equal(block_weights, {name: weights[name] for name in block_weights})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_no_two_modules_begin_with_the_same_numbers(family: str) -> None:
     """Torch's CPU generator reads 32 bits of a seed, so the numbers themselves are compared."""
-    for seeds in ([5, 6], [5, 5 + 2**32]):
-        names: dict[str, str] = {}
-        for seed in seeds:
-            for name, tensor in random_weights(meta_model(family), seed):
-                if tensor.std() > 0:
-                    # The first rows of an embedding may be zeros, and widths differ by a factor.
-                    numbers = tensor.flatten()[-64:].double()
-                    beginning = (numbers / numbers.norm()).round(decimals=4).tolist()
-                    twin = names.setdefault(str(beginning), f"{name}, seed {seed}")
-                    assert twin == f"{name}, seed {seed}"
-
-
-# Families with parameters that only the `__init__` of their class sets.
-SET_BY_INIT = ["apertus", "data2vec-text", "openai-gpt"]
-# One class asks for the names of modules, and in one a module sets the weights of its children.
-SET_BY_NAME_OR_PARENT = ["xlstm", "modernbert-decoder"]
-
-
-@pytest.mark.parametrize("family", SET_BY_INIT + SET_BY_NAME_OR_PARENT)
-def test_what_only_the_class_sets_is_as_in_transformers(family: str) -> None:
-    expected = parameters_of(real_model(family))
-    weights = read_all(random_weights(meta_model(family), seed=5))
-
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor.numel() == 1 or tensor.std() == 0:
-            torch.testing.assert_close(weights[name], tensor, msg=name)
-        else:
-            assert float(weights[name].std()) == pytest.approx(float(tensor.std()), rel=0.2), name
-
-
-def test_a_parameter_that_nothing_sets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = meta_model("llama")
-    monkeypatch.setattr(PreTrainedModel, "_init_weights", lambda model, module: None)
-
-    # `nn.Linear` and `nn.Embedding` set their weights, and Llama's norm sets its own to 1.
-    weights = read_all(random_weights(model, seed=5))
-    assert not any(tensor.isnan().any() for tensor in weights.values())
-
-    def without_values(norm: Any, size: int, eps: float = 1e-6) -> None:
-        torch.nn.Module.__init__(norm)
-        norm.weight = torch.nn.Parameter(torch.empty(size))
-
-    monkeypatch.setattr(type(model.model.norm), "__init__", without_values)
-    with pytest.raises(UserError, match=r"LlamaForCausalLM gives .*norm.weight no initial values"):
-        read_all(random_weights(model, seed=5))
+    weights = {}
+    for seed in (5, 6, 5 + 2**32):
+        for name, tensor in random_weights(meta_model(family), seed):
+            weights[f"{name}, seed {seed}"] = tensor.clone()
+    assert twins(weights) == []
 
 
 # --- stored weights
@@ -209,27 +168,22 @@ def test_a_parameter_that_nothing_sets_is_named(monkeypatch: pytest.MonkeyPatch)
 
 # Stored tensors of the last two are split or joined along their first dimension, which FSDP shards.
 @pytest.mark.parametrize("family", [*FAMILIES, "hrm_text", "kimi_linear"])
-def test_stored_weights_are_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
-    real_model(family).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    weights = read_all(stored_weights(meta_model(family), tmp_path, torch.float32))
-    check_equal(weights, parameters_of(loaded))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_loaded_in_few_parts_and_keeps_its_buffers(family: str, tmp_path: Path) -> None:
+def test_stored_weights_are_those_of_from_pretrained_in_few_parts(
+    family: str, tmp_path: Path
+) -> None:
     real = real_model(family)
-    real.save_pretrained(tmp_path, max_shard_size="60KB")
+    real.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     meta = meta_model(family)
-    assert len(model_parts(meta)) <= 6
+    assert len(model_parts(meta)) <= 7
 
-    check_equal(read_all(stored_weights(meta, tmp_path, torch.float32)), parameters_of(real))
+    check_equal(read_all(stored_weights(meta, tmp_path, torch.float32)), parameters_of(loaded))
 
     assert all(parameter.is_meta for parameter in meta.parameters())
-    check_equal(dict(meta.named_buffers()), dict(real.named_buffers()))
+    check_equal(dict(meta.named_buffers()), dict(loaded.named_buffers()))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_tensors_can_be_published_one_by_one(family: str) -> None:
     model = real_model(family)
     files: Any = ModelFiles({"model_type": family}, None)
@@ -240,104 +194,58 @@ def test_tensors_can_be_published_one_by_one(family: str) -> None:
     check_equal(published, files.export_tensors(model))
 
 
-@pytest.fixture
-def deepseek_folder(tmp_path: Path) -> Path:
-    """Write a model with buffers that are stored: each router has a bias of 0, 1, 2, 3."""
+def test_stored_buffers_are_loaded_and_a_missing_one_is_named(tmp_path: Path) -> None:
     model = real_model("deepseek_v3", **DEEPSEEK_SIZES)
     for name, buffer in model.named_buffers():
         if "bias" in name:
             buffer.copy_(torch.arange(4.0))
     model.save_pretrained(tmp_path)
-    return tmp_path
 
-
-def test_stored_buffers_are_loaded(deepseek_folder: Path) -> None:
     meta = meta_model("deepseek_v3", **DEEPSEEK_SIZES)
-    load_buffers(meta, deepseek_folder)
+    load_buffers(meta, tmp_path)
     biases = [buffer for name, buffer in meta.named_buffers() if "bias" in name]
     assert biases
     assert all(torch.equal(bias, torch.arange(4.0)) for bias in biases)
 
-
-def test_a_missing_buffer_is_named(deepseek_folder: Path) -> None:
-    names = load_file(deepseek_folder / "model.safetensors").keys()
-    biases = [name for name in names if "e_score_correction" in name]
-    replace_tensors(deepseek_folder, dict.fromkeys(biases))
-    with pytest.raises(UserError, match=r"e_score_correction_bias is missing"):
-        load_buffers(meta_model("deepseek_v3", **DEEPSEEK_SIZES), deepseek_folder)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    replace_tensors(tmp_path, {n: None for n in names if "e_score_correction" in n})
+    with pytest.raises(UserError, match="e_score_correction_bias is missing"):
+        load_buffers(meta, tmp_path)
 
 
 # --- tensors that the model does not have
 
 
-def base_tensors_of(folder: Path) -> BaseTensors | None:
-    return stored_base_tensors(meta_model("llama"), [], str(folder), "main", is_reward_model=False)
-
-
-def test_buffers_that_are_computed_today_are_not_copied_from_old_checkpoints(
+def test_modules_of_stored_tensors_that_the_model_lacks_are_copied_or_named(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    def base_tensors(*, is_reward_model: bool = False) -> BaseTensors | None:
+        model = meta_model("llama")
+        capsys.readouterr()
+        return stored_base_tensors(
+            model, [], str(tmp_path), "main", is_reward_model=is_reward_model
+        )
+
     real_model("llama").save_pretrained(tmp_path)
-    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    replace_tensors(tmp_path, {buffer: torch.ones(4)})
-    capsys.readouterr()
-    assert base_tensors_of(tmp_path) is None
+    assert base_tensors(is_reward_model=True) is None
     assert capsys.readouterr().out == ""
 
+    unknown = ["mtp.fc.weight", "model.visual.patch.weight", "model.visual.norm"]
+    replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
+    copied = base_tensors()
+    assert copied is not None
+    assert copied.names == {*unknown}
+    assert base_tensors(is_reward_model=True) is None
+    output = capsys.readouterr().out
+    assert output.startswith("left out  model.visual and mtp: ")
+    assert "1,500 parameters" in output
 
-def test_the_scales_of_quantized_weights_are_not_copied(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    real_model("llama").save_pretrained(tmp_path)
-    replace_tensors(tmp_path, {"model.layers.0.mlp.scales": torch.ones(4)})
-    base_tensors = base_tensors_of(tmp_path)
-    assert base_tensors is not None
-    assert base_tensors.names == {"model.layers.0.mlp.scales"}
-
+    # They may be the scales of quantized weights.
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    capsys.readouterr()
-    assert base_tensors_of(tmp_path) is None
-    assert capsys.readouterr().out.startswith("left out  model.layers.0.mlp.scales: ")
-
-
-@pytest.mark.parametrize(
-    ("unknown", "modules"),
-    [
-        pytest.param(
-            ["model.visual.patch.weight", "model.visual.norm"], "model.visual", id="one module"
-        ),
-        pytest.param(
-            ["mtp.fc.weight", "model.visual.norm"], "model.visual and mtp", id="two modules"
-        ),
-        pytest.param(
-            ["a.x", "b.x", "model.layers.0.extra", "model.z"], "a and 3 more", id="many modules"
-        ),
-    ],
-)
-def test_stored_tensors_that_the_model_lacks_are_named_in_one_line(
-    unknown: list[str], modules: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    real_model("llama").save_pretrained(tmp_path)
-    replace_tensors(tmp_path, {name: torch.ones(5, 100) for name in unknown})
-    capsys.readouterr()
-
-    stored_base_tensors(meta_model("llama"), [], str(tmp_path), "main", is_reward_model=True)
-
-    assert capsys.readouterr().out == (
-        f"left out  {modules}: LlamaForCausalLM does not have these {500 * len(unknown):,} "
-        "parameters, nor will the finished model\n"
-    )
-
-
-def test_nothing_is_printed_if_the_model_has_all_stored_tensors(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    real_model("llama").save_pretrained(tmp_path)
-    capsys.readouterr()
-    stored_base_tensors(meta_model("llama"), [], str(tmp_path), "main", is_reward_model=True)
-    assert capsys.readouterr().out == ""
+    assert base_tensors() is None
+    assert capsys.readouterr().out.startswith("left out  ")
 
 
 # --- folders that do not fit, or change
@@ -346,21 +254,9 @@ def test_nothing_is_printed_if_the_model_has_all_stored_tensors(
 @pytest.mark.parametrize(
     ("replacements", "message"),
     [
-        pytest.param(
-            {"model.norm.weight": None},
-            r"model\.norm\.weight is missing \(1 in all\)",
-            id="missing",
-        ),
-        pytest.param(
-            {"model.norm.weight": torch.ones(3)},
-            r"model\.norm\.weight has the shape \[3\], but the model needs \[64\]",
-            id="shape",
-        ),
-        pytest.param(
-            {"lm_head.weight": torch.ones(120, 64)},
-            r"lm_head\.weight differs from model\.embed_tokens\.weight",
-            id="tied",
-        ),
+        ({"model.norm.weight": None}, r"model\.norm\.weight is missing"),
+        ({"model.norm.weight": torch.ones(3)}, r"model\.norm\.weight has the shape \[3\]"),
+        ({"lm_head.weight": torch.ones(120, 64)}, r"lm_head\.weight differs from model\.embed"),
     ],
 )
 def test_a_folder_that_does_not_fit_the_model_is_refused(
@@ -375,13 +271,11 @@ def test_a_folder_that_does_not_fit_the_model_is_refused(
 
 
 def test_loaded_embeddings_do_not_change_with_their_file(tmp_path: Path) -> None:
-    real_model("llama").save_pretrained(tmp_path)
-    vocabulary = {f"word{number}": number for number in range(120)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
+    real_model("llama", vocab_size=300).save_pretrained(tmp_path)
     # For a new token, embeddings are loaded at once. This one has a row already.
-    rows = SomeRows(tokenizer, new_tokens=[119])
-    config = ModelConfig(model_name_or_path=str(tmp_path), max_length=32)
-    model = load_model(config, lora=None, rows=rows, seed=0, precision="no").model
+    rows = SomeRows(byte_tokenizer(), new_tokens=[256])
+    config = lt.ModelConfig(model_name_or_path=str(tmp_path), max_length=32)
+    model = lt.load_model(config, lora=None, rows=rows, seed=0, precision="no").model
     embedding = model.get_input_embeddings().weight.detach()
     before = embedding.clone()
 
@@ -395,19 +289,10 @@ def test_loaded_embeddings_do_not_change_with_their_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param("{", "index.json is no JSON object", id="not JSON"),
-        pytest.param("[]", "index.json is no JSON object", id="no object"),
-        pytest.param("{}", "index.json names None, which is no", id="empty"),
-        pytest.param('{"weight_map": {"a": 3}}', "index.json names 3, which is no", id="number"),
-        pytest.param(
-            '{"weight_map": {"a": "../a.safetensors"}}',
-            "index.json names '../a.safetensors', which is no",
-            id="outside",
-        ),
-        pytest.param('{"weight_map": {"a": "a.bin"}}', "index.json names 'a.bin'", id="pickle"),
-        pytest.param(
-            '{"weight_map": {"a": "a.safetensors"}}', "a.safetensors: No such", id="missing file"
-        ),
+        ("{", "index.json is no JSON object"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "index.json names '../a.safetensors'"),
+        ('{"weight_map": {"a": "a.bin"}}', "index.json names 'a.bin'"),
+        ('{"weight_map": {"a": "a.safetensors"}}', "a.safetensors: No such"),
     ],
 )
 def test_an_index_that_cannot_be_used_is_refused(
@@ -416,3 +301,14 @@ def test_an_index_that_cannot_be_used_is_refused(
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match=message):
         list(stored_weights(meta_model("llama"), tmp_path, torch.float32))
+
+
+def test_a_check_reads_files_whose_hashes_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes may have changed without a trace in the file system."""
+    (tmp_path / "config.json").write_text("{}")
+    digests = {False: b"remembered", True: b"read"}
+    monkeypatch.setattr(hub_models, "file_digest", lambda path, *, reread: digests[reread])
+    with pytest.raises(UserError, match="put those back"):
+        hub_models.check_origin(str(tmp_path), hub_models.origin_of(str(tmp_path)))
