@@ -1,6 +1,5 @@
-"""Objectives and metrics can call the same methods on every model."""
+"""Objectives and metrics can call the same methods on every model, which counts its operations."""
 
-import inspect
 import itertools
 import re
 from typing import Any
@@ -10,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models.causal_lm import CausalLM
-from llmtrain.models.lfm2 import LFM2
+from llmtrain.models.causal_lm import _attention_flops, make_causal_lm
 from llmtrain.models.trainable import make_trainable
 from tests.engines import engine_of
 from tests.launching import ROOT
@@ -107,34 +107,19 @@ def test_the_methods_of_every_model_agree_with_its_logits(name: str, packed: boo
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_head_makes_logits_of_the_hidden_states(name: str, packed: bool) -> None:
+def test_the_head_makes_logits_of_the_hidden_states_of_one_run_of_the_layers(
+    name: str, packed: bool
+) -> None:
     model = build(name)
     batch = batch_of(model, packed)
     weight = model.get_output_embeddings().weight if name == "llama" else model.head
     logits = F.linear(model.hidden(**batch), weight)
     torch.testing.assert_close(logits, expected_logits(model, batch))
 
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_run_layers_runs_the_base_model_once(name: str, packed: bool) -> None:
-    model = build(name)
-    batch = batch_of(model, packed=packed)
     calls: list[nn.Module] = []
     with model.base_model.register_forward_hook(lambda module, *_: calls.append(module)):
         model.run_layers(**batch)
     assert calls == [model.base_model]
-
-
-@pytest.mark.parametrize("own_class", [lt.GPT, LFM2, CausalLM])
-@pytest.mark.parametrize("name", METHODS)
-def test_every_class_has_the_signatures_of_the_protocol(own_class: type, name: str) -> None:
-    parameters = inspect.signature(getattr(own_class, name)).parameters
-    assert any(p.kind is p.VAR_KEYWORD for p in parameters.values()), "columns of a batch"
-    for expected in inspect.signature(getattr(lt.Model, name)).parameters.values():
-        if expected.kind is not expected.VAR_KEYWORD:
-            assert parameters[expected.name].kind is expected.kind
-            assert parameters[expected.name].default == expected.default
 
 
 # --- models of the user
@@ -193,50 +178,38 @@ def test_the_model_of_the_guide_has_hidden_states_for_its_objective(
 # --- names that a model lacks
 
 
-class UsesHidden(lt.Objective):
-    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-        return lt.LossSums(loss=model.base_model(**batch).sum())
+def engine_using(attribute: str, accelerator: Accelerator, own_model: nn.Module) -> Any:
+    """Return an engine whose objective calls a method of the model."""
 
+    class UsesAttribute(lt.Objective):
+        def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+            return lt.LossSums(loss=getattr(model, attribute)(torch.tensor([0]), **batch).sum())
 
-class UsesLogits(lt.Objective):
-    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-        return lt.LossSums(loss=model.logits_at(torch.tensor([0]), **batch).sum())
-
-
-class Typo(lt.Objective):
-    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-        return lt.LossSums(loss=model.logit_at(torch.tensor([0]), **batch).sum())
-
-
-class Unknown(lt.Objective):
-    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-        return lt.LossSums(loss=model.xyz)
+    return engine_of(accelerator, own_model, UsesAttribute())
 
 
 @pytest.mark.parametrize(
-    ("objective", "own_class", "message"),
+    ("attribute", "own_class", "message"),
     [
         (
-            UsesHidden,
+            "base_model",
             Recurrent,
-            r"UsesHidden\.loss \(test_model\.py, line \d+\) uses base_model of the model, which "
-            r"Recurrent does not have; add it to the class, as docs/guides/own-model\.md",
+            r"UsesAttribute\.loss .*test_model\.py.* base_model .*Recurrent ",
         ),
-        (Typo, Recurrent, r"Typo\.loss .* uses logit_at .*; did you mean logits_at\?$"),
-        (Unknown, Recurrent, r"uses xyz .*own-model\.md lists what every model has"),
-        (UsesLogits, LossOnly, r"LossOnly only returns a loss.* `labels` .* default None"),
+        ("logit_at", Recurrent, "uses logit_at .*did you mean logits_at"),
+        ("xyz", Recurrent, "uses xyz .*own-model"),
+        ("logits_at", LossOnly, "LossOnly only returns a loss"),
     ],
 )
 def test_the_error_names_the_objective_and_the_missing_attribute(
-    accelerator: Accelerator, objective: type[lt.Objective], own_class: type, message: str
+    attribute: str, own_class: type, message: str, accelerator: Accelerator
 ) -> None:
-    engine = engine_of(accelerator, own_class(), objective())
-    batch = batch_of(engine.unwrapped, packed=False)
+    engine = engine_using(attribute, accelerator, own_class())
     with pytest.raises(UserError, match=message):
-        engine.loss(batch)
+        engine.loss(batch_of(engine.unwrapped, packed=False))
 
 
-def test_an_attribute_error_within_the_model_or_of_another_object_is_raised_as_it_is(
+def test_an_attribute_error_within_the_model_is_raised_as_it_is(
     accelerator: Accelerator,
 ) -> None:
     class Wrong(Recurrent):
@@ -244,12 +217,73 @@ def test_an_attribute_error_within_the_model_or_of_another_object_is_raised_as_i
             output: Tensor = self.embeding(input_ids)
             return output
 
-    class AboutTheBatch(lt.Objective):
-        def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-            return lt.LossSums(loss=batch["labels"].logits)
-
     batch = batch_of(None, packed=False)
     with pytest.raises(AttributeError, match="embeding"):
         engine_of(accelerator, Wrong()).loss(batch)
-    with pytest.raises(AttributeError, match="logits"):
-        engine_of(accelerator, Recurrent(), AboutTheBatch()).loss(batch)
+
+
+# --- the operations of a step are counted as torch counts them
+
+LENGTH = 64
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+TWO_OF_FOUR = ["conv", "full_attention", "conv", "full_attention"]
+# Gemma 4 can also embed the tokens for each layer.
+WITHOUT_PER_LAYER = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "num_key_value_heads": 4}
+LATENT_SIZES = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 40}
+
+
+def eager_model(family: str, **values: Any) -> Any:
+    """Return a model with random weights and eager attention, whose products torch counts."""
+    config = AutoConfig.for_model(family, **SIZES | values)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def flops_by_torch(model: Any) -> int:
+    """Count the operations of matrix products in a forward and a backward pass over one row."""
+    ids = torch.zeros(1, LENGTH, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    # Torch counts the backward pass of a convolution as if each channel met all others.
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for operation, count in counts.items() if "conv" not in str(operation))
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        pytest.param("llama", {}, id="heads that divide the hidden size"),
+        pytest.param("qwen3", {"head_dim": 64}, id="large heads"),
+        pytest.param("llama", {"tie_word_embeddings": True}, id="the embedding is the head"),
+        pytest.param("lfm2", {"layer_types": TWO_OF_FOUR}, id="two layers without attention"),
+        pytest.param("minicpm3", LATENT | LATENT_SIZES, id="latent attention"),
+        pytest.param(
+            "gemma4_text",
+            {"head_dim": 24, "global_head_dim": 48, "sliding_window": LENGTH, **WITHOUT_PER_LAYER},
+            id="heads of two sizes",
+        ),
+        pytest.param("gemma3_text", {"head_dim": 48, "sliding_window": LENGTH}, id="windows"),
+    ],
+)
+def test_flops_are_those_that_torch_counts(family: str, values: dict[str, Any]) -> None:
+    model = eager_model(family, **values)
+    expected = flops_by_torch(model)
+
+    flops = make_causal_lm(model, row_length=LENGTH).flops_per_token() * LENGTH
+
+    assert flops == pytest.approx(expected, rel=0.01)
+
+
+# Classes without some of these sizes, or with layers of other kinds.
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "nemotron_h", "zamba2", "gemma3"])
+def test_the_attention_of_any_configuration_is_counted(family: str) -> None:
+    config = AutoConfig.for_model(family).get_text_config()
+    assert _attention_flops(config) >= 0
