@@ -6,21 +6,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.balancing_loss import balancing_loss, routed_positions
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.placement import place
 from tests.engines import engine_of, split
 from tests.families import OVERRIDES
-from tests.forked import run_forked
-from tests.launching import FINETUNE, PYTHON, read_json, series, write_chats
-from tests.models.small_models import byte_tokenizer
-from tests.models.some_rows import SomeRows
+from tests.models.small_models import gradients_of
 
 # Families whose configuration has a weight for the balancing loss.
 WITH_BALANCING_LOSS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe"]
@@ -31,14 +25,15 @@ Gradients = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def load(accelerator: Accelerator) -> Callable[..., ModelBundle]:
+def load(load) -> Callable[..., lt.ModelBundle]:
     """Load a small model in float64, whose routers prefer some experts."""
 
-    def load(family: str, overrides: str = OVERRIDES, **flags: object) -> ModelBundle:
+    def load_family(family: str, overrides: str = OVERRIDES, **flags: object) -> lt.ModelBundle:
         torch.manual_seed(0)
-        config = ModelConfig(from_config=family, config_overrides=overrides, max_length=64, **flags)
-        rows = SomeRows(byte_tokenizer())
-        bundle = place(accelerator, load_model(config, None, rows, 3, "no"))
+        config = lt.ModelConfig(
+            from_config=family, config_overrides=overrides, max_length=64, **flags
+        )
+        bundle = load(config)
         bundle.check()
         model = bundle.model.double()
         model.set_experts_implementation("eager")  # grouped products have no float64
@@ -47,7 +42,7 @@ def load(accelerator: Accelerator) -> Callable[..., ModelBundle]:
                 parameter.data.mul_(20)
         return bundle
 
-    return load
+    return load_family
 
 
 def make_batch() -> Batch:
@@ -58,11 +53,6 @@ def make_batch() -> Batch:
     labels[0, 15:] = IGNORED
     labels[5, 20:] = IGNORED
     return {"input_ids": ids, "labels": labels}
-
-
-def gradients_of(model: torch.nn.Module) -> Gradients:
-    parameters = model.named_parameters()
-    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def gradients_in_micro_batches(engine: Engine, rows_each: int) -> Gradients:
@@ -123,6 +113,9 @@ def test_the_loss_of_one_micro_batch_is_that_of_transformers(
 
     assert objective.weight > 0
     assert float(balance_loss) == pytest.approx(float(output.aux_loss), rel=1e-6)
+    metrics = objective.metrics({}, {"balance_loss": balance_loss})
+    assert metrics == {"balance_loss": float(balance_loss)}
+    assert bundle.files.config.get("output_router_logits") in (None, False)
     assert relative_difference(gradients, expected) < 1e-5
 
     objective.weight = 0.0
@@ -130,69 +123,49 @@ def test_the_loss_of_one_micro_batch_is_that_of_transformers(
     assert relative_difference(gradients_of_nll, expected) > 1e-4
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mixtral", OVERRIDES),
+        ("qwen3_moe", OVERRIDES),
+        # Its head is not linear.
+        ("granitemoe", f"{OVERRIDES},logits_scaling=6.0"),
+    ],
+)
 def test_micro_batches_add_up_to_the_gradients_of_the_batch(
-    family: str, load, accelerator: Accelerator, score: Callable[[str], None]
+    family: str, overrides: str, load, accelerator: Accelerator
 ) -> None:
-    bundle = load(family)
+    bundle = load(family, overrides)
     engine = engine_of(accelerator, bundle.model, bundle.objective)
     expected = gradients_in_micro_batches(engine, rows_each=ROWS)
 
     for rows_each in (4, 2, 1):
         gradients = gradients_in_micro_batches(engine, rows_each)
         difference = relative_difference(gradients, expected)
-        score(
-            f"balancing loss: {family}: {ROWS // rows_each} micro-batches of {rows_each} rows "
-            f"differ by {difference:.1e}"
-        )
         assert difference < 1e-12
         separate = gradients_of_separate_balancing_losses(engine, rows_each)
         assert relative_difference(separate, expected) > 1e-6
 
 
-def test_a_model_whose_head_is_not_linear_has_the_balancing_loss(
-    load, accelerator: Accelerator
-) -> None:
-    bundle = load("granitemoe", f"{OVERRIDES},logits_scaling=6.0")
-    assert not bundle.model.head_is_linear
-    engine = engine_of(accelerator, bundle.model, bundle.objective)
-
-    expected = gradients_in_micro_batches(engine, rows_each=ROWS)
-    gradients = gradients_in_micro_batches(engine, rows_each=2)
-    assert relative_difference(gradients, expected) < 1e-12
-
-    bundle.objective.weight = 0.0
-    gradients_of_nll = gradients_in_micro_batches(engine, rows_each=ROWS)
-    assert relative_difference(gradients_of_nll, expected) > 1e-4
-
-
 @pytest.mark.parametrize(
     ("family", "flags", "weight"),
     [
-        pytest.param("mixtral", {}, 0.001, id="of the configuration"),
-        pytest.param("mixtral", {"router_aux_loss_coef": 0.5}, 0.5, id="of a flag"),
-        pytest.param("gpt_oss", {"attn_implementation": "eager"}, 0.001, id="eager attention"),
-        pytest.param(
-            "llama4_text",
-            {"overrides": f"{OVERRIDES},head_dim=16"},
-            0,
-            id="a class without the loss",
-        ),
+        ("mixtral", {}, 0.001),
+        ("mixtral", {"router_aux_loss_coef": 0.5}, 0.5),
+        ("gpt_oss", {"attn_implementation": "eager"}, 0.001),
+        # A class without the loss.
+        ("llama4_text", {"overrides": f"{OVERRIDES},head_dim=16"}, 0),
     ],
 )
 def test_the_weight_is_that_of_the_configuration_or_a_flag(
     load, family: str, flags: dict[str, object], weight: float
 ) -> None:
     assert load(family, **flags).objective.weight == weight
-
-
-def test_a_weight_of_zero_means_no_balancing_loss(load) -> None:
     assert type(load("mixtral", router_aux_loss_coef=0.0).objective) is Objective
 
 
 def test_a_weight_is_refused_for_a_model_without_experts(load) -> None:
-    message = "is for a mixture of experts, which this model is not"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="--router_aux_loss_coef"):
         load("llama", router_aux_loss_coef=0.5)
 
 
@@ -229,23 +202,3 @@ def test_padding_and_rows_without_targets_are_not_balanced() -> None:
     targets = torch.tensor([[IGNORED, 5, IGNORED, 7, IGNORED], [IGNORED] * 5, [1, 2, 3, 4, 5]])
     is_routed = [[True, True, True, True, False], [False] * 5, [True] * 5]
     assert routed_positions(targets).view(3, 5).tolist() == is_routed
-
-
-def test_a_run_logs_the_balancing_loss(tmp_path) -> None:
-    chats = write_chats(tmp_path / "chats.jsonl")
-    run = tmp_path / "run"
-    flags = (
-        f"--from_config qwen3_moe --config_overrides {OVERRIDES} "
-        f"--dataset {chats} --block_size 64 --tokenizer byte "
-        "--global_batch_size 8 --per_device_train_batch_size 2 --warmup_steps 2 --max_steps 6 "
-        f"--logging_steps 1 --eval_steps 100 --report_to none --output_dir {run}"
-    )
-    result = run_forked([*PYTHON, FINETUNE, *flags.split()]).assert_ok()
-
-    line = "the routers' balancing loss, times 0.001, is computed over the global batch"
-    assert line in result.out
-    losses = series(run, "train/balance_loss")
-    assert len(losses) == 6
-    # It is 2 if each of 4 experts is chosen as often: each token chooses 2.
-    assert all(1.9 < loss < 4 for loss in losses.values())
-    assert read_json(run / "model" / "config.json")["output_router_logits"] is False

@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import llmtrain as lt
 from llmtrain.data.loader import Collate, SlotRows
 from llmtrain.data.samplers import Slot
-from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.models.config import ModelConfig
-from llmtrain.models.preference_config import PreferenceConfig
-from llmtrain.models.pretrained import load_model
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.placement import place
 from tests.families import OVERRIDES
-from tests.launching import ROOT
 from tests.models.small_models import byte_tokenizer, export_model
 
 PROMPT = "What is 6 * 7?"
@@ -35,24 +30,18 @@ TEMPLATES = {
             {%- if message.role == 'user' -%}{{ '[INST] ' + message.content + ' [/INST]' }}
             {%- else -%}{{ ' ' + message.content + eos_token }}{%- endif -%}
         {%- endfor -%}""",
-    "two end tokens": """
-        {%- for message in messages -%}
-            {{- '[' + message.role + ']' + message.content -}}
-            {%- if message.role == 'assistant' -%}{{- eos_token + eos_token + '\\n' -}}{%- endif -%}
-        {%- endfor -%}
-        {%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}""",
 }
 
 
 @pytest.fixture
 def build(
     accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[ModelBundle, lt.Tokenized]]:
+) -> Callable[..., tuple[lt.ModelBundle, lt.Tokenized]]:
     """Build a small model, and rows with one preference pair."""
 
     def build(
-        template: str, loss: str, tokenizer: str = "byte", overrides: str = OVERRIDES
-    ) -> tuple[ModelBundle, lt.Tokenized]:
+        template: str, tokenizer: str = "byte", overrides: str = OVERRIDES
+    ) -> tuple[lt.ModelBundle, lt.Tokenized]:
         if template not in ("none", "chatml"):
             (tmp_path / "template.jinja").write_text(template)
             template = str(tmp_path / "template.jinja")
@@ -64,16 +53,16 @@ def build(
             128,
             chat=lt.PairConfig(chat_template=template),
         )
-        config = ModelConfig(from_config="llama", config_overrides=overrides, max_length=128)
-        preference = PreferenceConfig(loss_type=[loss])
-        bundle = load_model(config, None, rows, 3, "no", preference=preference)
+        config = lt.ModelConfig(from_config="llama", config_overrides=overrides, max_length=128)
+        preference = lt.PreferenceConfig(loss_type=["reward"])
+        bundle = lt.load_model(config, None, rows, 3, "no", preference=preference)
         return place(accelerator, bundle), rows
 
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     return build
 
 
-def scores_in_training(bundle: ModelBundle, rows: lt.Tokenized) -> list[float]:
+def scores_in_training(bundle: lt.ModelBundle, rows: lt.Tokenized) -> list[float]:
     """Return the scores of the two answers in the only row."""
     bundle.model.eval()
     collate = Collate(1, prepare=bundle.prepare_batch)
@@ -89,12 +78,13 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bundle, rows = build(template, "reward")
+    bundle, rows = build(template)
     expected = scores_in_training(bundle, rows)
     assert abs(expected[0] - expected[1]) > 1e-3
 
     folder = export_model(bundle, tmp_path / "model")
     card = (folder / "README.md").read_text()
+    assert "--loss_type reward" in card
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     variables: dict[str, Any] = {}
     monkeypatch.chdir(folder)
@@ -111,49 +101,15 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(
-            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}",
-            id="training puts an answer after a prompt that begins its reasoning",
-        ),
-        pytest.param(
-            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}",
-            id="training adds the token that ends an answer",
-        ),
-        pytest.param("{{ raise_exception('no') }}", id="the template fails"),
-    ],
-)
-def test_the_card_has_no_scoring_code_if_training_builds_another_text(template: str) -> None:
+def test_the_card_has_no_scoring_code_if_training_builds_another_text() -> None:
+    prompt_begins_its_reasoning = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    )
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    assert scoring_code(tokenizer, []) == ""
-
-
-def test_the_guide_shows_the_code_of_a_card(build) -> None:
-    bundle, _ = build("chatml", "reward")
-    code = bundle.files.loading_code().replace("FOLDER", '"runs/reward/model"')
-    code_before_example, _, _ = code.partition("question = ")
-    guide = (ROOT / "docs" / "guides" / "preferences.md").read_text()
-    assert f"```python\n{code_before_example}" in guide
-
-
-@pytest.mark.parametrize(
-    ("loss", "line"),
-    [
-        ("sigmoid", "Training loss: DPO (`--loss_type sigmoid`)."),
-        ("simpo", "Training loss: SimPO (`--loss_type simpo`)."),
-        ("reward", "Training loss: Bradley-Terry (`--loss_type reward`)."),
-    ],
-    ids=["sigmoid", "simpo", "reward"],
-)
-def test_the_card_names_the_loss(loss: str, line: str, build, tmp_path: Path) -> None:
-    bundle, _ = build("chatml", loss)
-    folder = export_model(bundle, tmp_path / "model")
-    assert f"\n{line}\n" in (folder / "README.md").read_text()
+    for template in (prompt_begins_its_reasoning, "{{ raise_exception('no') }}"):
+        tokenizer.chat_template = template
+        assert scoring_code(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize(
@@ -180,7 +136,7 @@ def test_plain_transformers_gives_a_padded_batch_the_scores_of_training(
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     # A base often pads with the token that ends a text.
     overrides = f"{OVERRIDES},pad_token_id={tokenizer.eos_token_id}{overrides}"
-    bundle, rows = build("none", "reward", str(tmp_path / "tokenizer"), overrides)
+    bundle, rows = build("none", str(tmp_path / "tokenizer"), overrides)
     expected = scores_in_training(bundle, rows)
 
     folder = export_model(bundle, tmp_path / "model")
@@ -191,16 +147,11 @@ def test_plain_transformers_gives_a_padded_batch_the_scores_of_training(
     scores = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
     assert scores.flatten().tolist() == pytest.approx(expected, abs=1e-5)
 
-    classify = pipeline(
-        "text-classification", str(folder), function_to_apply="none", device="cpu", batch_size=2
-    )
-    assert [result["score"] for result in classify(texts)] == pytest.approx(expected, abs=1e-5)
-
 
 def test_a_reward_model_without_a_token_to_pad_with_scores_one_answer_at_a_time(
     build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bundle, rows = build("none", "reward", overrides=f"{OVERRIDES},pad_token_id=0")
+    bundle, rows = build("none", overrides=f"{OVERRIDES},pad_token_id=0")
     assert "score one answer at a time" in capsys.readouterr().err
 
     folder = export_model(bundle, tmp_path / "model")

@@ -17,23 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import llmtrain as lt
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models import pretrained
 from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.config import ModelConfig
 from llmtrain.models.export import how_to_load
-from llmtrain.models.generation import TextModel
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
-from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.pretrained import load_model
 from llmtrain.models.probe import check_gradients
-from llmtrain.parallel.placement import place
 from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_headers, read_tensors
-from tests.models.some_rows import SomeRows
+from tests.models.small_models import tiny_llama
 from tests.multimodal import CLASSES, IGNORED, PROCESSOR_FILES, write_checkpoint
 
 # Everything outside the text tower of the tiny Gemma 3, by its names in files and in the model.
@@ -55,22 +50,24 @@ def gemma3_tensors(gemma3: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def load(accelerator: Any) -> Callable[..., ModelBundle]:
+def load(load) -> Callable[..., lt.ModelBundle]:
     """Load the checkpoint of a folder, as a run does."""
 
-    def load(folder: Path, lora: LoraConfig | None = None, **flags: Any) -> ModelBundle:
-        config = ModelConfig(str(folder), max_length=MAX_LENGTH, **flags)
-        rows = SomeRows(AutoTokenizer.from_pretrained(folder))
-        return place(accelerator, load_model(config, lora, rows, seed=3, precision="no"))
+    def load_folder(
+        folder: Path | None, lora: lt.LoraConfig | None = None, **flags: Any
+    ) -> lt.ModelBundle:
+        config = lt.ModelConfig(folder and str(folder), max_length=MAX_LENGTH, **flags)
+        tokenizer = AutoTokenizer.from_pretrained(folder or flags["from_config"])
+        return load(config, lora, tokenizer=tokenizer)
 
-    return load
+    return load_folder
 
 
-def trained_names(bundle: ModelBundle) -> set[str]:
+def trained_names(bundle: lt.ModelBundle) -> set[str]:
     return {name for name, weight in bundle.model.named_parameters() if weight.requires_grad}
 
 
-def finished_tensors(bundle: ModelBundle) -> dict[str, Tensor]:
+def finished_tensors(bundle: lt.ModelBundle) -> dict[str, Tensor]:
     """Return the tensors of the finished model, by the names of published checkpoints."""
     return bundle.files.finished("auto").export_tensors(bundle.model)
 
@@ -90,17 +87,14 @@ def test_towers_that_text_does_not_reach_are_not_loaded(load, gemma3: Path, caps
     assert trained_names(bundle) == {name for name, _ in bundle.model.named_parameters()}
     assert bundle.start["outside_text"] == OUTSIDE
 
-    headers = read_headers(gemma3)
-    sizes = [header.shape.numel() for header in headers if header.name.startswith(STORED_OUTSIDE)]
-    output = capsys.readouterr().out
-    assert [line for line in output.splitlines() if line.startswith("text only")] == [
-        f"text only {sum(sizes):,} parameters are not loaded, as no text meets them: "
-        "model.vision_tower, model.multi_modal_projector"
+    sizes = [
+        header.shape.numel()
+        for header in read_headers(gemma3)
+        if header.name.startswith(STORED_OUTSIDE)
     ]
-
-
-def test_the_context_is_that_of_the_text_tower(gemma3: Path) -> None:
-    assert TextModel(str(gemma3)).context == 128
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "text only" in line)
+    assert f"{sum(sizes):,} parameters" in line
+    assert line.endswith(", ".join(OUTSIDE))
 
 
 def test_parts_of_the_text_tower_can_be_frozen(load, gemma3: Path) -> None:
@@ -110,81 +104,44 @@ def test_parts_of_the_text_tower_can_be_frozen(load, gemma3: Path) -> None:
     assert not any("layers" in name for name in names)
 
 
-def test_freezing_every_parameter_is_refused(load, gemma3: Path) -> None:
-    with pytest.raises(UserError, match="matches every parameter"):
-        load(gemma3, freeze="language_model|lm_head")
-
-
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj"]], ids=" ".join)
 def test_an_adapter_is_in_the_text_tower_only(load, gemma3: Path, targets: list[str]) -> None:
-    names = trained_names(load(gemma3, LoraConfig(lora_r=2, lora_target_modules=targets)))
+    names = trained_names(load(gemma3, lt.LoraConfig(lora_r=2, lora_target_modules=targets)))
 
     assert names
     assert all(name.startswith("model.language_model.") for name in names)
 
 
-@pytest.mark.parametrize(
-    ("lora", "modules", "remedy"),
-    [
-        pytest.param(
-            None,
-            "model.vision_tower and model.multi_modal_projector",
-            r"--freeze '^(model\.vision_tower|model\.multi_modal_projector)(\.|$)'",
-            id="full",
-        ),
-        # all-linear does not adapt the projector, whose weight is a plain parameter.
-        pytest.param(
-            LoraConfig(lora_r=2), "model.vision_tower", "--lora_target_modules", id="lora"
-        ),
-    ],
-)
 def test_a_trained_tower_without_gradients_is_refused(
-    load,
-    gemma3: Path,
-    lora: LoraConfig | None,
-    modules: str,
-    remedy: str,
-    monkeypatch: pytest.MonkeyPatch,
+    load, gemma3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "outside_text_tower", lambda model: {})
-    message = f"{re.escape(f'no gradient to {modules}, whose ')}.*{re.escape(remedy)}"
-    with pytest.raises(UserError, match=message):
-        load(gemma3, lora)
+    with pytest.raises(UserError, match=r"no gradient to model\.vision_tower .*--freeze"):
+        load(gemma3)
+    with pytest.raises(UserError, match=r"to model\.vision_tower.*--lora_target_modules"):
+        load(gemma3, lt.LoraConfig(lora_r=2))
 
 
 # --- the finished model
 
 
-def test_the_finished_model_has_all_tensors_of_its_base(
-    load, gemma3: Path, gemma3_tensors: dict[str, Tensor]
+def test_the_finished_model_has_all_tensors_and_the_processor_of_its_base(
+    load, gemma3: Path, gemma3_tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    tensors = finished_tensors(load(gemma3))
-    torch.testing.assert_close(tensors, gemma3_tensors, rtol=0, atol=0)
-
-
-def test_the_finished_model_has_the_processor_of_its_base(
-    load, gemma3: Path, tmp_path: Path
-) -> None:
-    load(gemma3).files.finished("auto").write(tmp_path, parameters=1)
-
-    assert not (tmp_path / BASE_FILE).exists()
-    for name in PROCESSOR_FILES:
-        assert (tmp_path / name).read_text() == (gemma3 / name).read_text()
-
-
-def test_tensors_of_the_finished_model_can_be_converted_one_at_a_time(
-    load, gemma3: Path, gemma3_tensors: dict[str, Tensor]
-) -> None:
-    """Shards are converted like this."""
     bundle = load(gemma3)
-    files = bundle.files.finished("auto")
-    convert = files.tensor_converter(bundle.model)
+    torch.testing.assert_close(finished_tensors(bundle), gemma3_tensors, rtol=0, atol=0)
 
+    files = bundle.files.finished("auto")
+    convert = files.tensor_converter(bundle.model)  # one at a time, as shards are
     converted: dict[str, Tensor] = {}
     for name, tensor in files.tensors(bundle.model).items():
         converted |= convert(name, tensor)
-
     assert converted.keys() == gemma3_tensors.keys()
+
+    files.write(tmp_path, parameters=1)
+    assert not (tmp_path / BASE_FILE).exists()
+    for name in PROCESSOR_FILES:
+        assert (tmp_path / name).read_text() == (gemma3 / name).read_text()
 
 
 def test_another_dtype_is_that_of_all_tensors_and_parts_of_the_configuration(
@@ -209,11 +166,7 @@ def test_tensors_that_the_class_ignores_are_in_the_finished_model(
     tensors = finished_tensors(load(folder))
 
     assert torch.equal(tensors[IGNORED], dict(read_tensors(folder))[IGNORED])
-    line = (
-        "untrained mtp: Qwen3_5ForConditionalGeneration does not have these 2,048 parameters; the "
-        "finished model has them as they were, so they no longer match its other weights"
-    )
-    assert capsys.readouterr().out.count(line) == 1
+    assert "untrained mtp: " in capsys.readouterr().out
 
 
 def test_a_separately_stored_head_is_not_tied_unless_the_configuration_says_so(
@@ -235,15 +188,11 @@ def test_a_separately_stored_head_is_not_tied_unless_the_configuration_says_so(
 
 
 @pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Mistral3"])
-def test_a_copy_of_a_tied_head_is_refused(name: str) -> None:
+def test_a_head_may_be_copied_unless_it_is_tied(name: str) -> None:
     with pytest.raises(UserError, match="the embedding and the head of this model share"):
         add_lora_with_head(name, is_tied=True)
 
-
-@pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3_5", "Mistral3"])
-def test_a_head_that_is_not_tied_may_be_copied(name: str) -> None:
     adapted = add_lora_with_head(name, is_tied=False)
-
     names = [name for name, _ in adapted.named_parameters()]
     assert any("lm_head.modules_to_save" in name for name in names)
 
@@ -254,16 +203,14 @@ def add_lora_with_head(name: str, is_tied: bool) -> Any:
     model_class = getattr(transformers, f"{name}ForConditionalGeneration")
     with torch.device("meta"):
         model = model_class(config_class(**CLASSES[name], tie_word_embeddings=is_tied))
-    lora = LoraConfig(lora_r=2, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"])
+    lora = lt.LoraConfig(lora_r=2, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"])
     return add_lora(model, lora, "base", seed=0, new_tokens=[])
 
 
 def test_random_towers_are_in_the_finished_model_and_the_same_each_time(
-    accelerator: Any, gemma3: Path, gemma3_tensors: dict[str, Tensor]
+    load, gemma3: Path, gemma3_tensors: dict[str, Tensor]
 ) -> None:
-    config = ModelConfig(from_config=str(gemma3), max_length=MAX_LENGTH)
-    rows = SomeRows(AutoTokenizer.from_pretrained(gemma3))
-    bundle = place(accelerator, load_model(config, None, rows, seed=3, precision="no"))
+    bundle = load(None, from_config=str(gemma3))
 
     tensors = finished_tensors(bundle)
 
@@ -275,28 +222,18 @@ def test_random_towers_are_in_the_finished_model_and_the_same_each_time(
 # --- checkpoints, and bases with missing files
 
 
-def test_a_checkpoint_has_the_text_tower_and_the_name_of_its_base(
-    load, gemma3: Path, tmp_path: Path
+def test_a_checkpoint_names_its_base_and_a_run_from_it_gets_the_towers(
+    load, gemma3: Path, gemma3_tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
     bundle = load(gemma3)
-    names = bundle.files.tensors(bundle.model).keys()
-    bundle.files.write(tmp_path, parameters=1)
-
-    assert not any(name.startswith(STORED_OUTSIDE) for name in names)
-    base = json.loads((tmp_path / BASE_FILE).read_text())
+    tensors = bundle.files.tensors(bundle.model)
+    assert not any(name.startswith(STORED_OUTSIDE) for name in tensors)
+    write_model(tmp_path / "checkpoint", bundle.files, tensors)
+    base = json.loads((tmp_path / "checkpoint" / BASE_FILE).read_text())
     assert base == {"name": str(gemma3), "origin": origin_of(str(gemma3))}
-    assert not (tmp_path / "processor_config.json").exists()
-
-
-def test_a_run_from_a_checkpoint_gets_the_towers_and_the_processor_of_its_base(
-    load, gemma3: Path, gemma3_tensors: dict[str, Tensor], tmp_path: Path, capsys
-) -> None:
-    bundle = load(gemma3)
-    write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(bundle.model))
+    assert not (tmp_path / "checkpoint" / "processor_config.json").exists()
 
     restarted = load(tmp_path / "checkpoint")
-
-    assert "processor" not in capsys.readouterr().err
     assert finished_tensors(restarted).keys() == gemma3_tensors.keys()
 
 
@@ -307,7 +244,7 @@ def test_a_checkpoint_whose_base_has_changed_is_refused(load, tmp_path: Path) ->
 
     replace_weights(base, {name: tensor + 1 for name, tensor in read_tensors(base)})
 
-    with pytest.raises(UserError, match=r"base, and that has other weights now; put those back"):
+    with pytest.raises(UserError, match="base, and that has other weights now"):
         load(tmp_path / "checkpoint")
 
 
@@ -316,62 +253,39 @@ def test_a_base_that_is_removed_during_a_run_is_noticed_at_its_end(load, tmp_pat
 
     (tmp_path / "base" / "model.safetensors").unlink()
 
-    message = r"base has changed since the run began.*put its files back"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="base has changed since the run began"):
         finished_tensors(bundle)
 
 
-def test_a_base_without_its_towers_is_noted(load, tmp_path: Path, capsys) -> None:
+def test_missing_processors_or_towers_of_a_base_are_noted(load, tmp_path: Path, capsys) -> None:
     folder = write_checkpoint("Gemma3", tmp_path)
-    tensors = dict(read_tensors(folder))
-    text_names = [name for name in tensors if not name.startswith(STORED_OUTSIDE)]
-    replace_weights(folder, {name: tensors[name] for name in text_names})
-
     load(folder)
-
-    line = (
-        f"left out  model.vision_tower and model.multi_modal_projector: {folder} does not hold "
-        "them, nor will the result\n"
-    )
-    assert line in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("lora", "is_noted"),
-    [
-        pytest.param(None, True, id="full"),
-        # The folder of an adapter has no processor.
-        pytest.param(LoraConfig(lora_r=2), False, id="lora"),
-    ],
-)
-def test_a_base_without_a_processor_is_noted(
-    load, lora: LoraConfig | None, is_noted: bool, tmp_path: Path, capsys
-) -> None:
-    folder = write_checkpoint("Gemma3", tmp_path)
-    load(folder, lora)
-    assert "has no processor either" not in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "left out" not in output.out
+    assert "processor" not in output.err
 
     for name in PROCESSOR_FILES:
         (folder / name).unlink()
-    load(folder, lora)
-    assert capsys.readouterr().err.count("has no processor either") == is_noted
+    load(folder)
+    assert "processor" in capsys.readouterr().err
+
+    tensors = dict(read_tensors(folder))
+    text_names = [name for name in tensors if not name.startswith(STORED_OUTSIDE)]
+    replace_weights(folder, {name: tensors[name] for name in text_names})
+    load(folder)
+    output = capsys.readouterr().out
+    assert "left out  model.vision_tower and model.multi_modal_projector: " in output
 
 
 # --- the model card of an adapter
 
 
-@pytest.fixture
-def adapter(load, tmp_path: Path) -> tuple[ModelBundle, Path]:
-    bundle = load(write_checkpoint("Qwen3_5", tmp_path / "base"), LoraConfig(lora_r=2))
+def test_the_code_in_the_card_of_an_adapter_loads_the_full_class(
+    load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = load(write_checkpoint("Qwen3_5", tmp_path / "base"), lt.LoraConfig(lora_r=2))
     folder = tmp_path / "adapter"
     write_model(folder, bundle.files, bundle.files.tensors(bundle.model))
-    return bundle, folder
-
-
-def test_the_code_in_the_card_of_an_adapter_loads_the_full_class(
-    adapter: tuple[ModelBundle, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, folder = adapter
     card = (folder / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     variables: dict[str, Any] = {}
@@ -386,13 +300,8 @@ def test_the_code_in_the_card_of_an_adapter_loads_the_full_class(
     loader = "peft: PeftModel.from_pretrained(AutoModelForImageTextToText"
     assert how_to_load(folder).startswith(loader)
 
-
-def test_the_code_in_the_card_loads_the_recorded_commit_of_a_hub_model(
-    adapter: tuple[ModelBundle, Path],
-) -> None:
-    bundle, _ = adapter
-    files: Any = replace(bundle.files, origin={"name": "org/base", "commit": "a" * 40})
-    assert ".from_pretrained(name, revision=settings.revision)" in files.loading_code()
+    hub_files: Any = replace(bundle.files, origin={"name": "org/base", "commit": "a" * 40})
+    assert ".from_pretrained(name, revision=settings.revision)" in hub_files.loading_code()
 
 
 # --- the trial of the gradients
@@ -410,14 +319,7 @@ class UnevenExperts(torch.nn.Module):
 
 
 def test_only_an_expert_needs_no_gradient() -> None:
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-    )
+    config = tiny_llama()
     model: Any = make_causal_lm(AutoModelForCausalLM.from_config(config), row_length=8)
     for layer in model.model.layers:
         layer.mlp = UnevenExperts(layer.mlp)
