@@ -382,6 +382,7 @@ def test_lines_of_text_are_prompts(folder: Path, output_of, tmp_path: Path) -> N
     ("text", "message"),
     [
         ("", "holds no prompts"),
+        ("caf\xe9", "is not UTF-8 text"),
         ("Hello\n", 'line 1 is not a JSON object with "prompt"'),
         ('{"prompt": 3}', "line 1: field 'prompt' "),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the prompt ends with"),
@@ -391,20 +392,10 @@ def test_a_file_without_prompts_is_refused_before_a_model_is_loaded(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(SystemExit):
         main(["generate", "no/model", "--prompt_file", str(path)])
     assert message in capsys.readouterr().err
-
-
-def test_an_input_that_is_not_utf8_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    latin1 = io.BytesIO(b"caf\xe9\n")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(latin1, encoding="utf-8"))
-    with pytest.raises(SystemExit):
-        main(["generate", str(folder)])
-    assert capsys.readouterr().err == "error: the input is not UTF-8 text.\n"
 
 
 def test_a_chat_message_may_have_blank_lines_and_each_turn_has_its_random_numbers(

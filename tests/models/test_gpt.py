@@ -284,13 +284,6 @@ def test_the_summed_loss_ignores_targets_and_is_computed_in_float32() -> None:
     assert summed_nll(logits, torch.full((2, 5), IGNORED)) == 0
 
 
-def test_targets_are_counted_after_the_shift() -> None:
-    labels = torch.tensor(
-        [[5, IGNORED, 7, 8], [IGNORED, IGNORED, IGNORED, IGNORED], [1, 2, 3, IGNORED]]
-    )
-    assert int(count_targets(labels)) == 4
-
-
 @with_each_architecture
 def test_flops_count_every_matrix_except_those_that_are_looked_up(architecture: str) -> None:
     model = make_gpt(architecture, 100)
