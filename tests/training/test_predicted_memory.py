@@ -55,41 +55,13 @@ def memory(
 
 # --- weights, gradients and the states of optimizers
 
-WIDTH = 64
-LAYERS = 6
-NUMBERS_IN_MATRICES_OF_BLOCKS = LAYERS * 12 * WIDTH**2
-NUMBERS = (
-    WIDTH * VOCABULARY  # token embedding
-    + 32 * WIDTH  # position embedding
-    + NUMBERS_IN_MATRICES_OF_BLOCKS
-    + LAYERS * 13 * WIDTH  # biases and layer norms of blocks
-    + 2 * WIDTH  # last layer norm
-)
-TENSORS = 2 + LAYERS * 12 + 2
-
-
-def test_the_bytes_of_adamw_follow_from_the_shapes() -> None:
-    predicted = memory().bytes_of(Sharding(replicas=2, shards=1), rows=4, accumulation=1)
-
-    assert predicted.weights == 4 * NUMBERS
-    assert predicted.gradients == 4 * NUMBERS
-    counts_of_steps = 4 * TENSORS
-    assert predicted.optimizer == 2 * 4 * NUMBERS + counts_of_steps
-
-
-def test_muon_has_one_moment_for_matrices_of_blocks_and_no_count_of_steps() -> None:
-    predicted = memory("muon").bytes_of(Sharding(replicas=2, shards=1), rows=4, accumulation=1)
-
-    moments = 2 * NUMBERS - NUMBERS_IN_MATRICES_OF_BLOCKS
-    counts_of_steps = TENSORS - LAYERS * 4
-    assert predicted.optimizer == pytest.approx(4 * moments + 4 * counts_of_steps)
-
 
 def test_two_shards_hold_half_of_the_weights_each() -> None:
     """The first dimension of every parameter is even."""
-    predicted = memory().bytes_of(Sharding(replicas=1, shards=2), rows=4, accumulation=1)
+    two_shards = memory().bytes_of(Sharding(replicas=1, shards=2), rows=4, accumulation=1)
+    one_process = memory().bytes_of(ONE_PROCESS, rows=4, accumulation=1)
 
-    assert predicted.weights == 4 * NUMBERS / 2
+    assert two_shards.weights == one_process.weights / 2
 
 
 @pytest.mark.parametrize(
@@ -121,24 +93,15 @@ def test_the_predicted_bytes_are_those_of_a_step(
     assert predicted.optimizer == sum(tensor.nbytes for tensor in state_tensors)
 
 
-SCALES = 2 * 4 / 256  # a row of 256 numbers has a scale for each of two moments
-
-
 @pytest.mark.parametrize(
-    ("optim", "dtype", "weight", "gradient", "moments", "compensation"),
-    [
-        ("adamw", "float32", 4, 4, 8, 0),
-        ("adamw", "bfloat16", 2, 2, 8, 2),
-        ("adamw_torch_8bit", "float32", 4, 4, 2 + SCALES, 0),
-        ("adamw_torch_8bit", "bfloat16", 2, 2, 2 + SCALES, 2),
-        ("muon", "bfloat16", 2, 2, 4, 2),
-    ],
+    ("optim", "weight", "gradient", "moments", "compensation"),
+    [("adamw", 2, 2, 8, 2), ("muon", 2, 2, 4, 2)],
 )
-def test_the_bytes_per_number_of_a_large_matrix(
-    optim: str, dtype: str, weight: float, gradient: float, moments: float, compensation: float
+def test_the_bytes_per_number_of_a_matrix_in_bfloat16(
+    optim: str, weight: float, gradient: float, moments: float, compensation: float
 ) -> None:
     config = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
-    predicted = memory(optim, dtype=dtype, config=config)
+    predicted = memory(optim, dtype="bfloat16", config=config)
     matrix = next(p for p in predicted.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
 
     kinds = bytes_per_parameter([matrix], optim, predicted.has_bf16_weights)
@@ -150,16 +113,11 @@ def test_the_bytes_per_number_of_a_large_matrix(
 def test_moments_in_8_bits_are_sharded_by_rows() -> None:
     """On three processes, 1,000 rows of 64 numbers are at most 334 rows with codes and scales."""
     matrix = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
-
-    count_of_steps = 4
-    assert matrix.of_rows(334) == 334 * (2 * 64 + 2 * 4) + count_of_steps
-
-
-def test_the_moments_of_a_vector_are_in_float32() -> None:
     vector = state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False)
 
     count_of_steps = 4
-    assert vector.of_rows(4096) == 2 * 4 * 4096 + count_of_steps
+    assert matrix.of_rows(334) == 334 * (2 * 64 + 2 * 4) + count_of_steps
+    assert vector.of_rows(4096) == 2 * 4 * 4096 + count_of_steps, "it stays in float32"
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -248,7 +206,7 @@ def test_a_block_that_is_recomputed_keeps_only_its_input() -> None:
     assert activations_of(config).per_block == 4 * 2 * POSITIONS * 64
 
 
-@pytest.mark.parametrize("every", range(1, 7))
+@pytest.mark.parametrize("every", [1, 2, 4])
 def test_a_model_that_recomputes_some_blocks_is_composed_of_two_counts(
     every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,54 +342,29 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
 # --- devices
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("400Gbit", 50e9),
-        ("50 GB/s", 50e9),
-        ("100Mbit/s", 12.5e6),
-        ("100Mbit", 12.5e6),
-    ],
-)
-def test_a_bandwidth_has_a_unit_of_bits_or_bytes(text: str, expected: float) -> None:
-    assert bytes_per_second(text) == expected
+def test_a_bandwidth_has_a_unit_of_bits_or_bytes() -> None:
+    assert bytes_per_second("400Gbit") == bytes_per_second("50 GB/s") == 50e9
+    assert bytes_per_second("100Mbit/s") == bytes_per_second("100Mbit") == 12.5e6
 
 
-@pytest.mark.parametrize("text", ["fast", "400", "0Gbit", "-1Gbit"])
-def test_the_error_for_another_bandwidth_has_an_example(text: str) -> None:
-    with pytest.raises(UserError, match="400Gbit"):
+@pytest.mark.parametrize("text", ["fast", "400", "0Gbit"])
+def test_a_bandwidth_or_a_device_that_is_not_known_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--link"):
         bytes_per_second(text)
-
-
-def test_the_error_for_an_unknown_device_names_a_similar_one() -> None:
-    with pytest.raises(UserError, match="did you mean h100-80gb"):
-        get_device("h100-80g")
+    with pytest.raises(UserError, match="--device"):
+        get_device(text)
 
 
 @pytest.mark.parametrize(
     ("title", "name"),
     [
-        ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA L40S", "l40s-48gb"),
-        ("NVIDIA L40", "l40-48gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("Tesla T4", "t4-16gb"),
         # Their names contain those of other devices.
-        ("NVIDIA T400 4GB", None),
-        ("NVIDIA H100 NVL", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla V100-PCIE-16GB", None),
-        ("a new one", None),
     ],
 )
 def test_a_device_is_known_by_its_complete_name(title: str, name: str | None) -> None:
@@ -441,11 +374,7 @@ def test_a_device_is_known_by_its_complete_name(title: str, name: str | None) ->
 # --- models of the user
 
 
-def write_recipe(folder: Path, model: str) -> str:
-    """Write a recipe that trains the model in this expression."""
-    path = folder / "own.py"
-    path.write_text(
-        f"""
+RECIPE = """
 import datasets
 import torch
 
@@ -454,27 +383,15 @@ import llmtrain as lt
 
 def main(argv=None):
     settings = lt.parse(lt.Settings(data=lt.BatchConfig()), argv)
-    table = datasets.Dataset.from_dict({{"input_ids": [list(range(9))] * 64}})
-    return lt.fit(settings, lt.Tokenized.of(table, None), lambda *_: {model})
+    table = datasets.Dataset.from_dict({"input_ids": [list(range(9))] * 64})
+    rows = lt.Tokenized.of(table, None)
+    return lt.fit(settings, rows, lambda *_: torch.nn.Linear(int(torch.ones(1).item()), 2))
 """
-    )
-    return str(path)
-
-
-def test_the_model_of_a_recipe_is_described_without_its_weights(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, "torch.nn.Linear(2**20, 2**20)")
-
-    described = build_recipe_model(path, [], "no")
-
-    assert described.positions == 8
-    assert described.class_name == "Linear"
-    assert described.flops_per_token == 0
-    weight, _ = Memory(described, on_gpu=False).parameters
-    assert weight.numel() == 2**40
 
 
 def test_a_model_that_is_built_from_values_of_weights_is_refused(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, "torch.nn.Linear(int(torch.ones(1).item()), 2)")
+    path = tmp_path / "own.py"
+    path.write_text(RECIPE)
 
     with pytest.raises(UserError, match="the recipe builds its model from values of weights"):
-        build_recipe_model(path, [], "no")
+        build_recipe_model(str(path), [], "no")
