@@ -69,20 +69,6 @@ def test_fit_trains_as_the_recipe_that_makes_each_step_itself(
     assert run.fingerprint == run_of_recipe.fingerprint
 
 
-class NeedsSecondHead(lt.Objective):
-    """An objective that refuses the model."""
-
-    def check(self, model: Any) -> None:
-        raise UserError("the model has no second head.")
-
-
-def test_the_objective_checks_the_model(tmp_path: Path) -> None:
-    objective = NeedsSecondHead()
-
-    with pytest.raises(UserError, match=r"the model has no second head\."):
-        lt.fit(settings(tmp_path / "run"), rows(), build, optimizer=sgd, objective=objective)
-
-
 def test_fit_trains_with_the_parts_of_the_user(tmp_path: Path) -> None:
     callback = lt.Callback()
     objective = DoubledLoss()
@@ -110,34 +96,37 @@ def test_fit_trains_with_the_parts_of_the_user(tmp_path: Path) -> None:
     assert series(run.folder, "eval/loss")[0] == 2 * usual_loss
 
 
+class NeedsSecondHead(lt.Objective):
+    """An objective that refuses the model."""
+
+    def check(self, model: Any) -> None:
+        raise UserError("the model has no second head.")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({"optimizer": sgd(Bigram())}, "this SGD was made too early, because the model exists"),
-        ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD is no function of the model"),
-        ({"optimizer": "adamw"}, "optimizer: 'adamw' is no function of the model"),
-        ({"optimizer": lambda model: model}, r"optimizer: Bigram\(.* is no torch optimizer"),
-        ({"optimizer": lambda model: None}, "optimizer: None is no torch optimizer; make one of"),
-        ({"objective": DoubledLoss}, "objective: the class DoubledLoss is no llmtrain.Objective"),
-        ({"build": Bigram()}, r"build: Bigram\(.* is no function; pass a function of the settings"),
-        ({"build": lambda *_: None}, "build returned None; return a torch module or an"),
-        ({"rows": [[1, 2, 3]]}, r"rows: \[\[1, 2, 3\]\] is no llmtrain.Tokenized; make the rows"),
-        ({"callbacks": [lt.Callback]}, "callbacks: the class Callback is no llmtrain.Callback"),
-        (
-            {"callbacks": lt.Callback()},
-            "callbacks: the Callback object is no list; write callbacks=",
-        ),
-        ({"metrics": build}, "metrics: the function build is no list; write metrics="),
-        ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name for the log"),
-        ({"metrics": [len]}, "metrics: .* len.* must take two arguments"),
+        ({"optimizer": sgd(Bigram())}, "this SGD was made too early"),
+        ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD"),
+        ({"optimizer": lambda model: None}, "optimizer: None"),
+        ({"objective": DoubledLoss}, "objective: the class DoubledLoss"),
+        ({"objective": NeedsSecondHead()}, "the model has no second head"),
+        ({"build": Bigram()}, "build: Bigram"),
+        ({"build": lambda *_: None}, "build returned None"),
+        ({"rows": [[1, 2, 3]]}, "rows: "),
+        ({"callbacks": [lt.Callback]}, "callbacks: the class Callback"),
+        ({"callbacks": lt.Callback()}, "callbacks: the Callback object is no list"),
+        ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name"),
+        ({"metrics": [len]}, "metrics: .* must take two arguments"),
+        ({"metrics": [3]}, "metrics: 3"),
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_is_written(
-    arguments: dict[str, Any], message: str, tmp_path: Path
+    arguments: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     valid_arguments = {"rows": rows(), "build": build}
 
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=named):
         lt.fit(settings(tmp_path / "run"), **(valid_arguments | arguments))
 
     assert not (tmp_path / "run").exists()

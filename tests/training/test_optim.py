@@ -21,7 +21,6 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
-from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import (
     MuonWithAdamW,
@@ -69,39 +68,17 @@ class ManyShapes(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
 
-def test_only_parameters_of_two_or_more_dimensions_decay() -> None:
+def test_adamw_has_the_flags_and_decays_parameters_of_two_or_more_dimensions() -> None:
     model = ManyShapes()
+    config = OptimConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-6)
 
-    optimizer = make_optimizer(one_process(), model, OptimConfig(weight_decay=0.3))
+    optimizer = make_optimizer(one_process(), model, config)
 
     decay_of_groups = [group["weight_decay"] for group in optimizer.param_groups]
     assert dict(zip(decay_of_groups, names_by_group(model, optimizer), strict=True)) == {
         0.3: {"table.weight", "linear.weight", "cube"},
         0.0: {"linear.bias", "norm.weight", "norm.bias", "scale"},
     }
-
-
-def test_a_step_without_gradient_shrinks_only_matrices() -> None:
-    model = ManyShapes()
-    config = OptimConfig(learning_rate=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(one_process(), model, config)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-    for name, parameter in model.named_parameters():
-        shrinks = name in ("table.weight", "linear.weight", "cube")
-        factor = 1 - 0.1 * 0.5 if shrinks else 1.0
-        torch.testing.assert_close(parameter.detach(), factor * before[name])
-
-
-def test_adamw_has_the_betas_and_the_epsilon_of_the_flags() -> None:
-    config = OptimConfig(adam_beta1=0.8, adam_beta2=0.7, adam_epsilon=1e-6)
-
-    optimizer = make_optimizer(one_process(), ManyShapes(), config)
-
     for group in optimizer.param_groups:
         assert group["betas"] == (0.8, 0.7)
         assert group["eps"] == 1e-6
@@ -126,45 +103,32 @@ def test_muon_trains_the_matrices_of_blocks_and_adamw_the_other_parameters(gpt: 
     assert set.union(*adamw) == all_names(gpt) - muon
 
 
-def test_muon_with_adamw_lowers_the_loss(gpt: nn.Module) -> None:
-    optimizer = make_optimizer(one_process(), gpt, OptimConfig(optim="muon", learning_rate=0.01))
-    rates = LearningRates(optimizer, OptimConfig(max_steps=30, warmup_steps=1))
-    ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(0))
-
-    losses = []
-    for step in range(30):
-        rates.set(step)
-        loss = gpt(ids, ids) / 32
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert losses[-1] < 0.5 * losses[0]
-    muon, *_ = names_by_group(gpt, optimizer)
-    for name, parameter in gpt.named_parameters():
-        assert ("momentum_buffer" in optimizer.state[parameter]) == (name in muon)
-
-
 FAMILIES = ["llama", "gpt_neox", "gpt2"]
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_muon_does_not_train_the_embeddings_and_the_head_of_any_family(family: str) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES))
+@pytest.mark.parametrize(
+    "auto_model", [AutoModelForCausalLM, AutoModelForSequenceClassification], ids=["lm", "reward"]
+)
+def test_muon_does_not_train_the_embeddings_and_the_head_of_any_family(
+    family: str, auto_model: Any
+) -> None:
+    model = auto_model.from_config(AutoConfig.for_model(family, **SIZES, num_labels=1))
 
     optimizer = make_optimizer(one_process(), model, OptimConfig(optim="muon"))
 
-    muon, *_ = names_by_group(model, optimizer)
-    outer = {model.get_output_embeddings().weight}
-    outer |= {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    muon, *adamw = names_by_group(model, optimizer)
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer = {id(weight) for weight in embeddings}
     hidden = set()
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and parameter not in outer:
+        is_head = name in ("score.weight", "lm_head.weight", "embed_out.weight")
+        if parameter.dim() == 2 and id(parameter) not in outer and not is_head:
             hidden.add(name)
     assert muon == hidden
     assert len(hidden) >= 4
+    assert muon | set.union(*adamw) == all_names(model)
 
 
 # Two-dimensional parameters that are no matrices: biases, norms, tables and states.
@@ -214,19 +178,6 @@ def test_muon_does_not_train_an_adapter_of_an_embedding_or_of_the_head() -> None
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_muon_does_not_train_the_score_head_of_a_reward_model(family: str) -> None:
-    config = AutoConfig.for_model(family, **SIZES, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config)
-
-    optimizer = make_optimizer(one_process(), model, OptimConfig(optim="muon"))
-
-    muon, *adamw = names_by_group(model, optimizer)
-    assert "score.weight" in set.union(*adamw)
-    assert len(muon) >= 4
-    assert muon | set.union(*adamw) == all_names(model)
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("no", None), ("fp16", None), ("bf16", torch.bfloat16)]
 )
@@ -255,10 +206,6 @@ def random_matrices(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
     return matrices
 
 
-def copies_of(matrices: list[nn.Parameter]) -> list[torch.Tensor]:
-    return [matrix.detach().clone() for matrix in matrices]
-
-
 SHAPES = [(24, 8), (8, 24), (16, 16), (24, 8), (16, 16)]
 
 
@@ -276,7 +223,7 @@ def test_muon_makes_the_steps_of_torch_except_for_the_rounding_to_bfloat16() -> 
         for matrix, expected in zip(matrices, expected_matrices, strict=True):
             matrix.grad = torch.randn(matrix.shape, generator=generator)
             expected.grad = matrix.grad
-        before = copies_of(expected_matrices)
+        before = [matrix.detach().clone() for matrix in expected_matrices]
 
         muon.step()
         reference.step()
@@ -284,19 +231,6 @@ def test_muon_makes_the_steps_of_torch_except_for_the_rounding_to_bfloat16() -> 
         for matrix, expected, old in zip(matrices, expected_matrices, before, strict=True):
             assert (matrix - expected).norm() < bfloat16_error * (expected - old).norm()
             matrix.data.copy_(expected)  # so that errors do not add up
-
-
-def test_the_steps_of_muon_are_orthogonal() -> None:
-    matrices = random_matrices(SHAPES)
-    before = copies_of(matrices)
-
-    Muon(matrices, lr=0.1, weight_decay=0.0).step()
-
-    for matrix, old in zip(matrices, before, strict=True):
-        scale = 0.1 * 0.2 * max(matrix.shape) ** 0.5
-        singular_values = torch.linalg.svdvals((matrix - old).detach()) / scale
-        assert singular_values.min() > 0.6
-        assert singular_values.max() < 1.3
 
 
 def test_muon_makes_the_same_steps_for_one_matrix_at_a_time(
@@ -357,7 +291,8 @@ def test_muon_may_have_several_groups_next_to_adamw() -> None:
     muon = Muon([{"params": [fast]}, {"params": [slow], "lr": 0.01}], lr=0.1, weight_decay=0.0)
     optimizer = MuonWithAdamW(muon, torch.optim.AdamW([head], lr=0.3))
     optimizer.load_state_dict(optimizer.state_dict())  # which replaces the groups
-    fast_before, slow_before = copies_of([fast, slow])
+    fast_before = fast.detach().clone()
+    slow_before = slow.detach().clone()
 
     optimizer.step()
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -107,7 +106,6 @@ def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
         "path": "x",
         "module": {"class": "Linear"},
     }
-    assert fingerprint["weights"] != as_json(torch.zeros(2))
 
 
 class Color(Enum):
@@ -118,18 +116,13 @@ class Color(Enum):
     ("value", "expected"),
     [
         pytest.param(np.float32(0.5), 0.5, id="numpy float"),
-        pytest.param(np.int64(3), 3, id="numpy integer"),
-        pytest.param(float("nan"), "nan", id="NaN"),
         pytest.param(math.inf, "inf", id="infinity"),
         pytest.param(torch.bfloat16, "torch.bfloat16", id="dtype"),
-        pytest.param(math.cos, "cos", id="function"),
         pytest.param(
             functools.partial(int, base=8), ["int", [], {"base": 8}], id="partial function"
         ),
-        pytest.param({3: None}, {"3": None}, id="integer as a key"),
-        pytest.param({math.cos: 1}, {"cos": 1}, id="function as a key"),
+        pytest.param({math.cos: 1, 3: None}, {"cos": 1, "3": None}, id="keys"),
         pytest.param(Color.RED, "Color.RED", id="enum"),
-        pytest.param(range(3), "range(0, 3)", id="range"),
         pytest.param(Decimal("0.1"), "0.1", id="decimal"),
         pytest.param(SimpleNamespace(a=1), {"a": 1}, id="namespace"),
         pytest.param(object(), {"class": "object"}, id="any object"),
@@ -141,20 +134,11 @@ def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
     assert as_json(value) == expected
 
 
-def test_an_array_has_the_fingerprint_of_an_equal_array() -> None:
+def test_arrays_have_the_same_fingerprint_only_if_they_are_equal() -> None:
     assert as_json(np.arange(3)) == as_json(np.arange(3))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        pytest.param(np.arange(3), np.arange(1, 4), id="values"),
-        pytest.param(torch.zeros(2, 3), torch.zeros(3, 2), id="shape"),
-        pytest.param(torch.zeros(2), torch.zeros(2, dtype=torch.int32), id="dtype"),
-    ],
-)
-def test_arrays_that_differ_have_different_fingerprints(first: object, second: object) -> None:
-    assert as_json(first) != as_json(second)
+    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
+    assert as_json(torch.zeros(2, 3)) != as_json(torch.zeros(3, 2))
+    assert as_json(torch.zeros(2)) != as_json(torch.zeros(2, dtype=torch.int32))
 
 
 def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
@@ -169,21 +153,17 @@ def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
     [
         pytest.param(
             {"objective": Scaled(2.0)},
-            "a different objective: factor 1.0 there, 2.0 here",
+            "factor 1.0 there, 2.0 here",
             id="a setting of the objective",
         ),
         pytest.param(
-            {"objective": lt.Objective()},
-            "a different objective: class Scaled there, Objective here",
-            id="the class of the objective",
+            {"objective": lt.Objective()}, "class Scaled there, Objective here", id="the objective"
         ),
-        pytest.param(
-            {"callbacks": [Threshold(2.0)]}, "different callbacks: Threshold", id="a callback"
-        ),
-        pytest.param({"metrics": []}, "different metrics: count", id="a metric"),
+        pytest.param({"callbacks": [Threshold(2.0)]}, "callbacks: Threshold", id="a callback"),
+        pytest.param({"metrics": []}, "metrics: count", id="a metric"),
         pytest.param(
             {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
-            "a different optimizer: class AdamW there, SGD here",
+            "class AdamW there, SGD here",
             id="the optimizer",
         ),
     ],
@@ -194,32 +174,19 @@ def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
     train_gpt: Callable[..., Run],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def count(model: Any, batch: Batch) -> Any:
-        return {"count": (batch["labels"].sum(), batch["labels"].sum())}
-
     parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
-    parts_of_stopped_run = parts | {"callbacks": [Threshold(1.0), Stop(5)]}
-    changed_parts = parts | changed
-
-    stopped = train_gpt(**parts_of_stopped_run)
+    stopped = train_gpt(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
     capsys.readouterr()
-    run = train_gpt(**changed_parts)
+
+    run = train_gpt(**parts | changed)
 
     assert stopped.folder.name == "run"
     assert run.folder.name == "run-2"
-    assert f"{stopped.folder} is taken by a run with {reason}" in capsys.readouterr().out
+    assert reason in capsys.readouterr().out
 
 
-def test_a_run_is_resumed_with_the_same_parts_even_if_one_without_effect_is_gone(
-    train_gpt: Callable[..., Run],
-) -> None:
-    train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
-
-    run = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
-
-    assert run.folder.name == "run"
-    assert run.resume_point.step == 5
-    assert run.is_finished
+def count(model: Any, batch: Batch) -> Any:
+    return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
 
 def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
@@ -233,26 +200,23 @@ def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
     assert fingerprint_with(torch.bfloat16) == fingerprint_with(None)
 
 
-def test_a_named_checkpoint_is_resumed_with_another_callback(
+def test_a_run_is_resumed_without_a_callback_and_by_name_with_another_one(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
 
-    resumed = train_gpt(
+    with pytest.raises(UserError, match=r"factor 1\.0 there, 3\.0 here"):
+        train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
+    by_name = train_gpt(
         objective=Scaled(1.0), callbacks=[Threshold(2.0)], resume=str(stopped.folder)
     )
+    resumed = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0)])
 
-    assert resumed.resume_point.step == 5
+    assert by_name.resume_point.step == 5
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
-
-
-def test_a_named_checkpoint_is_refused_with_another_objective(
-    train_gpt: Callable[..., Run],
-) -> None:
-    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
-
-    with pytest.raises(UserError, match=r"has a different objective: factor 1\.0 there, 3\.0 here"):
-        train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))
+    assert resumed.folder == stopped.folder, "the callback that stopped it has no fingerprint"
+    assert resumed.resume_point.step == 5
+    assert resumed.is_finished
 
 
 def test_a_finished_run_that_is_resumed_by_name_makes_no_further_step(
@@ -288,34 +252,22 @@ def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "named"),
     [
         pytest.param(
-            {"callbacks": [Threshold(1), Threshold(2)]},
-            "two parts of this run are called Threshold",
-            id="two parts of one name",
-        ),
-        pytest.param(
-            {"callbacks": [Threshold]},
-            "the class Threshold is no llmtrain.Callback",
-            id="a class as a callback",
-        ),
-        pytest.param(
-            {"metrics": [3]},
-            "metrics: 3 is neither a function of a model and a batch",
-            id="a number as a metric",
+            {"callbacks": [Threshold(1), Threshold(2)]}, "called Threshold", id="one name twice"
         ),
         pytest.param(
             {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
-            "2 of the 2 parameters of the optimizer SGD are not those of the model",
+            "2 of the 2 parameters of the optimizer SGD",
             id="the optimizer of another model",
         ),
     ],
 )
 def test_a_part_that_cannot_be_used_is_refused_before_a_folder_is_made(
-    parts: dict[str, Any], message: str, train_gpt: Callable[..., Run], tmp_path: Path
+    parts: dict[str, Any], named: str, train_gpt: Callable[..., Run], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=named):
         train_gpt(**parts)
 
     assert not (tmp_path / "run").exists()
